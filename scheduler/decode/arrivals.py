@@ -131,6 +131,8 @@ class Arrivals:
         samples = prompt.waiting
         for request in samples:
             request.kv_path = "local"
+            if self._memory.hot is not None and request.done is None:
+                request.host_tokens = local.cached
         self._arrived(prompt, done, now)
         if local.hot_slot is None:
             return None
@@ -196,7 +198,10 @@ class Arrivals:
                 self._memory.receive_rows(prompt, received, request)
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
-                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+                prefilled = Prefilled(
+                    request.rid, done.cached_tokens, done.input_logprobs, done.stored_tokens, request.host_tokens
+                )
+                self._outbox.append(SendToFrontend(prefilled))
             if not self._memory.unsaved(request) and request is samples[0]:
                 self._uncached.append(request)
             self._run_queue.arrived.push(request)
@@ -224,6 +229,8 @@ class Arrivals:
         self._counters["transfer_writes"] += done.writes
         self._counters["prompt_tokens"] += prompt.tokens
         self._counters["prefix_tokens_reused"] += attempt.prefix_tokens
+        if attempt.expected_cached is not None:
+            self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
         sent_at = prompt.waiting[0].lifecycle.since
         self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)

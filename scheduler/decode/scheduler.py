@@ -28,6 +28,7 @@ from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
+    CachedPrefixes,
     ChunkArrived,
     InstanceId,
     Load,
@@ -209,6 +210,10 @@ class DecodeScheduler:
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
         self.dispatcher.peers.report(instance, load)
+
+    def cache_report(self, instance: InstanceId, report: CachedPrefixes) -> None:
+        """A prefill server has reported what it has cached."""
+        self.dispatcher.peers.take_cache_report(instance, report)
 
     def peer_leaving(self, instance: InstanceId, now: float) -> None:
         """A prefill server gets no more prompts. It may finish those that it has."""
@@ -447,6 +452,7 @@ class DecodeScheduler:
             waiting_requests=len(self.dispatcher.queue),
             running_requests=len(self.run_queue.running),
             waiting_tokens=self.waiting_tokens,
+            cache_reports=self.dispatcher.peers.compares_caches,
         )
 
     def check_integrity(self) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from ...configs.errors import RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
+from ...memory.page_hashes import unpack_hashes
 from ...memory.pages import PageAllocator
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
@@ -53,7 +54,12 @@ class Submissions:
             return
         deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
         prompt = self._dispatcher.new_prompt(
-            submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
+            submit.prompt_ids,
+            endpoint=submit.endpoint,
+            room=submit.room,
+            priority=submit.priority,
+            page_hashes={size: unpack_hashes(packed) for size, packed in submit.page_hashes.items()},
+            now=now,
         )
         prompt.traceparent = submit.traceparent
         for index, rid in enumerate(rids):

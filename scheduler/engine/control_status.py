@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from ...transfer.control.events import PeerSnapshot
 from ...transfer.control.thread import Control
+from ..decode.dispatch.prefill_peers import DispatchInputs
 from ..messages.frontend import PeerStatus
 from .decode_engine import DecodeEngine
 from .prefill_engine import NO_ROUTES, KvRoutes, PrefillEngine
 
+NO_INPUTS = DispatchInputs(None, None)
 _WORST_FIRST = ("refused", "lost", "connecting", "paired")
 
 
@@ -26,7 +28,10 @@ def peer_status(
 ) -> tuple[PeerStatus, ...]:
     """The peers of a server. Of several connections to one endpoint, the worst is shown."""
     routes: dict[str, KvRoutes] = {}
+    inputs: dict[str, DispatchInputs] = {}
     for engine in engines:
+        if isinstance(engine, DecodeEngine) and not inputs:  # data-parallel ranks have connections of their own
+            inputs = engine.scheduler.dispatcher.peers.inputs()
         if isinstance(engine, PrefillEngine):
             for instance, found in list(engine.routes.items()):
                 known = routes.get(instance, NO_ROUTES)
@@ -40,9 +45,19 @@ def peer_status(
             peer.detail,
             peer.round_trip_ms,
             *routes.get(peer.instance or "", NO_ROUTES),
+            *inputs.get(peer.instance or "", NO_INPUTS),
         )
         for peer in peers
     )
+
+
+def hashed_page_sizes(engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]) -> tuple[int, ...]:
+    """Page sizes for which the frontend hashes prompts."""
+    sizes: set[int] = set()
+    for engine in engines:
+        if isinstance(engine, DecodeEngine):
+            sizes.update(engine.scheduler.dispatcher.peers.hashed_page_sizes)
+    return tuple(sorted(sizes))
 
 
 def _worst(of_controls: Sequence[Sequence[PeerSnapshot]]) -> list[PeerSnapshot]:

@@ -26,6 +26,7 @@ from ...transfer.data.chunks import PartScatter
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import (
     AbortAck,
+    CachedPrefixes,
     ChunkArrived,
     Hello,
     InstanceId,
@@ -136,6 +137,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
             ):
                 scheduler.stage_message(instance, message, now)
+            case MessageReceived(instance=instance, message=CachedPrefixes() as message):
+                scheduler.cache_report(instance, message)
             case MessageReceived(instance=instance, message=message):
                 if isinstance(message, TransferFailed) and message.leaving:
                     scheduler.peer_leaving(instance, now)

@@ -26,6 +26,7 @@ from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
+from ...memory.prefix_cache import PrefixCache
 from ...memory.sizing import GIB
 from ...models.loading.catalog import locate_model
 from ...models.loading.fingerprint import fingerprint
@@ -49,9 +50,10 @@ from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.builder import STEP_SETTING, step_tokens, uses_overlap
 from ..ranks.group import RankGroup, RankLostError, Ranks
-from .control_status import close_all, control_counters, peer_status
+from .control_status import close_all, control_counters, hashed_page_sizes, peer_status
 from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
+from .kv_events import MEDIUM_DEVICE, MEDIUM_HOST, KvEventPublisher
 from .loop import EngineLoop
 from .prefill_engine import PrefillEngine
 from .routing import DecodeRouter, PrefillRouter, ToEngine
@@ -116,17 +118,24 @@ class Leader:
         self._timing = Timing(heartbeat_interval_s=config.heartbeat_interval_s, peer_timeout_s=config.peer_timeout_s)
         self._ranks = Ranks(config, self._source, self._keys, inbox.put)
         self._ready: list[RankReady] = []
+        self._events: KvEventPublisher | None = None
 
     def serve(self) -> bool:
         """Run until a Stop. Returns whether all ranks have ended."""
         try:
             self._ready = self._await_ranks()
+            if self._config.kv_events_port is not None:
+                self._events = KvEventPublisher(
+                    self._config.host, self._config.kv_events_port, self._config.kv_events_topic
+                )
             match self._config:
                 case DecodeConfig():
                     self._serve_decode(self._config)
                 case PrefillConfig():
                     self._serve_prefill(self._config)
         finally:
+            if self._events is not None:
+                self._events.close()
             all_ended = self._ranks.close()
         return all_ended
 
@@ -183,6 +192,7 @@ class Leader:
             hisparse=config.enable_hisparse,
             stages=config.pp,
             overlap=uses_overlap(config),
+            dispatch=config.dispatch,
             local_prefill=config.local_prefill,
             max_step_tokens=self._step_tokens(config),
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
@@ -220,6 +230,7 @@ class Leader:
             self._hot_limits(config),
             self._rank_rings(),
         )
+        self._publish_events(scheduler.cache, number)
         control = DecodeControl(
             hello,
             check=lambda welcome: check_pair(hello, welcome),
@@ -234,6 +245,13 @@ class Leader:
             scheduler, self._rank_group(number), control=control, hello=hello, verify_kv=config.verify_kv
         )
         return engine
+
+    def _publish_events(self, cache: PrefixCache, dp_rank: int) -> None:
+        """Publish the changes of a prefix cache, if KV events are on."""
+        if self._events is not None:
+            hisparse = isinstance(self._config, DecodeConfig) and self._config.enable_hisparse
+            medium = MEDIUM_HOST if hisparse else MEDIUM_DEVICE
+            cache.listen(self._events.events_of(dp_rank, self._config.page_size, medium))
 
     def _hot_limits(self, config: DecodeConfig) -> HotLimits | None:
         first = self._ready[0]
@@ -282,13 +300,15 @@ class Leader:
         )
         engines = [
             PrefillEngine(
-                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages)),
+                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages), number),
                 self._rank_group(number),
                 control=control,
                 welcome=welcome,
             )
             for number in range(config.dp_size)
         ]
+        for number, engine in enumerate(engines):
+            self._publish_events(engine.scheduler.cache, number)
         router = PrefillRouter([engine.scheduler for engine in engines])
         loop = EngineLoop(engines, router, self._frontend, self._inbox, self._ranks)
         log.info("control port %s:%d", config.host, control.port)
@@ -319,6 +339,7 @@ class Leader:
                 loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
                 dp_ranks=snapshot.dp_ranks,
+                hashed_page_sizes=hashed_page_sizes(loop.engines),
             )
 
         keep_for_good()

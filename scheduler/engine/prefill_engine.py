@@ -136,7 +136,9 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self.routes.pop(instance, None)
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
-            case LoadReported() | PeerRefused() | SendFailed():
+            case LoadReported(instance=instance, load=load):
+                scheduler.peer_load(instance, load)
+            case PeerRefused() | SendFailed():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")

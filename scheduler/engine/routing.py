@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp
+from ...transfer.control.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerUp
 from ...transfer.protocol.messages import Abort, KvDestination
 from ..decode.balancer import choose_for_submit, rebalance
 from ..decode.scheduler import DecodeScheduler
@@ -90,7 +90,7 @@ class PrefillRouter:
             case MessageReceived(message=Abort(key=key), instance=instance):
                 holder = self._holder((instance, key))
                 return self._all if holder is None else (holder,)
-            case PeerUp() | PeerLost() | PeerClosed() | FlushCache():
+            case PeerUp() | PeerLost() | PeerClosed() | LoadReported() | FlushCache():
                 return self._all
             case _:
                 return (0,)

@@ -23,7 +23,8 @@ class Submit(FrontendMessage, frozen=True):
     transfer, and are separate requests after that, each with its own terminal message. A higher `priority` is served
     first. `client` is the address of the HTTP client. A call with several prompts sends one Submit each, in a row;
     `follows` is the rid of the first one. If the first was accepted, the others are accepted too. `traceparent` (W3C)
-    is the span of the request, if it is traced.
+    is the span of the request, if it is traced. `page_hashes` are the short hashes of its pages, packed, by page size
+    (memory/page_hashes.py), for those that `Status` asks for.
     """
 
     rid: str
@@ -38,6 +39,7 @@ class Submit(FrontendMessage, frozen=True):
     client: str = ""
     follows: str | None = None
     traceparent: str | None = None
+    page_hashes: dict[int, bytes] = {}
 
 
 class Cancel(FrontendMessage, frozen=True):
@@ -119,13 +121,16 @@ class Tokens(FrontendMessage, frozen=True):
 class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; sent before the first Tokens.
 
-    `cached_tokens` of it were in the prefix cache of prefill. `input_logprobs` start at `LogprobParams.start`, if
-    requested.
+    `cached_tokens` of it were in the prefix cache of prefill, or, `stored_tokens` of them, in the KV store.
+    `input_logprobs` start at `LogprobParams.start`, if requested.
     """
 
     rid: str
     cached_tokens: int
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    stored_tokens: int = 0
+    host_tokens: int = 0
+    """The part of `cached_tokens` that was in host memory."""
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -150,6 +155,10 @@ class Finished(FrontendMessage, frozen=True):
     cached_tokens: int
     timeline: dict[str, float]
     kv_path: str = ""
+    stored_tokens: int = 0
+    """The part of `cached_tokens` that came from the KV store."""
+    host_tokens: int = 0
+    """The part of `cached_tokens` that was in host memory."""
 
 
 class Failed(FrontendMessage, frozen=True):
@@ -188,6 +197,10 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """The transport of each pool (prefill)."""
     unusable_transports: dict[str, str] = {}
     """Transports that should work between the two servers but do not, and why (prefill)."""
+    tokens_ahead: int | None = None
+    """Tokens that the server computes before a prompt that is sent now (decode)."""
+    cached_tokens: int | None = None
+    """Tokens in its prefix cache; None if it does not report them (decode)."""
 
 
 class DpRankStatus(msgspec.Struct, frozen=True):
@@ -203,7 +216,8 @@ class Status(FrontendMessage, frozen=True):
 
     Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop; `problems` make the server
     unhealthy. `taken_at` is the Unix time of gauges, counters and states, which are those of all data-parallel ranks
-    together; `dp_ranks` has each of them, if there are several.
+    together; `dp_ranks` has each of them, if there are several. Prompts are hashed for `hashed_page_sizes`, to find the
+    prefill server that has their prefix.
     """
 
     gauges: dict[str, float]
@@ -214,6 +228,7 @@ class Status(FrontendMessage, frozen=True):
     loop_age_s: float
     problems: tuple[str, ...] = ()
     dp_ranks: tuple[DpRankStatus, ...] = ()
+    hashed_page_sizes: tuple[int, ...] = ()
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop

@@ -39,6 +39,7 @@ from ..messages.effects import Effect, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
+from .cache_reports import CacheReports
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
@@ -64,7 +65,7 @@ class Refusal(NamedTuple):
 class PrefillScheduler:
     """Owns the requests and the page allocator of one prefill server."""
 
-    def __init__(self, limits: PrefillLimits, pages: PageAllocator[KvPage]) -> None:
+    def __init__(self, limits: PrefillLimits, pages: PageAllocator[KvPage], dp_rank: int = 0) -> None:
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
@@ -77,6 +78,7 @@ class PrefillScheduler:
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
         self.staging = StagedSends(limits.page_size, self.counters, self._outbox)
+        self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self._accepting = True
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -89,9 +91,17 @@ class PrefillScheduler:
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """A decode server is silent or gone: end its requests."""
         self._spaces.pop(instance, None)
+        self.reports.unsubscribe(instance)
         for request in [t for t in self.requests.values() if t.instance == instance]:
             self._close(request, f"prefill lost the decode server: {reason}", now)
         self.staging.peer_lost(instance)
+
+    def peer_load(self, instance: InstanceId, load: Load) -> None:
+        """A decode server has reported its load, and whether it wants to know what is cached here."""
+        if load.cache_reports and instance in self._spaces and self.limits.prefix_cache:
+            self.reports.subscribe(instance)
+        elif not load.cache_reports:
+            self.reports.unsubscribe(instance)
 
     def peer_closed(self, instance: InstanceId) -> None:
         """The connection to a lost decode server is closed."""
@@ -163,6 +173,7 @@ class PrefillScheduler:
         self._take_ended_chunks(now)
         self._start_waiting(now)
         self._report_begun(now)
+        self.reports.due(now)
 
     def next_step(self, now: float) -> PrefillStep | None:
         """The next step for the ranks, if one can start now. The writes of its chunks are effects: the ranks get them

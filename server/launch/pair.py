@@ -1,8 +1,8 @@
 """The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
 
 A setting applies to the servers that have it. `port` is decode's, which clients use; prefill's is `prefill_port`.
-`host` is decode's only, because the pair talks over loopback. Without a cluster key in the environment the pair gets a
-random one: other users of this machine can connect to loopback, too.
+`host` is decode's only, because the pair talks over loopback, and so is `kv_events_port`. Without a cluster key in the
+environment the pair gets a random one: other users of this machine can connect to loopback, too.
 """
 
 import secrets
@@ -66,6 +66,7 @@ def check_ports(pair: PairConfig) -> None:
         (pair.decode.host, pair.decode.port, "--port"),
         (pair.prefill.host, pair.prefill.port, "--prefill-port"),
         (pair.prefill.host, pair.prefill.bootstrap_port, "--bootstrap-port"),
+        *((pair.decode.host, port, "--kv-events-port") for port in pair.decode.kv_events_ports),
     )
     flags: dict[int, str] = {}
     for host, port, flag in wanted:
@@ -75,7 +76,7 @@ def check_ports(pair: PairConfig) -> None:
 
 
 def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:
-    names = PrefillConfig.model_fields.keys() - {"host", "port"}
+    names = PrefillConfig.model_fields.keys() - {"host", "port", "kv_events_port"}
     part = {name: value for name, value in layer.items() if name in names}
     return part | ({"port": layer["prefill_port"]} if "prefill_port" in layer else {})
 

@@ -61,6 +61,7 @@ _PLACEMENT_REASONS = {
     "local": ("always", "absent", "failed", "refused", "short", "queue"),
     "remote": ("never", "unmeasured", "faster", "hot_rows"),
 }
+_DISPATCHES = "Prompts sent to prefill servers: by prefix, to one that has a part of it cached, or by load."
 _KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."
 _KV_PATH_REASONS = {"gpu": ("resident",), "host": ("peer", "samples", "one_token", "hot_rows", "in_use")}
 _PATH_BYTES = "Bytes of KV transferred, by the memory they were written to on decode: gpu or host."
@@ -91,6 +92,8 @@ COUNTERS: Mapping[str, Exported] = (
             "decode_steps": "Steps with running requests.",
             "prefill_steps": "Steps of a prefill server.",
             "steps_failed": "Steps that have failed.",
+            "dispatch_tokens_expected": "Prompt tokens that the chosen prefill server was expected to have cached.",
+            "dispatch_tokens_reused": "Prompt tokens of these that it had cached.",
             "peers_lost": "Times that a peer was lost.",
             "stale_messages": "Messages about requests that have ended.",
             "event_errors": "Events that the engine loop could not handle.",
@@ -127,6 +130,7 @@ COUNTERS: Mapping[str, Exported] = (
         ),
     }
     | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("gpu", "host")}
+    | {f"dispatch_{by}": Exported("dispatches", _DISPATCHES, (("by", by),)) for by in ("prefix", "load")}
     | {
         f"{place}_prefill_{reason}": Exported("prefill_placements", _PLACEMENTS, (("place", place), ("reason", reason)))
         for place, reasons in _PLACEMENT_REASONS.items()

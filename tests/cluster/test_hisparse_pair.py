@@ -361,6 +361,9 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     twice = [HTTP.post(f"{server.url}/generate", json=payload, timeout=60).raise_for_status().json() for _ in range(2)]
     first, second = ([sample["output_ids"] for sample in reply] for reply in twice)
     assert first == second
+    meta = twice[1][0]["meta_info"]
+    assert meta["cached_tokens_details"] == {"device": 0, "host": meta["cached_tokens"], "storage": 0}
+    assert meta["cached_tokens"] > 0
     assert first[0] != first[1]
     too_long = server.post(source.two[0], NEW_TOKENS)
     assert too_long.status_code == 413

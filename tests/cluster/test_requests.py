@@ -101,6 +101,8 @@ def test_every_stream_event_has_the_cached_tokens(pair: Pair) -> None:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
     assert len(lines) > 1
     assert {json.loads(line)["meta_info"]["cached_tokens"] for line in lines} == {3 * PAGE}
+    details = {"device": 3 * PAGE, "host": 0, "storage": 0}
+    assert all(json.loads(line)["meta_info"]["cached_tokens_details"] == details for line in lines)
 
 
 def test_next_turn_of_a_conversation_reuses_generated_tokens(pair: Pair) -> None:

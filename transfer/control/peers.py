@@ -251,6 +251,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
         session.state = SessionState.PAIRED
         session.announced = True
         session.detail = None
+        session.load = Load()  # its next load is reported again, also if it has not changed
         session.channel.restart()
         self._counts["peers_up"] += 1
         logger.info("paired with %s %s", self._peer_role, session)

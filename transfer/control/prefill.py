@@ -1,15 +1,14 @@
 """The control port of a prefill server: one ROUTER, any number of decode servers."""
 
 import logging
-import socket as sockets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
-from ...configs.errors import StartupError
 from ..protocol.messages import Hello, Load, Refused, Welcome
 from ..protocol.wire import MAX_FRAME_BYTES, Buffer
+from .bind import bind_tcp
 from .curve import AUTHENTICATION_FAILED, ClientGate, ClusterKeys
 from .events import Event, PeerRefused, PeerSnapshot
 from .peers import PeerControl
@@ -71,7 +70,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._poller.register(self._monitor.socket, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         try:
-            self.port = _bind(self._router, bind_host, port)
+            self.port = bind_tcp(self._router, bind_host, port, "bootstrap port", "--bootstrap-port")
         except BaseException:
             self._release()
             raise
@@ -210,26 +209,3 @@ class PrefillControl(PeerControl[_Route, Hello]):
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [route.snapshot(route.name) for route in self._routes.values()]
-
-
-def _bind(router: zmq.Socket[bytes], host: str, port: int) -> int:
-    """Bind and return the port. ZMQ accepts addresses only, so a host name is resolved here."""
-    try:
-        family, _, _, _, (address, *_) = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
-    except OSError as error:
-        raise StartupError(f"host {host}: cannot be resolved ({error})") from error
-    if family == sockets.AF_INET6:
-        router.setsockopt(zmq.IPV6, 1)
-        address = f"[{address}]"
-    try:
-        router.bind(f"tcp://{address}:{port or '*'}")
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            raise StartupError(
-                f"bootstrap port {port} on {host} is in use: stop the process that uses it or choose another port with "
-                "--bootstrap-port"
-            ) from error
-        raise StartupError(f"bootstrap port {port} on {host} cannot be bound: {error}") from error
-    bound = router.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return int(bound.rstrip(b"\0").rpartition(b":")[2])

@@ -12,11 +12,11 @@ History
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
-     and KvDestination.
+     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
-  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck
+  P -> D  Welcome, Refused, ChunkArrived, PrefillDone, TransferFailed, AbortAck, CachedPrefixes
           StageRequest, StageArrived, StageStopped
   both    Heartbeat, HeartbeatAck
 
@@ -197,8 +197,8 @@ class ChunkArrived(Message, frozen=True):
 class PrefillDone(Message, frozen=True):
     """All KV is written; carries the first token of each sample and the times spent on prefill.
 
-    `cached_tokens` of the prompt came from prefill's prefix cache. `input_logprobs`, if requested, has one entry per
-    prompt token from `LogprobParams.start` on.
+    `cached_tokens` of the prompt came from prefill's prefix cache, the last `stored_tokens` of them from the KV store.
+    `input_logprobs`, if requested, has one entry per prompt token from `LogprobParams.start` on.
     """
 
     key: TransferKey
@@ -212,6 +212,7 @@ class PrefillDone(Message, frozen=True):
     transfer_tail_s: float
     cached_tokens: int = 0
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    stored_tokens: int = 0
 
 
 class TransferFailed(Message, frozen=True):
@@ -243,6 +244,22 @@ class AbortAck(Message, frozen=True):
 
     key: TransferKey
     late_writes: bool = False
+
+
+class CachedPrefixes(Message, frozen=True):
+    """What has changed in the prefix cache of a prefill server, or of one of its data-parallel ranks: `removed` first,
+    then `added`. With `reset`, nothing else is cached any more. Sent only to decode servers that ask for it.
+
+    Pages are named by the first 64 bits of their chained hashes (memory/page_hashes.py), as little-endian integers.
+    Only every `stride`-th page of a sequence is reported.
+    """
+
+    dp_rank: int
+    page_size: int
+    stride: int
+    added: bytes = b""
+    removed: bytes = b""
+    reset: bool = False
 
 
 class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
@@ -326,6 +343,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     `running_requests` are part of a running step, `waiting_requests` are not. `waiting_tokens` of both are not computed
     yet. `window_tokens` is how many of those a prefill server wants from each decode server, so that it never idles
     between prompts. `tokens_per_s` is how fast it computes prompts; 0 if it has computed none.
+    A decode server with `cache_reports` wants CachedPrefixes messages, which older versions cannot read.
     """
 
     waiting_requests: int = 0
@@ -334,6 +352,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     accepting: bool = True
     window_tokens: int = 0
     tokens_per_s: float = 0.0
+    cache_reports: bool = False
 
 
 class _Beat(Message, frozen=True):
@@ -360,6 +379,7 @@ AnyMessage = (
     | TransferFailed
     | Abort
     | AbortAck
+    | CachedPrefixes
     | StageMessage
     | Heartbeat
     | HeartbeatAck

@@ -6,7 +6,7 @@ It knows prompts, pages and peers. It ends no request: the scheduler decides wha
 
 import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator, pages_for
@@ -18,7 +18,6 @@ from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...rates import Rates
 from ..memory.request_memory import RequestMemory
-from ..requests.dispatch_window import PromptKind
 from ..requests.limits import DecodeLimits
 from ..requests.request import Attempt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
@@ -26,7 +25,7 @@ from .kv_path import PathInputs, choose_path
 from .local_prefill import LocalLimits, LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeer, PrefillPeers
+from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from .prompt_queue import PromptQueue
 from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
@@ -55,7 +54,7 @@ class PrefillDispatcher:
         self.counters = counters
         self.queue = PromptQueue()
         self.pace = QueuePace()
-        self.peers = PrefillPeers()
+        self.peers = PrefillPeers(limits.dispatch)
         self.rates = Rates()
         local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
         self.local = LocalPrefill(local_limits, self.rates)
@@ -85,6 +84,7 @@ class PrefillDispatcher:
         room: int | None = None,
         priority: int = 0,
         output_tokens: int = 0,
+        page_hashes: Mapping[int, Sequence[int]] | None = None,
         now: float,
     ) -> Prompt:
         """A prompt that is not in the queue yet. Prompt ids are unique on this server."""
@@ -95,6 +95,7 @@ class PrefillDispatcher:
             room=room,
             priority=priority,
             output_tokens=output_tokens,
+            page_hashes=page_hashes,
             now=now,
         )
 
@@ -126,6 +127,7 @@ class PrefillDispatcher:
             endpoint=old.endpoint,
             priority=request.priority,
             output_tokens=len(request.output_ids),
+            page_hashes=old.page_hashes,
             now=now,
         )
         request.prompt.traceparent = old.traceparent
@@ -173,7 +175,8 @@ class PrefillDispatcher:
         attempt.begun = True
         if chunk.token_start < chunk.token_end:
             attempt.chunks.append(chunk)
-        tokens = min(attempt.tokens_left, chunk.token_end - chunk.token_start)
+        computed = chunk.token_end - max(chunk.token_start, attempt.expected_cached or 0)
+        tokens = min(attempt.tokens_left, max(0, computed))
         window = self.peers.window(attempt.instance)
         if tokens and window is not None:
             attempt.tokens_left -= tokens
@@ -213,21 +216,31 @@ class PrefillDispatcher:
         blocked: list[Prompt] = []
         sent: list[int] = []
         busy: set[str | None] = set()
-        places: dict[Prompt, Placement] = {}
+        places: dict[Prompt, tuple[Placement, Selection | None]] = {}
 
-        def may_send(prompt: Prompt) -> bool:
+        self.peers.release_held()
+
+        def may_send(prompt: Prompt) -> bool | None:
             """Servers that take no prompt, although they are there, are busy."""
-            places[prompt] = placement = self.placer.place(prompt, now)
-            if placement.where == "wait" and self.can_prefill(prompt.endpoint, prompt.tokens):
+            selection = self.peers.select(prompt, now)
+            is_open = selection is not None and selection.is_open
+            placement = self.placer.place(prompt, now, remote_open=is_open)
+            places[prompt] = placement, selection
+            if placement.where != "wait":
+                return True
+            if self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
-            return placement.where != "wait"
+            if selection is None or is_open or not selection.cached:
+                return False
+            self.peers.hold(prompt, selection)
+            return None
 
         for prompt in self.queue.in_order(may_send):
             if len(blocked) >= MAX_MISFITS or any(other.overtaken >= MAX_OVERTAKES for other in blocked):
                 break
             if above is not None and prompt.priority <= above:
                 break
-            placement = places[prompt]
+            placement, selection = places[prompt]
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
             if placement.where == "local" and not self._memory.may_compute(prompt, shrink=True):
@@ -255,7 +268,8 @@ class PrefillDispatcher:
                 if self._memory.open_for_prompt(local):
                     self.local.loaded(local)
             else:
-                self._send(prompt, reservation, now)
+                assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
+                self._send(prompt, reservation, selection, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
@@ -299,17 +313,23 @@ class PrefillDispatcher:
             request.lifecycle.advance(State.RESERVED, now)
             request.lifecycle.advance(state, now)
 
-    def _send(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
-        peer = self.peers.choose(prompt, now)
-        assert peer is not None, f"prompt {prompt.prompt_id} has no prefill server"
+    def _send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
+        peer, expected = selection.peer, selection.cached
         self._reserved(prompt, reservation, State.PREFILLING, now)
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
-        kind, tokens = PromptKind.of(prompt.priority, prompt.tokens), max(1, prompt.tokens - reservation.prefix_tokens)
+        kind = prompt_kind(prompt, expected)
+        tokens = max(1, prompt.tokens - max(reservation.prefix_tokens, expected or 0))
         members = prompt.waiting
         first = members[0]
         choice = choose_path(self._path_inputs(prompt, peer))
-        prompt.attempt = attempt = Attempt(key, peer.instance, reservation.prefix_tokens, kind, tokens)
+        prompt.attempt = attempt = Attempt(
+            key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
+        )
+        self.counters[f"dispatch_{selection.reason}"] += 1
+        if expected is not None:
+            self.counters["dispatch_tokens_expected"] += expected
+            peer.cache.sent(prompt.page_hashes[peer.cache.page_size or 0], expected, now)
         first_new, within = divmod(reservation.prefix_tokens, self.limits.page_size)
         new_pages = reservation.prompt.pages[first_new:]
         if reservation.copied is not None:

@@ -76,18 +76,17 @@ class Placer:
         known = {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
         return {**known, "local_prefill_waiting_tokens": self._local.window.own_tokens}
 
-    def place(self, prompt: Prompt, now: float) -> Placement:
-        """Where to compute a prompt now."""
+    def place(self, prompt: Prompt, now: float, *, remote_open: bool) -> Placement:
+        """Where to compute a prompt now; `remote_open`: its prefill server takes it."""
         if self._first_at is None:
             self._first_at = now
         mode = self._limits.local_prefill
         if mode != "auto":
-            remote_open = mode == "never" and self._peers.choose(prompt, now) is not None
+            remote_open = mode == "never" and remote_open
             local_open = mode == "always" and self._local.is_open(prompt)
             return decide(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open, local_open=local_open))
         able = self._peers.able(prompt)
         tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
-        remote_open = self._peers.choose(prompt, now) is not None
         ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
         if able and not remote_open:  # it also waits behind the queue
             ahead += min(self._queue.tokens, len(self._queue) * tokens) // len(able)

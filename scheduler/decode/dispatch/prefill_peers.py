@@ -3,11 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
+from ....configs.schema import DispatchSetting
 from ....transfer.control.events import describe_absence
-from ....transfer.protocol.messages import InstanceId, Load
+from ....transfer.protocol.messages import CachedPrefixes, InstanceId, Load
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.request import Prompt
+from .choice import Candidate, Reason, choose
+from .peer_cache import PeerCache
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,6 +31,40 @@ class PrefillPeer:
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
     tokens_per_s: float = 0.0
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
+    cache: PeerCache = dataclasses.field(default_factory=PeerCache)
+    held_tokens: int = 0
+    """Of prompts in our queue that wait for this server, because it has their prefix."""
+
+    def cached_tokens(self, prompt: Prompt) -> int | None:
+        """Tokens of a prompt that are in its cache, as far as known; None if it does not report its cache, or the pages
+        of the prompt were not hashed.
+        """
+        hashes = prompt.page_hashes.get(self.cache.page_size or 0)
+        if hashes is None:
+            return None
+        known = prompt.cached_at.get(self.instance)
+        if known is None or known[0] != self.cache.version:
+            found = self.cache.cached_tokens(hashes, prompt.tokens - 1)
+            prompt.cached_at[self.instance] = known = self.cache.version, found
+        return known[1]
+
+
+class Selection(NamedTuple):
+    """The server that a prompt is sent to, or waits for."""
+
+    peer: PrefillPeer
+    is_open: bool
+    reason: Reason
+    cached: int | None
+    """Tokens of the prompt in its cache; None if unknown."""
+
+
+class DispatchInputs(NamedTuple):
+    """What the choice of a prefill server depends on, besides the prompt."""
+
+    tokens_ahead: int | None
+    cached_tokens: int | None
+    """None if the server does not report its cache."""
 
 
 REFUSED_BACKOFF_S = 0.5
@@ -36,7 +74,8 @@ REFUSED_BACKOFF_S = 0.5
 class PrefillPeers:
     """Paired prefill servers by instance."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: DispatchSetting = "load") -> None:
+        self._mode: DispatchSetting = mode
         self._peers: dict[InstanceId, PrefillPeer] = {}
         self._lost_at: dict[str | None, float] = {}
         """When the last server was lost, by endpoint without a server; None is for all endpoints together."""
@@ -90,14 +129,67 @@ class PrefillPeers:
             return self.unreachable.get(endpoint, "")
         return describe_absence(self.unreachable)
 
-    def choose(self, prompt: Prompt, now: float) -> PrefillPeer | None:
-        """The server with the fewest tokens ahead, of those that can hold the prompt and whose dispatch window is open
-        to it; the server of the last attempt comes last. None if there is none.
+    def select(self, prompt: Prompt, now: float) -> Selection | None:
+        """The server for a prompt (choice.py), of those that can hold it; the server of the last attempt comes last.
+        None if no server takes the prompt now and none is worth waiting for.
         """
-        kind = PromptKind.of(prompt.priority, prompt.tokens)
-        peers = [peer for peer in self.able(prompt) if peer.backoff_until <= now and peer.window.is_open(kind)]
         last = prompt.attempt.instance if prompt.attempt is not None else None
-        return min(peers, key=lambda peer: (peer.instance == last, peer.window.tokens_ahead), default=None)
+        peers = self.able(prompt)
+        if len(peers) == 1 and not prompt.page_hashes:
+            (peer,) = peers
+            is_open = peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, None))
+            return Selection(peer, is_open, "load", None) if is_open else None
+        cached = [peer.cached_tokens(prompt) if self._mode == "prefix" else None for peer in peers]
+        candidates = [
+            Candidate(
+                ahead=peer.window.tokens_ahead + peer.held_tokens,
+                cached=tokens or 0,
+                fullness=peer.cache.stored_tokens / (peer.capacity * peer.cache.ranks),
+                is_open=peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, tokens)),
+                failed=peer.instance == last,
+            )
+            for peer, tokens in zip(peers, cached, strict=True)
+        ]
+        choice = choose(self._mode, prompt.tokens, candidates)
+        if choice is None:
+            return None
+        number = choice.number
+        return Selection(peers[number], candidates[number].is_open, choice.reason, cached[number])
+
+    def hold(self, prompt: Prompt, selection: Selection) -> None:
+        """A prompt waits for a server that has its prefix: prompts behind it find a longer queue there."""
+        selection.peer.held_tokens += prompt.tokens - (selection.cached or 0)
+
+    def release_held(self) -> None:
+        """Forget which prompts wait for which server; a new turn finds out."""
+        for peer in self._peers.values():
+            peer.held_tokens = 0
+
+    def take_cache_report(self, instance: InstanceId, report: CachedPrefixes) -> None:
+        if instance in self._peers:
+            self._peers[instance].cache.report(report)
+
+    @property
+    def compares_caches(self) -> bool:
+        """Whether the choice depends on what servers have cached: by prefix, and if there are several."""
+        return self._mode == "prefix" and len(self._peers) > 1
+
+    @property
+    def hashed_page_sizes(self) -> tuple[int, ...]:
+        """Page sizes for which prompts have to be hashed. Read by another thread."""
+        if not self.compares_caches:
+            return ()
+        sizes = {peer.cache.page_size for peer in list(self._peers.values())}
+        return tuple(sorted(size for size in sizes if size is not None))
+
+    def inputs(self) -> dict[str, DispatchInputs]:
+        """The inputs of the choice, by instance. Called from any thread."""
+        return {
+            peer.instance: DispatchInputs(
+                peer.window.tokens_ahead, None if peer.cache.page_size is None else peer.cache.stored_tokens
+            )
+            for peer in list(self._peers.values())
+        }
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -128,3 +220,8 @@ class PrefillPeers:
             for peer in self._peers.values()
             if not peer.leaving and (endpoint is None or endpoint in peer.endpoints)
         ]
+
+
+def prompt_kind(prompt: Prompt, cached: int | None) -> PromptKind:
+    """The kind of a prompt for the dispatch window of a server that has `cached` tokens of it, if that is known."""
+    return PromptKind.of(prompt.priority, prompt.tokens - (cached or 0))

@@ -12,6 +12,9 @@ _Position = tuple[int, int, int]
 _Lane = list[tuple[_Position, Prompt]]
 _LaneKey = tuple[str | None, int]
 
+MAX_HELD = 32
+"""Prompts that a turn passes over because each waits for the one server that has its prefix."""
+
 
 class PromptQueue:
     """Prompts that wait for memory or for a prefill server. Prompts with the same endpoint and of the same size
@@ -71,17 +74,30 @@ class PromptQueue:
         oldest.raise_priority(priority)
         self.push(oldest, again=True)
 
-    def in_order(self, may_send: Callable[[Prompt], bool]) -> Iterator[Prompt]:
+    def in_order(self, may_send: Callable[[Prompt], bool | None]) -> Iterator[Prompt]:
         """Yield prompts that `may_send`, in order; the caller may take each one. A lane is skipped from its first
-        prompt that may not be sent, so the prompts behind it cost no time.
+        prompt that may not be sent, so the prompts behind it cost no time. None: the prompt waits for one server, and
+        those behind it may be sent to others; MAX_HELD of them are passed over.
         """
+        held = 0
         seen: set[Prompt] = set()
         closed: set[_LaneKey] = set()
         while True:
             heads: list[tuple[_Position, Prompt]] = []
             for key, lane in self._lanes.items():
-                head = next((entry for entry in lane if entry[1] not in seen), None) if key not in closed else None
-                if head is not None and may_send(head[1]):
+                if key in closed:
+                    continue
+                for head in lane:
+                    if head[1] in seen:
+                        continue
+                    sendable = may_send(head[1])
+                    if sendable is not None or held >= MAX_HELD:
+                        break
+                    seen.add(head[1])
+                    held += 1
+                else:
+                    sendable = False
+                if sendable:
                     heads.append(head)
                 else:
                     closed.add(key)

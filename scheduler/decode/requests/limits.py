@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ....configs.schema import LocalPrefillSetting
+from ....configs.schema import DispatchSetting, LocalPrefillSetting
 
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
@@ -29,6 +29,7 @@ class DecodeLimits:
     """Pipeline stages: the number of batches in flight, each of different requests."""
     overlap: bool = False
     """Overlap scheduling, with one stage: the next step starts before the tokens of the last one are known."""
+    dispatch: DispatchSetting = "prefix"
     local_prefill: LocalPrefillSetting = "never"
     max_step_tokens: int = 256
     """Prompt tokens that a step computes, if this server computes prompts."""

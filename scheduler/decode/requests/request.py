@@ -5,6 +5,7 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +39,8 @@ class Attempt:
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
     hot_pages: tuple[HotPage, ...] = ()
     """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
+    expected_cached: int | None = None
+    """Tokens that were expected in the cache of the prefill server; None if nothing was known about it."""
     given_up: bool = False
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""
@@ -109,10 +112,15 @@ class Prompt:
         room: int | None = None,
         priority: int = 0,
         output_tokens: int = 0,
+        page_hashes: Mapping[int, Sequence[int]] | None = None,
         now: float,
     ) -> None:
         self.prompt_id = prompt_id
         self.token_ids = token_ids
+        self.page_hashes = page_hashes or {}
+        """Short hashes of its pages (memory/page_hashes.py), by page size; of its first pages at least."""
+        self.cached_at: dict[InstanceId, tuple[int, int]] = {}
+        """Tokens that a prefill server has cached, by instance, with the version of what is known about its cache."""
         self.endpoint = endpoint
         self.room = room
         self.priority = priority
@@ -205,6 +213,8 @@ class Request:
         self.done: PrefillDone | None = None
         self.kv_path = ""
         """How its KV got here: "local", or the path of its transfer ("gpu", "host"); empty before that."""
+        self.host_tokens = 0
+        """Tokens of its prompt whose KV was cached in host memory (HiSparse, if this server computed the prompt)."""
         self.output_ids: list[int] = []
         self.prefill_wait_s = 0.0
         """The part of its time in the queue during which prefill servers were busy."""

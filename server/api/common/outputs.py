@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ....configs.errors import AbortedError
 from ....configs.sampling import LogprobParams, TokenLogprob
-from ....scheduler.messages.frontend import Failed, Finished
+from ....scheduler.messages.frontend import Failed, Finished, Prefilled
 from ...engine.leader_client import Progress
 from ...text.output_text import OutputText
 from ...text.parsers.events import Event, merged
@@ -46,6 +46,8 @@ class Output:
         """With log-probabilities: the position in the text where each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
         self.cached_tokens = 0
+        self.cached_tokens_details = {"device": 0, "host": 0, "storage": 0}
+        """Where the KV of the cached tokens was."""
         self.terminal: Finished | Failed | None = None
         self.parsed = parsed
         """Of a chat: content, reasoning and calls of tools."""
@@ -119,7 +121,7 @@ class Output:
         first_token = len(self.token_ids)
         if progress.prefilled is not None:
             self.input_logprobs = progress.prefilled.input_logprobs
-            self.cached_tokens = progress.prefilled.cached_tokens
+            self._note_cached(progress.prefilled)
         events: list[Event] = []
         text = self._take_tokens(progress, events)
         if progress.terminal is not None:
@@ -129,11 +131,16 @@ class Output:
                 events += self.parsed.push(rest) + self.parsed.finish()
             self.terminal = progress.terminal
             if isinstance(self.terminal, Finished):
-                self.cached_tokens = self.terminal.cached_tokens
+                self._note_cached(self.terminal)
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)
         return Delta(text, first_token, tuple(merged(events)))
+
+    def _note_cached(self, message: Prefilled | Finished) -> None:
+        total, host, storage = message.cached_tokens, message.host_tokens, message.stored_tokens
+        self.cached_tokens = total
+        self.cached_tokens_details = {"device": total - host - storage, "host": host, "storage": storage}
 
     def _take_tokens(self, progress: Progress, events: list[Event]) -> str:
         with_logprobs = self.wanted_logprobs is not None

@@ -90,12 +90,21 @@ LogprobEntry = tuple[float | None, int, str | None]
 """Log-probability, null for a prompt's first token; token id; with `return_text_in_logprobs`, the token's text."""
 
 
+class CachedTokensDetails(TypedDict):
+    """Cached tokens by memory: of the GPU, of the host, and of a KV store."""
+
+    device: int
+    host: int
+    storage: int
+
+
 class MetaInfo(TypedDict):
     id: Annotated[str, Field(description="The `rid`.")]
     finish_reason: Annotated[FinishReason | None, Field(description="null until the output has ended.")]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: Annotated[int, Field(description="Prompt tokens whose KV was in a prefix cache.")]
+    cached_tokens_details: Annotated[CachedTokensDetails, Field(description="Where their KV was.")]
     e2e_latency: NotRequired[Annotated[float, Field(description="Seconds.")]]
     timeline: NotRequired[Annotated[dict[str, float], Field(description="Seconds spent in each stage.")]]
     kv_path: NotRequired[

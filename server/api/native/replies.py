@@ -113,6 +113,7 @@ def _meta_info(output: Output) -> dict[str, object]:
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        "cached_tokens_details": output.cached_tokens_details,
     }
     if output.ended:
         meta["e2e_latency"] = output.elapsed_s

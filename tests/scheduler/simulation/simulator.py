@@ -49,6 +49,7 @@ from pdserve.transfer.protocol.messages import (
     Abort,
     AbortAck,
     AnyMessage,
+    CachedPrefixes,
     ChunkArrived,
     InstanceId,
     KvDestination,
@@ -748,8 +749,10 @@ class Simulator:
         tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
         server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
 
-    def _end_write(self, server: Server, ok: bool, late: bool) -> None:
-        write = server.writes.pop(0)
+    def _end_write(self, server: Server, ok: bool, late: bool, write: Write | None = None) -> None:
+        """End a write, by default the first one."""
+        write = write or server.writes[0]
+        server.writes.remove(write)
         while any(step.command_id == write.chunk.after for step in server.steps):
             self._end_prefill_step(server)  # the write waits for its KV
         ok = ok and not write.cancelled
@@ -820,6 +823,8 @@ class Simulator:
                 )
             case AbortAck() as ack:
                 self.decode.abort_acked(ack.key, ack.late_writes, self.now)
+            case CachedPrefixes() as report:
+                self.decode.cache_report(server.instance, report)
             case message:
                 raise AssertionError(message)
         self.act()

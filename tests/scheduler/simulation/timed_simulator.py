@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.page_hashes import pack_hashes, page_hashes, short_hash
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
@@ -17,7 +18,7 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
-from tests.scheduler.simulation.simulator import Server, Simulator, Write, sampled
+from tests.scheduler.simulation.simulator import DECODE, Server, Simulator, Write, sampled
 
 LATENCY_S = 0.001
 """Latency of a message, and of a write."""
@@ -60,6 +61,7 @@ class TimedSimulator(Simulator):
         prefill_tokens: int = 65536,
         limits: DecodeLimits | None = None,
         chunk_size: int = 512,
+        prefill_page_size: int = PAGE_SIZE,
         max_queued: int = 256,
         endpoints: tuple[str, ...] = ("a:1",),
         reports: bool = True,
@@ -84,7 +86,7 @@ class TimedSimulator(Simulator):
         self.most_at_prefill = 0
         """Most tokens of this decode server at one prefill server."""
         prefill = PrefillLimits(
-            page_size=PAGE_SIZE,
+            page_size=prefill_page_size,
             chunk_size=chunk_size,
             max_queued_requests=max_queued,
             context_length=1 << 20,
@@ -95,7 +97,7 @@ class TimedSimulator(Simulator):
             limits=limits or decode_limits(),
             pages=pool_tokens // PAGE_SIZE,
             prefill=prefill,
-            prefill_pages=prefill_tokens // PAGE_SIZE,
+            prefill_pages=prefill_tokens // prefill_page_size,
             endpoints=endpoints,
         )
         if reports:
@@ -113,9 +115,27 @@ class TimedSimulator(Simulator):
     ) -> None:
         """Submit a prompt that shares no prefix with any other."""
         prompt = _prompt(next(self._numbers), tokens)
+        self.submit_prompt(rid, prompt, new, endpoint=endpoint, priority=priority, follows=follows)
+
+    def submit_prompt(
+        self,
+        rid: str,
+        prompt: tuple[int, ...],
+        new: int,
+        *,
+        endpoint: str | None = None,
+        priority: int = 0,
+        follows: str | None = None,
+    ) -> None:
+        """Submit a prompt, with the hashes that the frontend would compute."""
         self.submitted.add(rid)
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
-        self.decode.submit(Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows), self.now)
+        hashes = {
+            size: pack_hashes([*map(short_hash, page_hashes(prompt, size))])
+            for size in self.decode.dispatcher.peers.hashed_page_sizes
+        }
+        submit = Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows, page_hashes=hashes)
+        self.decode.submit(submit, self.now)
         self.act()
 
     def flood(self, prompts: int, tokens: int, priority: int = 0) -> None:
@@ -219,6 +239,7 @@ class TimedSimulator(Simulator):
     def _report(self) -> None:
         for server in self.servers.values():
             self.decode.peer_load(server.instance, server.scheduler.load())
+            server.scheduler.peer_load(DECODE, self.decode.load())
         self.at(self.now + HEARTBEAT_S, self._report)
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
@@ -260,7 +281,8 @@ class TimedSimulator(Simulator):
         if isinstance(effect, SendToPeer):
             self.at(self.now + LATENCY_S, lambda: self._deliver_up(server))
         elif isinstance(effect, ChunkWrite):
-            self._when_computed(server, effect, lambda: self._end_write(server, ok=True, late=False))
+            write = server.writes[-1]
+            self._when_computed(server, effect, lambda: self._end_write(server, ok=True, late=False, write=write))
 
 
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
@@ -42,6 +43,7 @@ async def test_single_prompt_returns_one_result(decode: RunningServer) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 4,
         "cached_tokens": 3,
+        "cached_tokens_details": {"device": 3, "host": 0, "storage": 0},
         "timeline": {"queued": 0.001, "prefilling": 0.02},
     }
 
@@ -49,13 +51,17 @@ async def test_single_prompt_returns_one_result(decode: RunningServer) -> None:
 async def test_every_stream_event_has_cached_tokens(decode: RunningServer) -> None:
     asking = post(decode, {"text": "a", "rid": "r1", "stream": True})
     await decode.leader.expect(Submit)
-    await decode.leader.send(Prefilled("r1", cached_tokens=3), Tokens("r1", (104,)))
+    prefilled = Prefilled("r1", cached_tokens=15, stored_tokens=4, host_tokens=8)
+    await decode.leader.send(prefilled, Tokens("r1", (104,)))
     await asyncio.sleep(0.05)
-    await decode.leader.send(Tokens("r1", (105,)), make_finished("r1", 2))
+    end = msgspec.structs.replace(make_finished("r1", 2), cached_tokens=15, stored_tokens=4, host_tokens=8)
+    await decode.leader.send(Tokens("r1", (105,)), end)
     events: list[Any] = sse_events((await asking).text)
     assert events.pop() == "[DONE]"
     assert len(events) == 2
-    assert [event["meta_info"]["cached_tokens"] for event in events] == [3, 3]
+    assert [event["meta_info"]["cached_tokens"] for event in events] == [15, 15]
+    details = {"device": 3, "host": 8, "storage": 4}
+    assert [event["meta_info"]["cached_tokens_details"] for event in events] == [details, details]
 
 
 async def test_stop_token_is_in_the_ids_but_not_in_the_text(decode: RunningServer) -> None:

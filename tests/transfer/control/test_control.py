@@ -525,7 +525,7 @@ def test_cut_connection_closes_the_peer_and_a_new_one_pairs(cluster: Cluster, bo
 def test_peers_are_lost_but_not_closed_while_the_network_delays_everything(cluster: Cluster) -> None:
     server, above = cluster.prefill()
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port)
+        client, below = cluster.decode("d1", proxy.port, load=lambda: Load(9))
         above.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(0), "r"))
         above.wait(MessageReceived)
@@ -543,6 +543,7 @@ def test_peers_are_lost_but_not_closed_while_the_network_delays_everything(clust
         assert above.messages() == [Abort(key(index), "r") for index in range(3)]
         assert below.messages() == [AbortAck(key(1)), AbortAck(key(2))]
         assert above.life("d1") == below.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
+        assert above.wait(LoadReported, 2) == [LoadReported(InstanceId("d1"), Load(9))] * 2, "once per PeerUp"
         assert above.deliveries_while_not_up() == below.deliveries_while_not_up() == []
         assert proxy.connections == 1
         client.close()

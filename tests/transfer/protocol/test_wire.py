@@ -16,6 +16,7 @@ from pdserve.transfer.protocol.messages import (
     Abort,
     AbortAck,
     AnyMessage,
+    CachedPrefixes,
     ChunkArrived,
     HeadSlice,
     Heartbeat,
@@ -70,6 +71,7 @@ EVERY_MESSAGE: list[AnyMessage] = [
     TransferFailed(KEY, "reason", True, True),
     Abort(KEY, "client left"),
     AbortAck(KEY, True),
+    CachedPrefixes(1, 16, 2, b"12345678", b"87654321", True),
     StageRequest(PART, 4096),
     StageGrant(PART, 1 << 40, 512),
     StageArrived(PART, 1 << 40),
@@ -159,10 +161,17 @@ def test_nested_structs_can_be_appended_to() -> None:
     fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
-    fields[-1] = [1, 2, 3, True, 4, 5.0, "from a later version"]
+    fields[-1] = [1, 2, 3, True, 4, 5.0, True, "from a later version"]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(
-        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4, tokens_per_s=5.0)
+        InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4, tokens_per_s=5.0, cache_reports=True)
     )
+
+
+def test_load_of_an_older_decode_server_asks_for_no_cache_reports() -> None:
+    fields = fields_on_the_wire(Heartbeat(InstanceId("d1"), 1.0, Load(1, cache_reports=True)))
+    fields[-1] = fields[-1][:-1]
+    message, _ = decode([msgspec.msgpack.encode(fields)])
+    assert message == Heartbeat(InstanceId("d1"), 1.0, Load(1))
 
 
 @pytest.mark.parametrize("other", [0, PROTOCOL_VERSION + 1])

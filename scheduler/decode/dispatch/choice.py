@@ -1,0 +1,68 @@
+"""Chooses the prefill server of a prompt, by what it has cached and by its queue.
+
+`choose` is the whole decision, a pure function of its inputs. Its reasons are counted in /metrics, and its inputs are
+shown for each prefill server in /server_info.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ....configs.schema import DispatchSetting
+
+REUSE_WEIGHT = 3
+"""A token that would be computed again counts as so many tokens in the queue of a server. More than one, because a move
+costs the other server time and a second copy of the prefix in its cache.
+"""
+
+Reason = Literal["prefix", "load"]
+
+
+class Candidate(NamedTuple):
+    """What the choice depends on, of one server that can hold the prompt."""
+
+    ahead: int
+    """Tokens that it computes before the prompt."""
+    cached: int = 0
+    """Tokens of the prompt that are in its prefix cache, as far as known here."""
+    fullness: float = 0.0
+    """The part of its memory that cached prefixes take."""
+    is_open: bool = True
+    """It takes the prompt now."""
+    failed: bool = False
+    """The last attempt to prefill the prompt was there."""
+
+
+class Choice(NamedTuple):
+    """The number of a candidate, and why. If that server does not take the prompt now, the prompt waits for it."""
+
+    number: int
+    reason: Reason
+
+
+def choose(mode: DispatchSetting, tokens: int, candidates: Sequence[Candidate]) -> Choice | None:
+    """The server for a prompt of so many tokens; None if no server takes it now and none is worth waiting for.
+
+    By `load`, it is the one with the fewest tokens ahead of those that are open. By `prefix`, cached tokens
+    count as well, and a prompt waits for a server that is not open if its prefix there is worth it.
+
+    Servers should fill evenly: together they hold more prefixes then. So between equals the emptier one is chosen, and
+    a prefix counts less on a fuller server. With A 60 % and B 20 % full, prompts of which less than 40 % are cached on
+    A alone are spread over both, like those that share only a system prompt; conversations stay.
+    """
+    weight = REUSE_WEIGHT if mode == "prefix" else 0
+    least_full = min((candidate.fullness for candidate in candidates), default=0.0)
+
+    def cost(number: int) -> tuple[bool, float, float]:
+        candidate = candidates[number]
+        worth = max(0.0, candidate.cached - tokens * (candidate.fullness - least_full))
+        return candidate.failed, candidate.ahead - weight * worth, candidate.fullness
+
+    everyone = range(len(candidates))
+    best = min(everyone, key=cost, default=None)
+    best_open = min((number for number in everyone if candidates[number].is_open), key=cost, default=None)
+    cached_there = candidates[best_open].cached if best_open is not None else 0
+    if weight and best is not None and candidates[best].cached > cached_there:
+        return Choice(best, "prefix")
+    if best_open is None:
+        return None
+    return Choice(best_open, "prefix" if weight and cached_there else "load")

@@ -1,0 +1,105 @@
+"""Reports to decode servers what this server has cached, so that they send prompts where their prefix is.
+
+A decode server that asks for it gets the whole content once, and the changes a few times a second.
+"""
+
+from collections.abc import Collection
+
+from ...configs.arithmetic import ceil_div
+from ...memory.page_hashes import pack_hashes, short_hash
+from ...memory.prefix_cache import PrefixCache
+from ...transfer.protocol.messages import CachedPrefixes, InstanceId
+from ..messages.effects import SendToPeer
+from ..messages.outbox import Outbox
+
+INTERVAL_S = 0.2
+"""Time between two reports. Decode assumes that the prompts it has sent are cached, so it needs no news of those."""
+MOST_HASHES = 1 << 16
+"""Most pages that are reported: of a larger pool, only every n-th page of a sequence is."""
+HASHES_PER_MESSAGE = 1 << 13
+"""64 KiB."""
+
+
+class CacheReports:
+    """Listens to a prefix cache, from the first subscription on."""
+
+    def __init__(self, cache: PrefixCache, page_size: int, num_pages: int, dp_rank: int, outbox: Outbox) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._stride = ceil_div(num_pages, MOST_HASHES)
+        self._dp_rank = dp_rank
+        self._outbox = outbox
+        self._listens = False
+        self._peers: set[InstanceId] = set()
+        self._cached: set[int] = set()
+        self._added: set[int] = set()
+        self._removed: set[int] = set()
+        self._reset = False
+        self._due_at = 0.0
+
+    def subscribe(self, instance: InstanceId) -> None:
+        """Report to this decode server from now on; no effect if that is so already."""
+        if instance in self._peers:
+            return
+        if not self._listens:
+            self._listens = True
+            self._cache.listen(self)
+        self._send_changes()  # later ones are relative to what all subscribers have
+        self._peers.add(instance)
+        self._send([instance], self._cached, (), reset=True)
+
+    def unsubscribe(self, instance: InstanceId) -> None:
+        self._peers.discard(instance)
+
+    def due(self, now: float) -> None:
+        """Send what has changed, if the interval has passed. Call once per loop turn."""
+        if now >= self._due_at and (self._added or self._removed or self._reset):
+            self._due_at = now + INTERVAL_S
+            self._send_changes()
+
+    def _send_changes(self) -> None:
+        self._send(self._peers, self._added, self._removed, reset=self._reset)
+        self._added, self._removed, self._reset = set(), set(), False
+
+    # -- CacheListener -----------------------------------------------------------------------------------------
+
+    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:  # noqa: ARG002
+        skipped = -(first + 1) % self._stride
+        for page in map(short_hash, hashes[skipped :: self._stride]):
+            self._cached.add(page)
+            if page in self._removed:
+                self._removed.remove(page)
+            else:
+                self._added.add(page)
+
+    def removed(self, page: bytes) -> None:
+        short = short_hash(page)
+        if short not in self._cached:
+            return  # between two reported pages
+        self._cached.remove(short)
+        if short in self._added:
+            self._added.remove(short)
+        else:
+            self._removed.add(short)
+
+    def cleared(self) -> None:
+        for pages in (self._cached, self._added, self._removed):
+            pages.clear()
+        self._reset = True
+
+    def _send(
+        self, peers: Collection[InstanceId], added: Collection[int], removed: Collection[int], *, reset: bool
+    ) -> None:
+        """Removed pages come first: they and added ones are distinct."""
+        parts = [(b"", part) for part in _parts(removed)] + [(part, b"") for part in _parts(added)]
+        for number, (new, old) in enumerate(parts or [(b"", b"")]):
+            message = CachedPrefixes(
+                self._dp_rank, self._page_size, self._stride, new, old, reset=reset and number == 0
+            )
+            for instance in peers:
+                self._outbox.append(SendToPeer(instance, message))
+
+
+def _parts(hashes: Collection[int]) -> list[bytes]:
+    packed, size = pack_hashes(hashes), 8 * HASHES_PER_MESSAGE
+    return [packed[start : start + size] for start in range(0, len(packed), size)]

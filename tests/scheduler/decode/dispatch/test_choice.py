@@ -1,0 +1,58 @@
+"""The choice of a prefill server, by cached prefix and queue."""
+
+from pdserve.scheduler.decode.dispatch.choice import REUSE_WEIGHT, Candidate, Choice, choose
+
+
+def test_by_load_the_shortest_queue_that_is_open() -> None:
+    candidates = [Candidate(30, cached=900), Candidate(20), Candidate(10, is_open=False)]
+    assert choose("load", 1000, candidates) == Choice(1, "load")
+
+
+def test_by_prefix_the_server_that_has_it() -> None:
+    assert choose("prefix", 1000, [Candidate(0), Candidate(2000, cached=900)]) == Choice(1, "prefix")
+
+
+def test_longer_queue_outweighs_the_prefix() -> None:
+    """The server with the prefix is overloaded: the queue there takes longer than to compute the prefix again."""
+    ahead = REUSE_WEIGHT * 900
+    assert choose("prefix", 1000, [Candidate(0), Candidate(ahead - 1, cached=900)]) == Choice(1, "prefix")
+    assert choose("prefix", 1000, [Candidate(0), Candidate(ahead + 1, cached=900)]) == Choice(0, "load")
+
+
+def test_without_a_cached_prefix_the_queue_decides() -> None:
+    assert choose("prefix", 1000, [Candidate(5), Candidate(4)]) == Choice(1, "load")
+    assert choose("prefix", 1000, [Candidate(5), Candidate(4, is_open=False)]) == Choice(0, "load")
+
+
+def test_prompt_waits_for_a_closed_server_with_its_prefix() -> None:
+    candidates = [Candidate(0), Candidate(100, cached=900, is_open=False)]
+    assert choose("prefix", 1000, candidates) == Choice(1, "prefix")
+    assert choose("load", 1000, candidates) == Choice(0, "load")
+
+
+def test_prompt_does_not_wait_for_a_closed_server_without_more_of_its_prefix() -> None:
+    candidates = [Candidate(500, cached=200), Candidate(100, cached=200, is_open=False)]
+    assert choose("prefix", 1000, candidates) == Choice(0, "prefix")
+
+
+def test_equal_servers_fill_evenly() -> None:
+    assert choose("prefix", 1000, [Candidate(0, fullness=0.5), Candidate(0, fullness=0.4)]) == Choice(1, "load")
+
+
+def test_short_shared_prefix_does_not_draw_everything_to_one_server() -> None:
+    """20 % of the prompt is a system prompt that only the fuller server has."""
+    shared = [Candidate(0, cached=200, fullness=0.5), Candidate(0, fullness=0.2)]
+    assert choose("prefix", 1000, shared) == Choice(1, "load")
+    conversation = [Candidate(0, cached=900, fullness=0.5), Candidate(0, fullness=0.2)]
+    assert choose("prefix", 1000, conversation) == Choice(0, "prefix")
+
+
+def test_server_of_the_failed_attempt_comes_last() -> None:
+    assert choose("prefix", 1000, [Candidate(0, cached=900, failed=True), Candidate(5000)]) == Choice(1, "load")
+    assert choose("prefix", 1000, [Candidate(0, cached=900, failed=True)]) == Choice(0, "prefix")
+
+
+def test_no_server_takes_the_prompt() -> None:
+    assert choose("prefix", 1000, []) is None
+    assert choose("prefix", 1000, [Candidate(0, is_open=False)]) is None
+    assert choose("load", 1000, [Candidate(0, cached=900, is_open=False)]) is None

@@ -1,0 +1,148 @@
+"""Subscribers of KV events for tests, and a cache for them to follow.
+
+`Follower` is written from the format alone: it shares no code with the publisher.
+"""
+
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.memory.prefix_cache import PrefixCache
+
+PAGE = 4
+VOCAB = 3
+PAGES = 120
+
+
+class BusyCache:
+    """A prefix cache with random sequences that share prefixes, evictions and, rarely, a flush."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.pages = PageAllocator[KvPage](PAGES)
+        self.cache = PrefixCache(self.pages, PAGE)
+        self.sequences: list[tuple[int, ...]] = [()]
+
+    def change(self) -> None:
+        draw = self.random
+        if draw.random() < 0.0005:
+            self.cache.flush()
+        known = draw.choice(self.sequences[-50:])
+        new = tuple(draw.randrange(VOCAB) for _ in range(draw.randrange(1, 4) * PAGE))
+        tokens = (known[: draw.randrange(len(known) + 1) // PAGE * PAGE] + new)[: 15 * PAGE]
+        self.sequences.append(tokens)
+        shared = self.cache.match(tokens, len(tokens))
+        grant = self.pages.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
+        assert grant is not None
+        self.cache.insert(tokens, grant.pages)
+        self.pages.release(grant)
+
+    def cached_tokens(self, tokens: tuple[int, ...]) -> int:
+        return len(self.cache.match(tokens, len(tokens))) * PAGE
+
+
+class Follower:
+    """Follows the events of one server: the subset of a KV-aware router that tests need."""
+
+    def __init__(self, port: int, replay_port: int, topic: bytes = b"", *, page_size: int = PAGE) -> None:
+        self._page_size = page_size
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._events = self._context.socket(zmq.SUB)
+        self._events.setsockopt(zmq.SUBSCRIBE, topic)
+        self._events.connect(f"tcp://127.0.0.1:{port}")
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(f"tcp://127.0.0.1:{replay_port}")
+        self.next_sequence = 0
+        self.replayed = 0
+        self.to_lose = 0
+        """Batches that are lost on their way, from now on."""
+        self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        """Parent and tokens of each block."""
+        self.children: dict[tuple[int | None, tuple[int, ...]], int] = {}
+        self.media: set[str] = set()
+        self.ranks: set[int] = set()
+        self.kinds: set[str] = set()
+
+    def __enter__(self) -> "Follower":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    def follow(self, until: Callable[[], bool]) -> None:
+        """Apply events until the condition holds. Without news, ask for what is missing: the first batches may have
+        been sent before the subscription.
+        """
+        ends_at = time.monotonic() + 60
+        while not until():
+            assert time.monotonic() < ends_at, f"not caught up at sequence {self.next_sequence}"
+            if not self._events.poll(50):
+                self.ask_again()
+                continue
+            _, number, payload = self._events.recv_multipart()
+            sequence = int.from_bytes(number, "big")
+            if self.to_lose:
+                self.to_lose -= 1
+            elif sequence > self.next_sequence:
+                self.ask_again()
+            elif sequence == self.next_sequence:
+                self._apply(payload)
+
+    def ask_again(self) -> None:
+        """Request all batches from the next one on."""
+        self._replay.send_multipart((b"", self.next_sequence.to_bytes(8, "big")))
+        while True:
+            assert self._replay.poll(60_000), "no answer to a replay request"
+            empty, sequence, payload = self._replay.recv_multipart()
+            assert empty == b""
+            if not payload:
+                assert sequence == b"\xff" * 8
+                return
+            self.replayed += 1
+            assert int.from_bytes(sequence, "big") == self.next_sequence
+            self._apply(payload)
+
+    def cached_tokens(self, tokens: tuple[int, ...]) -> int:
+        parent: int | None = None
+        for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
+            parent = self.children.get((parent, tokens[start : start + self._page_size]))
+            if parent is None:
+                return start
+        return len(tokens) // self._page_size * self._page_size
+
+    def agrees_with(self, busy: BusyCache) -> bool:
+        """Whether it has found the cached prefix of every sequence, and nothing else."""
+        return len(self.blocks) == len(busy.cache) and all(
+            self.cached_tokens(tokens) == busy.cached_tokens(tokens) for tokens in busy.sequences
+        )
+
+    def _apply(self, payload: bytes) -> None:
+        self.next_sequence += 1
+        at, events, rank = msgspec.msgpack.decode(payload)
+        assert abs(at - time.time()) < 3600
+        self.ranks.add(rank)
+        for event in events:
+            self.kinds.add(event[0])
+            match event:
+                case ["BlockStored", hashes, parent, tokens, block_size, None, medium]:
+                    assert (block_size, len(tokens)) == (self._page_size, self._page_size * len(hashes))
+                    assert parent is None or parent in self.blocks
+                    self.media.add(medium)
+                    for number, block in enumerate(hashes):
+                        place = parent, tuple(tokens[number * self._page_size : (number + 1) * self._page_size])
+                        assert block not in self.blocks
+                        self.blocks[block], self.children[place], parent = place, block, block
+                case ["BlockRemoved", hashes, medium]:
+                    assert medium in self.media
+                    for block in hashes:
+                        del self.children[self.blocks.pop(block)]
+                case ["AllBlocksCleared"]:
+                    self.blocks.clear()
+                    self.children.clear()
+                case _:
+                    raise AssertionError(event)

@@ -1,0 +1,43 @@
+"""Chained hashes of pages of tokens: the hash of a page identifies its tokens and all tokens before them.
+
+They are equal in every process and on every host, so servers can compare what they have cached without sending tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+HASH_BYTES = 32
+ROOT = bytes(HASH_BYTES)
+"""The parent of first pages. Another root gives hashes that have nothing in common with these."""
+
+
+def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The hash of a page with these tokens, behind a page with the hash `parent`."""
+    return _hash(parent, _as_bytes(tokens))
+
+
+def page_hashes(tokens: Sequence[int] | npt.NDArray[np.int32], page_size: int, root: bytes = ROOT) -> list[bytes]:
+    """The hashes of all full pages of a sequence, in order."""
+    raw, size, parent = _as_bytes(tokens), 4 * page_size, root
+    found: list[bytes] = []
+    for start in range(0, len(raw) - size + 1, size):
+        parent = _hash(parent, raw[start : start + size])
+        found.append(parent)
+    return found
+
+
+def short_hash(page: bytes) -> int:
+    """The first 64 bits of a hash: enough for hints and events, where a collision costs time and not correctness."""
+    return int.from_bytes(page[:8], "little")
+
+
+def _hash(parent: bytes, raw: bytes) -> bytes:
+    return hashlib.blake2b(parent + raw, digest_size=HASH_BYTES).digest()
+
+
+def _as_bytes(tokens: Sequence[int] | npt.NDArray[np.int32]) -> bytes:
+    """Little-endian int32, on every host."""
+    return np.asarray(tokens, dtype="<i4").tobytes()

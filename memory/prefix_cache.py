@@ -36,6 +36,10 @@ class _Node:
     children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
 
 
+CachedPage = _Node
+"""A page in the tree, for `PrefixCache.holds`."""
+
+
 class InsertedPrefix:
     """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
 
@@ -125,6 +129,20 @@ class PrefixCache:
                 return
             inserted.node = node
             inserted.pages += 1
+
+    def path(self, inserted: InsertedPrefix, first: int) -> list[CachedPage]:
+        """The inserted pages of a sequence from page `first` on."""
+        found: list[CachedPage] = []
+        node = inserted.node
+        for _ in range(inserted.pages - first):
+            assert node is not None, "an inserted page has no node"
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def holds(self, cached: CachedPage) -> bool:
+        """Whether a page is still cached, with the same tokens."""
+        return self._nodes.get(cached.page) is cached
 
     def flush(self) -> int:
         """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""

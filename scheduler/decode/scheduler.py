@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
-from ...memory.prefix_cache import PrefixCache
+from ...memory.prefix_cache import InsertedPrefix, PrefixCache
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     ChunkArrived,
@@ -45,6 +45,7 @@ from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
 from ..messages.step import StepResult
+from ..store.kv_store import KvStore, StoreLimits
 from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
@@ -72,9 +73,10 @@ class DecodeScheduler:
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
         rings: Sequence[RankRing] = (),
+        store_limits: StoreLimits | None = None,
     ) -> None:
         """With `hot_limits`, KV is in host memory and running requests have hot buffers (HiSparse). `rings` are the
-        staging rings of the ranks, if any.
+        staging rings of the ranks, if any. With `store_limits` there is a KV store.
         """
         self.limits = limits
         self.pages = pages
@@ -86,6 +88,9 @@ class DecodeScheduler:
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
+        self.store: KvStore[None] | None = (
+            KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
+        )
         self.endings = Endings(
             frozenset(eos_token_ids),
             cache=self.cache,
@@ -95,6 +100,7 @@ class DecodeScheduler:
             dispatcher=self.dispatcher,
             counters=self.counters,
             outbox=self._outbox,
+            store=self.store,
         )
         self.requests = self.endings.requests
         self.arrivals = Arrivals(
@@ -309,6 +315,8 @@ class DecodeScheduler:
         while self.memory.reclaim_lent([*self.run_queue.ready, *self.run_queue.running]):
             self._allocate_waiting(now)
         self._reopen_hot(now)
+        if self.store is not None:
+            self.store.advance(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
@@ -392,7 +400,7 @@ class DecodeScheduler:
         """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
         copy = self.memory.copies.numbered(number)
         if copy.tokens and copy.grant is not None:
-            self.cache.insert(copy.tokens, copy.grant.pages)
+            self.endings.cache_answer(copy.tokens, copy.grant.pages, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)
@@ -428,7 +436,7 @@ class DecodeScheduler:
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
         busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
-        return not busy and self.memory.idle
+        return not busy and self.memory.idle and (self.store is None or not self.store.busy)
 
     @property
     def waiting_tokens(self) -> int:
@@ -446,6 +454,7 @@ class DecodeScheduler:
             "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
+            **(self.store.gauges() if self.store is not None else {}),
         }
 
     def state_counts(self) -> dict[str, int]:

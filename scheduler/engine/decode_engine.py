@@ -57,6 +57,10 @@ from ..messages.ranks import (
     RunStep,
     SavePages,
     StepDone,
+    StorePing,
+    StorePinged,
+    StoreWrite,
+    StoreWritten,
     VerifyKv,
     WriteBackRows,
 )
@@ -128,6 +132,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
+            case StoreWritten() | StorePinged():
+                self._store_report(event, scheduler.store, now)
             case PartScattered(part=part):
                 done = scheduler.part_scattered(part)
                 if done is not None:
@@ -245,7 +251,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 self.control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
                 self.control.connect(endpoint, client=client)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter() | StoreWrite() | StorePing():
                 self._ranks.tell(effect)
             case OpenHot() | ResizeHot() | WriteBackRows():
                 self._ranks.tell(effect)

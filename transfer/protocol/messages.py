@@ -195,8 +195,8 @@ class ChunkArrived(Message, frozen=True):
 class PrefillDone(Message, frozen=True):
     """All KV is written; carries the first token of each sample and the times spent on prefill.
 
-    `cached_tokens` of the prompt came from prefill's prefix cache. `input_logprobs`, if requested, has one entry per
-    prompt token from `LogprobParams.start` on.
+    `cached_tokens` of the prompt came from prefill's prefix cache, the last `stored_tokens` of them from the KV store.
+    `input_logprobs`, if requested, has one entry per prompt token from `LogprobParams.start` on.
     """
 
     key: TransferKey
@@ -210,6 +210,7 @@ class PrefillDone(Message, frozen=True):
     transfer_tail_s: float
     cached_tokens: int = 0
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    stored_tokens: int = 0
 
 
 class TransferFailed(Message, frozen=True):

@@ -18,6 +18,7 @@ from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+from .launch.store_options import add_store_flags, read_store_options
 from .plan.options import add_plan_flags, read_plan_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan")
+        own_usage = name in ("version", "bench", "plan", "store")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_pair_flags(demo)
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    add_store_flags(command("store", "lend memory to a KV store that servers share, and run its master"))
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -148,6 +150,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))
+        case "store":
+            from .launch.store_node import run_store
+
+            return run_store(read_store_options(options))
         case "version":
             print(version_line())
             return 0

@@ -197,7 +197,8 @@ class Arrivals:
             request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
-                self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))
+                prefilled = Prefilled(request.rid, done.cached_tokens, done.input_logprobs, done.stored_tokens)
+                self._outbox.append(SendToFrontend(prefilled))
             if not self._memory.unsaved(request) and request is samples[0]:
                 self._uncached.append(request)
             self._run_queue.arrived.push(request)

@@ -71,6 +71,7 @@ def finished(request: Request, reason: FinishReason, now: float) -> Finished:
         cached_tokens=request.done.cached_tokens if request.done is not None else 0,
         timeline=request.timeline(now),
         kv_path=request.kv_path,
+        stored_tokens=request.done.stored_tokens if request.done is not None else 0,
     )
 
 

@@ -88,7 +88,7 @@ class DecodeScheduler:
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
-        self.store: KvStore[None] | None = (
+        self.kv_store: KvStore[None] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
         self.endings = Endings(
@@ -100,7 +100,7 @@ class DecodeScheduler:
             dispatcher=self.dispatcher,
             counters=self.counters,
             outbox=self._outbox,
-            store=self.store,
+            store=self.kv_store,
         )
         self.requests = self.endings.requests
         self.arrivals = Arrivals(
@@ -315,8 +315,8 @@ class DecodeScheduler:
         while self.memory.reclaim_lent([*self.run_queue.ready, *self.run_queue.running]):
             self._allocate_waiting(now)
         self._reopen_hot(now)
-        if self.store is not None:
-            self.store.advance(now)
+        if self.kv_store is not None:
+            self.kv_store.advance(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
@@ -436,7 +436,7 @@ class DecodeScheduler:
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
         busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
-        return not busy and self.memory.idle and (self.store is None or not self.store.busy)
+        return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
     def waiting_tokens(self) -> int:
@@ -454,7 +454,7 @@ class DecodeScheduler:
             "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
-            **(self.store.gauges() if self.store is not None else {}),
+            **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 
     def state_counts(self) -> dict[str, int]:

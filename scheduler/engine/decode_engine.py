@@ -133,7 +133,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
             case KvVerified():
                 self._verified(event, now)
             case StoreWritten() | StorePinged():
-                self._store_report(event, scheduler.store, now)
+                self._store_report(event, now)
             case PartScattered(part=part):
                 done = scheduler.part_scattered(part)
                 if done is not None:

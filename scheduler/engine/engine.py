@@ -7,7 +7,7 @@ steps for all engines together.
 import abc
 import collections
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ...models.config.sharding import RankTokens
 from ...transfer.protocol.messages import Load
@@ -17,7 +17,6 @@ from ..messages.ranks import AssistStep, RunStep, StepDone, StorePinged, StoreWr
 from ..messages.step import tokens_of
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
-from ..store.kv_store import KvStore
 
 SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 
@@ -67,8 +66,9 @@ class Engine(abc.ABC, Generic[SchedulerT]):
             self.step_starts.append(now)
         self._ranks.tell(step)
 
-    def _store_report(self, report: StoreWritten | StorePinged, store: KvStore[Any] | None, now: float) -> None:
+    def _store_report(self, report: StoreWritten | StorePinged, now: float) -> None:
         """Pass a report about the KV store to it."""
+        store = self.scheduler.kv_store
         assert store is not None, f"{type(report).__name__} without a KV store"
         if isinstance(report, StoreWritten):
             store.written(report, now)

@@ -332,6 +332,7 @@ class Leader:
                 loop_age_s=loop.stalled_s(),
                 problems=tuple(problems),
                 dp_ranks=snapshot.dp_ranks,
+                kv_store_problem=loop.kv_store_problem(),
             )
 
         keep_for_good()

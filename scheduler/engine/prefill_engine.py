@@ -128,7 +128,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
             case StoreLoaded():
                 scheduler.store_loaded(event, now)
             case StoreWritten() | StorePinged():
-                self._store_report(event, scheduler.stored.store if scheduler.stored is not None else None, now)
+                self._store_report(event, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))

@@ -117,13 +117,14 @@ class Tokens(FrontendMessage, frozen=True):
 class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; sent before the first Tokens.
 
-    `cached_tokens` of it were in the prefix cache of prefill. `input_logprobs` start at `LogprobParams.start`, if
-    requested.
+    `cached_tokens` of it were in the prefix cache of prefill, or, `stored_tokens` of them, in the KV store.
+    `input_logprobs` start at `LogprobParams.start`, if requested.
     """
 
     rid: str
     cached_tokens: int
     input_logprobs: tuple[TokenLogprob, ...] = ()
+    stored_tokens: int = 0
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -148,6 +149,8 @@ class Finished(FrontendMessage, frozen=True):
     cached_tokens: int
     timeline: dict[str, float]
     kv_path: str = ""
+    stored_tokens: int = 0
+    """The part of `cached_tokens` that came from the KV store."""
 
 
 class Failed(FrontendMessage, frozen=True):
@@ -198,6 +201,8 @@ class Status(FrontendMessage, frozen=True):
     loop_age_s: float
     problems: tuple[str, ...] = ()
     dp_ranks: tuple[DpRankStatus, ...] = ()
+    kv_store_problem: str | None = None
+    """Why the KV store is not used at present; None also without one."""
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop

@@ -39,7 +39,7 @@ from ..messages.effects import Effect, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks, StoreLoaded
-from ..store.kv_store import StoreLimits
+from ..store.kv_store import KvStore, StoreLimits
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
@@ -312,6 +312,10 @@ class PrefillScheduler:
         """Tokens that are not computed yet."""
         waiting = (*self._waiting, *self._loading, *self._computing)
         return sum(request.prompt_tokens - request.computed for request in waiting)
+
+    @property
+    def kv_store(self) -> KvStore[PrefillRequest] | None:
+        return self.stored.store if self.stored is not None else None
 
     @property
     def _loading(self) -> Collection[PrefillRequest]:

@@ -42,6 +42,7 @@ class Rank:
         layers = Shard(stage=pp[0], stages=pp[1]).layers(LAYERS)
         share = HEADS // tp[1]
         num_pages = 2 * (-(-BLOCKS * BLOCK_TOKENS // page_size) + 1)
+        kinds: list[tuple[tuple[str, ...], str | None, range]]
         kinds = [(("latent",), None, range(1)), (("indexer",), "indexer_scale", range(1))]
         if not sparse:
             kinds = [(("k", "v"), None, range(tp[0] * share, (tp[0] + 1) * share))]

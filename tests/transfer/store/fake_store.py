@@ -70,7 +70,7 @@ class FakeChannel:
 
     def __init__(self, store: FakeStore, size_bytes: int) -> None:
         self.memory = torch.zeros(size_bytes, dtype=torch.uint8)
-        self._view = memoryview(self.memory.numpy())
+        self._view = memoryview(self.memory.numpy().data)
         self._client = FakeClient(store, self._view)
         self.silent = False
 

@@ -18,7 +18,7 @@ from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
-from .launch.store_options import add_store_flags, read_store_options
+from .launch.store_options import add_store_flags, read_store_options, take_local_store
 from .plan.options import add_plan_flags, read_plan_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
@@ -134,7 +134,9 @@ def _run(arguments: Sequence[str]) -> int:
         case "up":
             from .launch.up import run_up
 
-            return run_up(_pair_config(options))
+            settings = given_flags(options, PAIR_FIELDS)
+            local_store = take_local_store(settings)
+            return run_up(load_pair_config(find_config_file(options.config), settings, os.environ), local_store)
         case "demo":
             from .launch.demo import run_demo
 

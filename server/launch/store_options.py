@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import socket
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
@@ -52,3 +53,17 @@ def parse_memory(text: str, flag: str) -> int:
     if size < SLAB_BYTES:
         raise StartupError(f"{flag} {text!r}: give a size of at least 16MiB, such as 512MiB or 8GiB")
     return size // SLAB_BYTES * SLAB_BYTES
+
+
+def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
+    """`pdserve up --kv-store 4GiB` starts a store with so much memory on this machine: its options; None if the flag is
+    absent or names a store. The flag is replaced by the URL of the store.
+    """
+    given = flags.get("kv_store")
+    if not isinstance(given, str) or "://" in given:
+        return None
+    memory = parse_memory(given, "--kv-store")
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, metrics_port = first.getsockname()[1], second.getsockname()[1]
+    flags["kv_store"] = f"mooncake://127.0.0.1:{port}"
+    return StoreOptions(memory, "127.0.0.1", port, metrics_port, None, None)

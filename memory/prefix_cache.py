@@ -130,12 +130,11 @@ class PrefixCache:
             inserted.node = node
             inserted.pages += 1
 
-    def path(self, inserted: InsertedPrefix, first: int) -> list[CachedPage]:
-        """The inserted pages of a sequence from page `first` on."""
+    def path(self, inserted: InsertedPrefix) -> list[CachedPage]:
+        """The inserted pages of a sequence, in order."""
         found: list[CachedPage] = []
         node = inserted.node
-        for _ in range(inserted.pages - first):
-            assert node is not None, "an inserted page has no node"
+        while node is not None:
             found.append(node)
             node = node.parent
         return found[::-1]

@@ -14,7 +14,7 @@ from ..messages.outbox import Outbox
 from ..store.kv_store import KvStore
 from .dispatch.dispatcher import PrefillDispatcher
 from .memory.request_memory import RequestMemory
-from .requests.request import Prompt, Request
+from .requests.request import LocalPrompt, Prompt, Request
 from .responses import failed, finished
 from .retraction import Retractions
 from .run_queue import RunQueue
@@ -37,7 +37,7 @@ class Endings:
         dispatcher: PrefillDispatcher,
         counters: "collections.Counter[str]",
         outbox: Outbox,
-        store: KvStore[None] | None = None,
+        store: KvStore[LocalPrompt] | None = None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""

@@ -44,6 +44,7 @@ from ..messages.effects import Effect
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..messages.ranks import StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .arrivals import Arrivals
@@ -84,13 +85,15 @@ class DecodeScheduler:
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.memory, self.counters, self._outbox, rings)
+        self.kv_store: KvStore[LocalPrompt] | None = (
+            KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
+        )
+        self.dispatcher = PrefillDispatcher(
+            limits, pages, self.cache, self.memory, self.counters, self._outbox, rings, self.kv_store
+        )
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
-        self.kv_store: KvStore[None] | None = (
-            KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
-        )
         self.endings = Endings(
             frozenset(eos_token_ids),
             cache=self.cache,
@@ -425,6 +428,17 @@ class DecodeScheduler:
                 self.arrivals.written_back(request)
             case _:
                 pass  # a saved request waits for pages
+
+    def store_loaded(self, report: StoreLoaded, now: float) -> None:
+        """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
+        assert self.kv_store is not None, "a load ended without a KV store"
+        loaded = self.kv_store.loaded(report, now)
+        if loaded is None or loaded.owner.prompt.local is not loaded.owner:
+            return  # other ranks still load, or no request needs the prompt any more
+        if loaded.tokens > loaded.owner.cached:
+            self.dispatcher.local.stored(loaded.owner, loaded.tokens)
+            self.counters["store_tokens_loaded"] += loaded.owner.stored
+        self.dispatcher.start_local(loaded.owner)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""

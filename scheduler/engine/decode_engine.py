@@ -57,6 +57,8 @@ from ..messages.ranks import (
     RunStep,
     SavePages,
     StepDone,
+    StoreLoad,
+    StoreLoaded,
     StorePing,
     StorePinged,
     StoreWrite,
@@ -132,6 +134,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
             case StoreWritten() | StorePinged():
                 self._store_report(event, now)
             case PartScattered(part=part):
@@ -253,7 +257,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 self.control.connect(endpoint, client=client)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter() | StoreWrite() | StorePing():
                 self._ranks.tell(effect)
-            case OpenHot() | ResizeHot() | WriteBackRows():
+            case OpenHot() | ResizeHot() | WriteBackRows() | StoreLoad():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")

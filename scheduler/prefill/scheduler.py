@@ -171,8 +171,8 @@ class PrefillScheduler:
             self._expire(now)
         self.staging.due(now)
         self._take_ended_chunks(now)
-        if self.stored is not None:
-            self.stored.store.advance(now)
+        if self.kv_store is not None:
+            self.kv_store.advance(now)
         self._start_waiting(now)
         self._report_begun(now)
 
@@ -253,12 +253,8 @@ class PrefillScheduler:
         """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
         assert self.stored is not None, "a load ended without a KV store"
         request = self.stored.loaded(report, now)
-        if request is None:
-            return
-        if request.state is PrefillState.LOADING:
+        if request is not None and request.state is PrefillState.LOADING:
             self._compute(request, now)
-        else:
-            self._conclude_if_drained(request, now)
 
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
         """The direct writes of a chunk have ended on all ranks, or failed."""
@@ -304,7 +300,7 @@ class PrefillScheduler:
             "waiting_tokens": load.waiting_tokens,
             "cached_pages": len(self.cache),
             "staging_parts": self.staging.parts,
-            **(self.stored.store.gauges() if self.stored is not None else {}),
+            **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 
     @property
@@ -319,7 +315,7 @@ class PrefillScheduler:
 
     @property
     def _loading(self) -> Collection[PrefillRequest]:
-        """Requests with a load from the KV store in flight."""
+        """LOADING requests."""
         return self.stored.loading if self.stored is not None else ()
 
     def load(self) -> Load:
@@ -336,8 +332,8 @@ class PrefillScheduler:
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for, and free if there is no request."""
-        writing = self.stored is not None and self.stored.store.busy
-        self.pages.check_integrity(idle=not self.requests and not writing)
+        holds_pages = self.requests or (self.kv_store is not None and self.kv_store.busy)
+        self.pages.check_integrity(idle=not holds_pages)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -499,6 +495,8 @@ class PrefillScheduler:
             self._waiting.remove(request)
         elif request.state is PrefillState.COMPUTING:
             self._computing.remove(request)
+        elif self.stored is not None:
+            self.stored.loading.discard(request)
         request.failure = reason
         request.lifecycle.advance(PrefillState.CLOSING, now)
         if request.sending:
@@ -507,7 +505,7 @@ class PrefillScheduler:
         self._conclude_if_drained(request, now)
 
     def _conclude_if_drained(self, request: PrefillRequest, now: float) -> None:
-        if request.sending or request in self._loading:
+        if request.sending:
             return
         reason = request.failure or "unknown"
         if request.aborted:

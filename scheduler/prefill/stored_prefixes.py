@@ -25,7 +25,6 @@ class StoredPrefixes:
     ) -> None:
         self.store: KvStore[PrefillRequest] = KvStore(limits, pages, cache, counters, outbox)
         self.loading: set[PrefillRequest] = set()
-        """Requests with a load in flight, also those that have failed meanwhile."""
         self._cache = cache
         self._counters = counters
 
@@ -55,7 +54,7 @@ class StoredPrefixes:
         if loaded is None:
             return None
         request = loaded.owner
-        self.loading.remove(request)
+        self.loading.discard(request)
         tokens = loaded.tokens
         if request.state is PrefillState.LOADING and tokens > request.cached:
             assert request.grant is not None, f"{request.ref} has lost its pages"

@@ -29,8 +29,10 @@ log = logging.getLogger(__name__)
 
 STAGING_BYTES = 32 << 20
 """Staging memory for loads, and as much for writes; more if a block needs it."""
-CALL_TIMEOUT_S = 10.0
-"""Longest wait for a reply to a write or a ping. Mooncake itself gives up after 4 to 5 s."""
+PING_TIMEOUT_S = 10.0
+"""Longest wait for a reply to a ping. Mooncake itself gives up after 4 to 5 s."""
+WRITE_TIMEOUT_S = 3.0
+"""Longest wait for a reply during a write, which holds pages."""
 PING_ITEM = Item("pdserve1/ping", 0, 0)
 
 
@@ -57,7 +59,7 @@ class RankStore:
         own = tuple((index, cell) for index, shard in enumerate(shards) if shard.writes for cell in shard.cells)
         self._writes = open_channel(max(STAGING_BYTES, StagedCells.bytes_of(own)))
         self._write_cells = StagedCells(pools, own, self._writes.memory) if own else None
-        self._loads: queue.SimpleQueue[tuple[StoreLoad, Callable[[], None]] | Callable[[], None] | None]
+        self._loads: queue.SimpleQueue[tuple[StoreLoad, Callable[[], None], float] | Callable[[], None] | None]
         self._loads = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[StoreWrite | StorePing | None] = queue.SimpleQueue()
         self._threads = [
@@ -68,8 +70,8 @@ class RankStore:
             thread.start()
 
     def load(self, command: StoreLoad, wait: Callable[[], None]) -> None:
-        """Queue a load. `wait` returns when earlier steps do not write its pages any more."""
-        self._loads.put((command, wait))
+        """Queue a load; its timeout counts from here. `wait` returns when earlier steps do not write its pages any more."""
+        self._loads.put((command, wait, time.monotonic()))
 
     def enqueue(self, command: StoreWrite | StorePing) -> None:
         self._commands.put(command)
@@ -81,7 +83,7 @@ class RankStore:
         for channel in (self._reads, self._writes):
             channel.close()
         for thread in self._threads:
-            thread.join(CALL_TIMEOUT_S)
+            thread.join(PING_TIMEOUT_S)
 
     # -- loads -------------------------------------------------------------------------------------------------
 
@@ -93,11 +95,13 @@ class RankStore:
             else:
                 entry()
 
-    def _load(self, command: StoreLoad, wait: Callable[[], None]) -> StoreLoaded:
+    def _load(self, command: StoreLoad, wait: Callable[[], None], queued_at: float) -> StoreLoaded:
         started = time.monotonic()
-        deadline = started + command.timeout_s
+        deadline = queued_at + command.timeout_s
         loaded = corrupt = size_bytes = 0
         problem: str | None = None
+        if started >= deadline:
+            return self._loaded(command, 0, started, 0, 0)
         try:
             wait()
             while loaded < len(command.blocks):
@@ -172,7 +176,7 @@ class RankStore:
                 wait_for_arrivals(self._device)
                 self._write_cells.gather(count, command.pages, command.offset + first * BLOCK_TOKENS)
                 items = self._write_cells.items(command.blocks[first : first + count])
-                outcomes = self._writes.call("put", items, time.monotonic() + CALL_TIMEOUT_S)
+                outcomes = self._writes.call("put", items, time.monotonic() + WRITE_TIMEOUT_S)
                 written += _complete(outcomes, self._write_cells.cells)
                 size_bytes += sum(item.payload_bytes for item, done in zip(items, outcomes, strict=True) if done)
                 if FOUND not in outcomes:
@@ -193,7 +197,7 @@ class RankStore:
         step = max(1, MOST_ITEMS // cells.cells)
         for first in range(0, len(blocks), step):
             part = blocks[first : first + step]
-            outcomes = self._writes.call("exist", cells.items(part), time.monotonic() + CALL_TIMEOUT_S)
+            outcomes = self._writes.call("exist", cells.items(part), time.monotonic() + WRITE_TIMEOUT_S)
             for index in range(len(part)):
                 if all(outcomes[index * cells.cells : (index + 1) * cells.cells]):
                     continue
@@ -211,7 +215,7 @@ class RankStore:
 
 def _try(channel: Channel) -> str | None:
     try:
-        channel.call("exist", [PING_ITEM], time.monotonic() + CALL_TIMEOUT_S)
+        channel.call("exist", [PING_ITEM], time.monotonic() + PING_TIMEOUT_S)
     except StoreError as error:
         return str(error)
     return None

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import page_hashes
-from ...memory.pages import PageAllocator, PageGrant, pages_holding
+from ...memory.pages import PageAllocator, PageGrant, pages_for, pages_holding
 from ...memory.prefix_cache import CachedPage, InsertedPrefix, PrefixCache
 from ...transfer.store.blocks import BLOCK_TOKENS
 from ..messages.counters import STORE_COUNTERS
@@ -27,6 +27,8 @@ LEAST_TOKENS = 2 * BLOCK_TOKENS
 """Fewer tokens are computed: asking the store takes about as long."""
 WRITE_BLOCKS = 64
 """Blocks of one StoreWrite. Its pages are held until it ends."""
+MOST_SHARE = 8
+"""A StoreWrite holds at most this part of the pool: an eighth."""
 MOST_QUEUED = 1 << 14
 """Blocks that wait to be written; the oldest ones are dropped."""
 MEASURE_AGAIN = 16
@@ -72,11 +74,12 @@ class BlockChain:
 
 @dataclasses.dataclass(slots=True)
 class _Offer:
-    """Blocks that are to be written, and the cached pages that hold them from token `offset` on."""
+    """Blocks that are to be written, from number `first` of a sequence on, and its cached pages."""
 
     blocks: list[bytes]
-    pages: list[CachedPage]
-    offset: int
+    first: int
+    path: list[CachedPage]
+    """From the first page of the sequence on: a page is held with all pages before it, as eviction requires."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -85,6 +88,8 @@ class _Load(Generic[OwnerT]):
     first_block: int
     end: int
     """Tokens behind this are computed in any case."""
+    grant: PageGrant[KvPage]
+    """Holds its pages, and those before them, until all ranks are done, also if the owner has released them."""
     reports: list[StoreLoaded]
 
 
@@ -123,13 +128,14 @@ class KvStore(Generic[OwnerT]):
         self._writing: tuple[StoreWrite, PageGrant[KvPage], list[StoreWritten]] | None = None
         self._pings: list[StorePinged] = []
         self._skipped = 0
+        self._most_held = max(1, pages.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
         for name in STORE_COUNTERS:
             counters[name] += 0
 
     @property
     def busy(self) -> bool:
-        """Pages are held for a write."""
-        return self._writing is not None
+        """Pages are held for a write or a load."""
+        return self._writing is not None or bool(self._loads)
 
     def new_chain(self) -> BlockChain:
         return BlockChain(self._limits.root)
@@ -154,8 +160,9 @@ class KvStore(Generic[OwnerT]):
         most: int,
         tokens_per_s: float | None,
     ) -> bool:
-        """Load the KV of tokens [cached, most), as far as the store has it; `loaded` returns the result. Returns False
-        if it is better to compute them. `tokens_per_s` is how fast that is, if it was measured.
+        """Load the KV of tokens [cached, most) to `pages`, which the owner holds, as far as the store has it; `loaded`
+        returns the result. Returns False if it is better to compute them. `tokens_per_s` is how fast that is, if it was
+        measured.
         """
         page_size = self._limits.page_size
         end = min(most // page_size * page_size, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
@@ -163,14 +170,18 @@ class KvStore(Generic[OwnerT]):
             return False
         first = cached // BLOCK_TOKENS
         blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
-        held, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, (first + len(blocks)) * BLOCK_TOKENS)
+        last = first + len(blocks)
+        loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
+        path = pages[: pages_for(last * BLOCK_TOKENS, page_size)]
+        grant = self._pages.grant("a load from the KV store", 0, shared=path)
+        assert grant is not None, "the owner holds these pages"
         self._numbers += 1
-        self._loads[self._numbers] = _Load(owner, first, end, [])
+        self._loads[self._numbers] = _Load(owner, first, end, grant, [])
         self._outbox.append(
             StoreLoad(
                 self._numbers,
                 tuple(blocks),
-                tuple(map(KvPage, held)),
+                tuple(map(KvPage, loading)),
                 offset,
                 skip=cached - first * BLOCK_TOKENS,
                 timeout_s=self._limits.timeout_s,
@@ -190,6 +201,7 @@ class KvStore(Generic[OwnerT]):
         if len(load.reports) < self._limits.ranks:
             return None
         del self._loads[report.number]
+        self._pages.release(load.grant)
         blocks = min(part.blocks for part in load.reports)
         if blocks:
             self.loaded_tokens_rate.measured(blocks * BLOCK_TOKENS, max(part.seconds for part in load.reports))
@@ -211,22 +223,17 @@ class KvStore(Generic[OwnerT]):
         """Queue the full blocks of a sequence that were inserted in the prefix cache since the last call. Ranks write
         those that the store lacks.
         """
-        page_size = self._limits.page_size
-        end = inserted.pages * page_size
-        blocks = chain.blocks(tokens, end)
+        blocks = chain.blocks(tokens, inserted.pages * self._limits.page_size)
         if not self.breaker.closed:
             return  # they are offered again with the next sequence that has them
         first = chain.offered
         if first >= len(blocks):
             return
-        first_page, offset = divmod(first * BLOCK_TOKENS, page_size)
-        self._offers.append(_Offer(blocks[first:], self._cache.path(inserted, first_page), offset))
+        self._offers.append(_Offer(blocks[first:], first, self._cache.path(inserted)))
         chain.offered = len(blocks)
         self._queued += len(blocks) - first
         while self._queued > MOST_QUEUED:
-            dropped = len(self._offers.popleft().blocks)
-            self._queued -= dropped
-            self._counters["store_blocks_dropped"] += dropped
+            self._drop(len(self._offers.popleft().blocks))
 
     def advance(self, now: float) -> None:
         """Send the next write, or a ping, if it is time for one."""
@@ -239,29 +246,32 @@ class KvStore(Generic[OwnerT]):
         """Write the first blocks of an offer, whose pages are still cached; the rest stays in the queue."""
         page_size = self._limits.page_size
         cached = 0
-        while cached < len(offer.pages) and self._cache.holds(offer.pages[cached]):
+        while cached < len(offer.path) and self._cache.holds(offer.path[cached]):
             cached += 1
-        able = min(len(offer.blocks), max(0, cached * page_size - offer.offset) // BLOCK_TOKENS)
-        lost = len(offer.blocks) - able
-        self._queued -= lost
-        self._counters["store_blocks_dropped"] += lost
-        count = min(able, WRITE_BLOCKS)
+        able = max(0, min(len(offer.blocks), cached * page_size // BLOCK_TOKENS - offer.first))
+        self._drop(len(offer.blocks) - able)
+        count = min(able, WRITE_BLOCKS, self._most_held)
         if not count:
             return
-        shared = [node.page for node in offer.pages[: -(-(offer.offset + count * BLOCK_TOKENS) // page_size)]]
-        grant = self._pages.grant("the KV store", 0, shared=shared)
+        last = offer.first + count
+        path = [cached.page for cached in offer.path[: pages_for(last * BLOCK_TOKENS, page_size)]]
+        grant = self._pages.grant("the KV store", 0, shared=path)
         if grant is None:
-            self._queued -= able
-            self._counters["store_blocks_dropped"] += able
+            self._drop(able)
             return
         self._queued -= count
         if able > count:
-            first_page, offset = divmod(offer.offset + count * BLOCK_TOKENS, page_size)
-            self._offers.appendleft(_Offer(offer.blocks[count:able], offer.pages[first_page:], offset))
+            self._offers.appendleft(_Offer(offer.blocks[count:able], last, offer.path))
         self._numbers += 1
-        command = StoreWrite(self._numbers, tuple(offer.blocks[:count]), tuple(shared), offer.offset)
+        pages, offset = pages_holding(path, page_size, offer.first * BLOCK_TOKENS, last * BLOCK_TOKENS)
+        command = StoreWrite(self._numbers, tuple(offer.blocks[:count]), tuple(map(KvPage, pages)), offset)
         self._writing = command, grant, []
         self._outbox.append(command)
+
+    def _drop(self, blocks: int) -> None:
+        """So many blocks leave the queue without being written."""
+        self._queued -= blocks
+        self._counters["store_blocks_dropped"] += blocks
 
     def written(self, report: StoreWritten, now: float) -> None:
         """A rank has ended a write. When all have, its pages are released."""

@@ -124,6 +124,7 @@ def test_page_that_is_larger_than_a_block_is_written_in_several() -> None:
 
 def test_pages_that_are_evicted_before_their_turn_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "WRITE_BLOCKS", 4)
+    monkeypatch.setattr(kv_store, "MOST_SHARE", 1)
     world = World(pages=32)
     *_, sequence = world.insert(12 * BLOCK_TOKENS)  # 24 pages
     write = world.next_write()
@@ -154,6 +155,18 @@ def test_long_sequence_is_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> N
         world.finish(command)
     assert blocks == page_hashes(TOKENS, BLOCK_TOKENS, ROOT)
     assert world.store.gauges()["kv_store_queued_blocks"] == 0
+
+
+def test_write_holds_a_small_part_of_the_pool_and_all_pages_before_it() -> None:
+    world = World(pages=64)
+    *_, sequence = world.insert(12 * BLOCK_TOKENS)
+    world.pages.release(sequence)
+    held = []
+    while (command := world.next_write()) is not None:
+        assert len(command.pages) == 8
+        held.append(world.pages.held)
+        world.finish(command)
+    assert held == [8, 16, 24]
 
 
 def test_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

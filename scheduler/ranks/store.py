@@ -70,7 +70,7 @@ class RankStore:
             thread.start()
 
     def load(self, command: StoreLoad, wait: Callable[[], None]) -> None:
-        """Queue a load; its timeout counts from here. `wait` returns when earlier steps do not write its pages any more."""
+        """Queue a load; its timeout counts from now. `wait` returns when no earlier step writes its pages any more."""
         self._loads.put((command, wait, time.monotonic()))
 
     def enqueue(self, command: StoreWrite | StorePing) -> None:

@@ -144,7 +144,7 @@ class KvStore(Generic[OwnerT]):
         return {
             "kv_store_available": float(self.breaker.closed),
             "kv_store_loading_prompts": len(self._loads),
-            "kv_store_queued_blocks": self._queued,
+            "kv_store_queued_blocks": self._queued + (len(self._writing[0].blocks) if self._writing is not None else 0),
         }
 
     # -- loads -------------------------------------------------------------------------------------------------

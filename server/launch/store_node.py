@@ -83,11 +83,15 @@ def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":
         raise StartupError(NOT_INSTALLED)
     check_port(options.host, options.port, "--port")
     check_port(options.host, options.metrics_port, "--metrics-port")
+    try:
+        address = socket.gethostbyname(options.host)
+    except OSError as error:
+        raise StartupError(f"--host {options.host}: {error}") from None
     command = [
         str(program),
-        f"--rpc_address={options.host}",
+        f"--rpc_address={address}",
         f"--rpc_port={options.port}",
-        f"--metrics_host={options.host}",
+        f"--metrics_host={address}",
         f"--metrics_port={options.metrics_port}",
         "--logtostderr",
         "--minloglevel=2",

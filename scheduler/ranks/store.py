@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...configs.schema import AnyServerConfig
+from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...memory.kv_pool import KvCache
 from ...models.config.model import ModelConfig
@@ -48,14 +48,17 @@ class RankStore:
         *,
         report: Callable[[RankReport], None],
         open_channel: Callable[[int], Channel],
+        loads: bool = True,
     ) -> None:
-        """`open_channel` makes a channel with so many bytes of staging memory."""
+        """`open_channel` makes a channel with so many bytes of staging memory. Without `loads`, the rank only writes."""
         self._rank = rank
         self._device = device
         self._report = report
-        plans = read_plans(shards)
-        self._reads = open_channel(max(STAGING_BYTES, *(StagedCells.bytes_of(plan) for plan in plans)))
-        self._read_cells = [StagedCells(pools, plan, self._reads.memory) for plan in plans]
+        self._reads: Channel | None = None
+        if loads:
+            plans = read_plans(shards)
+            self._reads = reads = open_channel(max(STAGING_BYTES, *(StagedCells.bytes_of(plan) for plan in plans)))
+            self._read_cells = [StagedCells(pools, plan, reads.memory) for plan in plans]
         own = tuple((index, cell) for index, shard in enumerate(shards) if shard.writes for cell in shard.cells)
         self._writes = open_channel(max(STAGING_BYTES, StagedCells.bytes_of(own)))
         self._write_cells = StagedCells(pools, own, self._writes.memory) if own else None
@@ -81,7 +84,8 @@ class RankStore:
         self._loads.put(None)
         self._commands.put(None)
         for channel in (self._reads, self._writes):
-            channel.close()
+            if channel is not None:
+                channel.close()
         for thread in self._threads:
             thread.join(PING_TIMEOUT_S)
 
@@ -102,16 +106,18 @@ class RankStore:
         problem: str | None = None
         if started >= deadline:
             return self._loaded(command, 0, started, 0, 0)
+        reads = self._reads
+        assert reads is not None, "a load on a rank that only writes"
         try:
             wait()
             while loaded < len(command.blocks):
-                cells, found = self._find(command.blocks[loaded:], deadline)
+                cells, found = self._find(reads, command.blocks[loaded:], deadline)
                 if cells is None:
                     break
                 for first in range(loaded, loaded + found, cells.most_blocks):
                     batch = command.blocks[first : min(first + cells.most_blocks, loaded + found)]
                     items = cells.items(batch)
-                    outcomes = self._reads.call("get", items, deadline)
+                    outcomes = reads.call("get", items, deadline)
                     corrupt += outcomes.count(CORRUPT)
                     whole = _leading(outcomes, cells.cells)
                     if whole:
@@ -137,24 +143,15 @@ class RankStore:
         seconds = time.monotonic() - started
         return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem)
 
-    def _find(self, blocks: Sequence[bytes], deadline: float) -> tuple[StagedCells | None, int]:
+    def _find(self, reads: Channel, blocks: Sequence[bytes], deadline: float) -> tuple[StagedCells | None, int]:
         """How many of the first blocks are in the store, and under which layer ranges."""
         for number, cells in enumerate(self._read_cells):
-            found = self._leading_in_store(cells, blocks if number == 0 else blocks[:1], deadline)
+            found = _leading_in_store(reads, cells, blocks if number == 0 else blocks[:1], deadline)
             if found and number > 0:
-                found = self._leading_in_store(cells, blocks, deadline)
+                found = _leading_in_store(reads, cells, blocks, deadline)
             if found:
                 return cells, found
         return None, 0
-
-    def _leading_in_store(self, cells: StagedCells, blocks: Sequence[bytes], deadline: float) -> int:
-        step = max(1, MOST_ITEMS // cells.cells)
-        for first in range(0, len(blocks), step):
-            part = blocks[first : first + step]
-            found = _leading(self._reads.call("exist", cells.items(part), deadline), cells.cells)
-            if found < len(part):
-                return first + found
-        return len(blocks)
 
     # -- writes ------------------------------------------------------------------------------------------------
 
@@ -213,12 +210,28 @@ class RankStore:
         self._loads.put(lambda: self._report(StorePinged(self._rank, _try(self._reads) or problem)))
 
 
-def _try(channel: Channel) -> str | None:
+def _try(channel: Channel | None) -> str | None:
+    """Why a channel does not work, if so."""
     try:
-        channel.call("exist", [PING_ITEM], time.monotonic() + PING_TIMEOUT_S)
+        if channel is not None:
+            channel.call("exist", [PING_ITEM], time.monotonic() + PING_TIMEOUT_S)
     except StoreError as error:
         return str(error)
+    except Exception as error:
+        log.exception("the KV store cannot be reached")
+        return f"{type(error).__name__}: {error}"
     return None
+
+
+def _leading_in_store(reads: Channel, cells: StagedCells, blocks: Sequence[bytes], deadline: float) -> int:
+    """How many of the first blocks are in the store."""
+    step = max(1, MOST_ITEMS // cells.cells)
+    for first in range(0, len(blocks), step):
+        part = blocks[first : first + step]
+        found = _leading(reads.call("exist", cells.items(part), deadline), cells.cells)
+        if found < len(part):
+            return first + found
+    return len(blocks)
 
 
 def _leading(outcomes: Sequence[int], cells: int) -> int:
@@ -254,6 +267,7 @@ def open_store(
         cache.device,
         report=report,
         open_channel=lambda size_bytes: AgentChannel(url, config.public_host, size_bytes),
+        loads=isinstance(config, PrefillConfig) or (config.local_prefill != "never" and not config.enable_hisparse),
     )
 
 

@@ -92,8 +92,11 @@ def serve(connect: Callable[[], StoreClient], memory: memoryview, requests: Bina
         except PdserveError as error:  # no wheel, or no master
             reply = Reply(request.number, problem=str(error))
         body = encoder.encode(reply)
-        replies.write(LENGTH.pack(len(body)) + body)
-        replies.flush()
+        try:
+            replies.write(LENGTH.pack(len(body)) + body)
+            replies.flush()
+        except BrokenPipeError:
+            return  # the rank has exited
 
 
 def main() -> int:

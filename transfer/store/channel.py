@@ -45,7 +45,7 @@ class Channel(Protocol):
 
 
 class AgentChannel:
-    """A channel to an agent process, which is started with the first request."""
+    """A channel to an agent process. It is started here, and again after a failure."""
 
     # -P keeps the working directory out of sys.path: in a checkout its folders have the names of other packages.
     COMMAND = (sys.executable, "-P", "-m", "pdserve.transfer.store.agent")
@@ -63,6 +63,7 @@ class AgentChannel:
         self._received = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._running()
 
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
         if self._busy_since is not None:

@@ -41,8 +41,6 @@ class Output:
         """With log-probabilities: the position in the text where each token begins."""
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
         self.cached_tokens = 0
-        self.stored_tokens = 0
-        """The part of `cached_tokens` that came from the KV store."""
         self.terminal: Finished | Failed | None = None
         self._prompt_tokens = prompt_tokens
         self._text = text
@@ -100,14 +98,12 @@ class Output:
         if progress.prefilled is not None:
             self.input_logprobs = progress.prefilled.input_logprobs
             self.cached_tokens = progress.prefilled.cached_tokens
-            self.stored_tokens = progress.prefilled.stored_tokens
         text = self._take_tokens(progress)
         if progress.terminal is not None:
             text += self._text.finish()
             self.terminal = progress.terminal
             if isinstance(self.terminal, Finished):
                 self.cached_tokens = self.terminal.cached_tokens
-                self.stored_tokens = self.terminal.stored_tokens
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)

@@ -50,7 +50,7 @@ class RankStore:
         open_channel: Callable[[int], Channel],
         loads: bool = True,
     ) -> None:
-        """`open_channel` makes a channel with so many bytes of staging memory. Without `loads`, the rank only writes."""
+        """`open_channel` makes a channel with so many bytes of staging memory. Without `loads`, it only writes."""
         self._rank = rank
         self._device = device
         self._report = report

@@ -114,8 +114,9 @@ class RankStore:
                 cells, found = self._find(reads, command.blocks[loaded:], deadline)
                 if cells is None:
                     break
-                for first in range(loaded, loaded + found, cells.most_blocks):
-                    batch = command.blocks[first : min(first + cells.most_blocks, loaded + found)]
+                end = loaded + found
+                for first in range(loaded, end, cells.most_blocks):
+                    batch = command.blocks[first : min(first + cells.most_blocks, end)]
                     items = cells.items(batch)
                     outcomes = reads.call("get", items, deadline)
                     corrupt += outcomes.count(CORRUPT)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-CHATTY = ("uvicorn", "uvicorn.error", "asyncio")
+CHATTY = ("uvicorn", "uvicorn.error", "asyncio", "httpx")
 CLIENT_LOGGERS = ("uvicorn.error", "pdserve.http")
 """Loggers of events that any client of the HTTP port can cause."""
 

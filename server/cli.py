@@ -20,6 +20,7 @@ from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from .launch.store_options import add_store_flags, read_store_options, take_local_store
 from .plan.options import add_plan_flags, read_plan_options
+from .terminal.options import add_chat_flags, add_top_flags, read_chat_options, read_top_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
 EPILOG = """examples:
@@ -27,6 +28,7 @@ EPILOG = """examples:
   pdserve up                                              one prefill and one decode server on this machine
   pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
   pdserve decode  --model DIR --port 8200 --prefill HOST:8998
+  pdserve serve --model Qwen/Qwen3-8B                     a model of the Hugging Face Hub (see 'pdserve models')
   pdserve plan    --model deepseek-v3.2 --gpus 8xH200 --context 64k
 'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
 """
@@ -79,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan", "store")
+        own_usage = name in ("version", "bench", "plan", "models", "chat", "top", "store")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -99,9 +101,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="keep the servers running afterwards (default: yes on a terminal)",
     )
     _add_pair_flags(demo)
+    add_chat_flags(command("chat", "talk to a running decode server"))
+    add_top_flags(command("top", "watch running servers: requests, rates, pools, peers"))
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
     add_store_flags(command("store", "lend memory to a KV store that servers share, and run its master"))
+    command("models", "list the supported models and their memory")
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -144,6 +149,14 @@ def _run(arguments: Sequence[str]) -> int:
             return run_demo(
                 _pair_config(options), question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep
             )
+        case "chat":
+            from .terminal.chat import run_chat
+
+            return run_chat(read_chat_options(options, os.environ))
+        case "top":
+            from .terminal.top import run_top
+
+            return run_top(read_top_options(options, os.environ))
         case "bench":
             from .bench.command import run_bench
 
@@ -156,6 +169,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .launch.store_node import run_store
 
             return run_store(read_store_options(options))
+        case "models":
+            from .plan.models import run_models
+
+            return run_models()
         case "version":
             print(version_line())
             return 0

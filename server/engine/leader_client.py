@@ -37,7 +37,9 @@ from ...scheduler.messages.frontend import (
     ToLeader,
 )
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import RecentRequests
 from ..observability.request_log import end_line, request_name
+from ..observability.stats_log import StatsLog
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -122,6 +124,8 @@ class LeaderClient:
     def __init__(self, metrics: Metrics, config: AnyServerConfig) -> None:
         self._metrics = metrics
         self._config = config
+        self.recent = RecentRequests()
+        self._stats = StatsLog(config.role, config.log_stats_interval_s)
         # in Linux's abstract namespace, so that a killed frontend leaves no file behind
         self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -339,6 +343,8 @@ class LeaderClient:
                 self._deliver(message)
             case Status():
                 self.status, self._status_at = message, time.monotonic()
+                if (line := self._stats.line(message)) is not None:
+                    log.info("%s", line)
             case Ready() if not self._started.done():
                 self.ready, self._status_at = message, time.monotonic()
                 self._started.set_result(message)
@@ -390,6 +396,7 @@ class LeaderClient:
                     log.warning("%s failed with %d: %s", name, message.status, message.message)
                 elif self._config.log_requests:
                     log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
+                self.recent.add(message, elapsed_s)
                 del self._open[message.rid]
                 if entry.overdue is not None:
                     entry.overdue.cancel()

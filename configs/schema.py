@@ -41,6 +41,14 @@ Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
 HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+KvStoreUrl = Annotated[
+    str,
+    Field(
+        pattern=r"^(mooncake://[^\s:/,]+:[0-9]{1,5}|etcd://[^\s:/,]+:[0-9]{1,5}(,[^\s:/,]+:[0-9]{1,5})*)$",
+        description="mooncake://HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]",
+    ),
+    AfterValidator(_check_port),
+]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
@@ -160,6 +168,14 @@ class ServerConfig(BaseModel):
     )
 
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
+    kv_store: KvStoreUrl | None = Field(
+        None,
+        description="KV store that servers share: mooncake://HOST:PORT of a mooncake_master, or etcd://HOST:PORT[,...] "
+        "of several masters; cached pages are written to it, and prefill loads prefixes from it",
+    )
+    kv_store_timeout_ms: float = Field(
+        1000.0, gt=0, le=600_000, description="longest time that a prompt waits for KV of the store"
+    )
     max_queued_requests: int = Field(
         256,
         ge=1,
@@ -246,6 +262,8 @@ class ServerConfig(BaseModel):
         in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse
         if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
             raise ValueError("kv_tokens and kv_memory_gib both size the KV pool: give one of them")
+        if self.kv_store is not None and not self.prefix_cache:
+            raise ValueError("kv_store needs prefix_cache: only pages of the prefix cache are written to the store")
         if self.peer_timeout_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"peer_timeout_s ({self.peer_timeout_s}) must be at least twice heartbeat_interval_s "

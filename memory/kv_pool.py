@@ -190,6 +190,19 @@ class KvPool:
             for plane in self._split_planes(gathered)
         ]
 
+    def write_tokens(self, pages: Sequence[int], start: int, planes: Sequence[torch.Tensor]) -> None:
+        """Write the tokens from `start` on of a sequence: the inverse of `read_tokens`, whose result `planes` has.
+        Enqueued on the current stream.
+        """
+        views = self._split_planes(self.data.flatten(2).view(torch.uint8))
+        end = start + planes[0].shape[2]
+        for view, plane in zip(views, planes, strict=True):
+            rows = plane.to(self.data.device)
+            for index in range(start // self.page_size, ceil_div(end, self.page_size)):
+                first = index * self.page_size
+                part = slice(max(start, first) - first, min(end, first + self.page_size) - first)
+                view[pages[index], :, :, part] = rows[:, :, first + part.start - start : first + part.stop - start]
+
 
 class KvCache:
     """All KV of one rank: pools that share page ids. A sequence's page is that page of every pool."""

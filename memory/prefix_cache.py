@@ -52,6 +52,10 @@ class _Node:
     """Of the page and those before it; empty while there is no listener."""
 
 
+CachedPage = _Node
+"""A page in the tree, for `PrefixCache.holds`."""
+
+
 class InsertedPrefix:
     """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
 
@@ -158,6 +162,19 @@ class PrefixCache:
             inserted.pages += 1
         if added and self._listeners:
             self._report(added, inserted.pages - len(added))
+
+    def path(self, inserted: InsertedPrefix) -> list[CachedPage]:
+        """The inserted pages of a sequence, in order."""
+        found: list[CachedPage] = []
+        node = inserted.node
+        while node is not None:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
+    def holds(self, cached: CachedPage) -> bool:
+        """Whether a page is still cached, with the same tokens."""
+        return self._nodes.get(cached.page) is cached
 
     def flush(self) -> int:
         """Remove all pages; those in use are freed when their requests end. Returns how many were cached."""

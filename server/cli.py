@@ -21,6 +21,7 @@ from ..transfer.mooncake.library import WHEELS
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+from .launch.store_options import add_store_flags, read_store_options, take_local_store
 from .plan.options import add_plan_flags, read_plan_options
 from .terminal.options import add_chat_flags, add_top_flags, read_chat_options, read_top_options
 
@@ -83,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan", "models", "doctor", "chat", "top")
+        own_usage = name in ("version", "bench", "plan", "models", "doctor", "chat", "top", "store")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -107,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_top_flags(command("top", "watch running servers: requests, rates, pools, peers"))
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    add_store_flags(command("store", "lend memory to a KV store that servers share, and run its master"))
     command("models", "list the supported models and their memory")
     add_doctor_flags(
         command("doctor", "check this machine: versions, GPUs, RDMA, limits, ports and a transfer; and a peer")
@@ -142,7 +144,9 @@ def _run(arguments: Sequence[str]) -> int:
         case "up":
             from .launch.up import run_up
 
-            return run_up(_pair_config(options))
+            settings = given_flags(options, PAIR_FIELDS)
+            local_store = take_local_store(settings)
+            return run_up(load_pair_config(find_config_file(options.config), settings, os.environ), local_store)
         case "demo":
             from .launch.demo import run_demo
 
@@ -166,6 +170,10 @@ def _run(arguments: Sequence[str]) -> int:
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))
+        case "store":
+            from .launch.store_node import run_store
+
+            return run_store(read_store_options(options))
         case "models":
             from .plan.models import run_models
 

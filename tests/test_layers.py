@@ -53,13 +53,14 @@ LAYERS = {
         "decode/dispatch",
         "decode/memory",
         "decode/requests",
+        "store",
         "chunking",
         "messages",
         "",
     ],
     "models": ["", "grammar", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
     "memory": ["hisparse", ""],
-    "transfer": ["control", "data", "mooncake", "plan", "protocol", ""],
+    "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
         "mla",
         "moe",
@@ -79,7 +80,14 @@ is the folder itself.
 """
 MOST_FILES = 15
 
-PURE = ("scheduler/messages", "scheduler/chunking", "scheduler/decode", "scheduler/prefill", "transfer/plan")
+PURE = (
+    "scheduler/messages",
+    "scheduler/chunking",
+    "scheduler/decode",
+    "scheduler/prefill",
+    "scheduler/store",
+    "transfer/plan",
+)
 """Folders, with all their subfolders, that decide or describe: plain values in, plain values out."""
 IMPURE = {"asyncio", "mooncake", "socket", "subprocess", "threading", "time", "torch", "zmq"}
 

@@ -114,7 +114,7 @@ class Arrivals:
         self._dispatcher.local.remove(prompt)
         self._dispatcher.pace.served(now)
         self._counters["prompt_tokens"] += prompt.tokens
-        self._counters["prefix_tokens_reused"] += local.cached
+        self._counters["prefix_tokens_reused"] += local.cached - local.stored
         done = PrefillDone(
             key=TransferKey(prompt.prompt_id, prompt.attempts),
             first_tokens=result.drawn,
@@ -127,6 +127,7 @@ class Arrivals:
             transfer_tail_s=0.0,
             cached_tokens=local.cached,
             input_logprobs=tuple(local.input_logprobs),
+            stored_tokens=local.stored,
         )
         samples = prompt.waiting
         for request in samples:

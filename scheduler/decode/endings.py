@@ -1,17 +1,20 @@
 """Output tokens of requests, and their ends: the terminal message, then the release of all memory."""
 
 import collections
+from collections.abc import Sequence
 
 from ...configs.errors import AbortedError, RequestError
 from ...configs.sampling import TokenLogprob
-from ...memory.prefix_cache import PrefixCache
+from ...memory.index_spaces import KvPage
+from ...memory.prefix_cache import InsertedPrefix, PrefixCache
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Tokens
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..store.kv_store import KvStore
 from .dispatch.dispatcher import PrefillDispatcher
 from .memory.request_memory import RequestMemory
-from .requests.request import Prompt, Request
+from .requests.request import LocalPrompt, Prompt, Request
 from .responses import failed, finished
 from .retraction import Retractions
 from .run_queue import RunQueue
@@ -34,6 +37,7 @@ class Endings:
         dispatcher: PrefillDispatcher,
         counters: "collections.Counter[str]",
         outbox: Outbox,
+        store: KvStore[LocalPrompt] | None = None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""
@@ -46,6 +50,7 @@ class Endings:
         self._dispatcher = dispatcher
         self._counters = counters
         self._outbox = outbox
+        self._store = store
 
     def accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
         """Send a sampled token to the frontend; end the request if it is the last one."""
@@ -83,7 +88,7 @@ class Endings:
             if copy is not None and copy.kind == "write_back":
                 copy.tokens = tokens  # shared when all rows are in host memory
             else:
-                self._cache.insert(tokens, request.pages, request.inserted)
+                self.cache_answer(tokens, request.pages, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
         self.draining.add(request)
@@ -95,6 +100,12 @@ class Endings:
             self._counters["requests_finished"] += 1
             self._outbox.append(SendToFrontend(finished(request, outcome, now)))
         self.free_drained(request.prompt, now)
+
+    def cache_answer(self, tokens: Sequence[int], pages: Sequence[KvPage], inserted: InsertedPrefix) -> None:
+        """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
+        self._cache.insert(tokens, pages, inserted)
+        if self._store is not None:
+            self._store.offer(self._store.new_chain(), tokens, inserted)
 
     def _drop_local(self, prompt: Prompt) -> None:
         """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
-from ...memory.prefix_cache import PrefixCache
+from ...memory.prefix_cache import InsertedPrefix, PrefixCache
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     CachedPrefixes,
@@ -45,7 +45,9 @@ from ..messages.effects import Effect
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
+from ..messages.ranks import StoreLoaded
 from ..messages.step import StepResult
+from ..store.kv_store import KvStore, StoreLimits
 from .admission import Admission
 from .arrivals import Arrivals
 from .deadlines import Deadlines
@@ -71,9 +73,10 @@ class DecodeScheduler:
         eos_token_ids: Iterable[int],
         hot_limits: HotLimits | None = None,
         rings: Sequence[RankRing] = (),
+        store_limits: StoreLimits | None = None,
     ) -> None:
         """With `hot_limits`, KV is in host memory and running requests have hot buffers (HiSparse). `rings` are the
-        staging rings of the ranks, if any.
+        staging rings of the ranks, if any. With `store_limits` there is a KV store.
         """
         self.limits = limits
         self.pages = pages
@@ -81,7 +84,12 @@ class DecodeScheduler:
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
         self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
-        self.dispatcher = PrefillDispatcher(limits, pages, self.cache, self.memory, self.counters, self._outbox, rings)
+        self.kv_store: KvStore[LocalPrompt] | None = (
+            KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
+        )
+        self.dispatcher = PrefillDispatcher(
+            limits, pages, self.cache, self.memory, self.counters, self._outbox, rings, self.kv_store
+        )
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
         self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
         self._deadlines = Deadlines(self.dispatcher)
@@ -94,6 +102,7 @@ class DecodeScheduler:
             dispatcher=self.dispatcher,
             counters=self.counters,
             outbox=self._outbox,
+            store=self.kv_store,
         )
         self.requests = self.endings.requests
         self.admission = Admission(
@@ -296,6 +305,8 @@ class DecodeScheduler:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
             self.endings.free_drained(quarantined.prompt, now)
         self.admission.advance(now)
+        if self.kv_store is not None:
+            self.kv_store.advance(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
@@ -385,7 +396,7 @@ class DecodeScheduler:
         """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
         copy = self.memory.copies.numbered(number)
         if copy.tokens and copy.grant is not None:
-            self.cache.insert(copy.tokens, copy.grant.pages)
+            self.endings.cache_answer(copy.tokens, copy.grant.pages, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)
@@ -411,6 +422,17 @@ class DecodeScheduler:
             case _:
                 pass  # a saved request waits for pages
 
+    def store_loaded(self, report: StoreLoaded, now: float) -> None:
+        """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
+        assert self.kv_store is not None, "a load ended without a KV store"
+        loaded = self.kv_store.loaded(report, now)
+        if loaded is None or loaded.owner.prompt.local is not loaded.owner:
+            return  # other ranks still load, or no request needs the prompt any more
+        if loaded.tokens > loaded.owner.cached:
+            self.dispatcher.local.stored(loaded.owner, loaded.tokens)
+            self.counters["store_tokens_loaded"] += loaded.owner.stored
+        self.dispatcher.start_local(loaded.owner)
+
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
         return self._outbox.take_all()
@@ -421,7 +443,7 @@ class DecodeScheduler:
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
         busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
-        return not busy and self.memory.idle
+        return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
     def waiting_tokens(self) -> int:
@@ -439,6 +461,7 @@ class DecodeScheduler:
             "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
+            **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 
     def state_counts(self) -> dict[str, int]:

@@ -58,6 +58,12 @@ from ..messages.ranks import (
     RunStep,
     SavePages,
     StepDone,
+    StoreLoad,
+    StoreLoaded,
+    StorePing,
+    StorePinged,
+    StoreWrite,
+    StoreWritten,
     VerifyKv,
     WriteBackRows,
 )
@@ -129,6 +135,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
+            case StoreWritten() | StorePinged():
+                self._store_report(event, now)
             case PartScattered(part=part):
                 done = scheduler.part_scattered(part)
                 if done is not None:
@@ -248,9 +258,9 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 self.control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
             case ConnectPeer(endpoint=endpoint, client=client):
                 self.control.connect(endpoint, client=client)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter() | StoreWrite() | StorePing():
                 self._ranks.tell(effect)
-            case OpenHot() | ResizeHot() | WriteBackRows():
+            case OpenHot() | ResizeHot() | WriteBackRows() | StoreLoad():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on decode: {effect!r}")

@@ -13,7 +13,7 @@ from ...models.config.sharding import RankTokens
 from ...transfer.protocol.messages import Load
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import Effect
-from ..messages.ranks import AssistStep, RunStep, StepDone
+from ..messages.ranks import AssistStep, RunStep, StepDone, StorePinged, StoreWritten
 from ..messages.step import tokens_of
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
@@ -65,6 +65,15 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         if isinstance(step, RunStep):
             self.step_starts.append(now)
         self._ranks.tell(step)
+
+    def _store_report(self, report: StoreWritten | StorePinged, now: float) -> None:
+        """Pass a report about the KV store to it."""
+        store = self.scheduler.kv_store
+        assert store is not None, f"{type(report).__name__} without a KV store"
+        if isinstance(report, StoreWritten):
+            store.written(report, now)
+        else:
+            store.pinged(report, now)
 
     def take_step(self, done: StepDone, now: float) -> float:
         """Take the results of a step; returns how long it took."""

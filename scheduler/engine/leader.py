@@ -50,6 +50,7 @@ from ..prefill.limits import PrefillLimits
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.builder import STEP_SETTING, step_tokens, uses_overlap
 from ..ranks.group import RankGroup, RankLostError, Ranks
+from ..store.kv_store import StoreLimits, root_of
 from .control_status import close_all, control_counters, hashed_page_sizes, peer_status
 from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
@@ -229,6 +230,7 @@ class Leader:
             self._source.config.eos_token_ids,
             self._hot_limits(config),
             self._rank_rings(),
+            self._store_limits(),
         )
         self._publish_events(scheduler.cache, number)
         control = DecodeControl(
@@ -260,6 +262,17 @@ class Leader:
         overlay = PoolOverlay.agreed([_overlay(report.peer_info) for report in self._ready])
         own_pages = min(report.hot_pages or 0 for report in self._ready) - overlay.covered
         return HotLimits(own_pages, config.page_size, first.hot_rows, slots=self._step_limit, overlay=overlay)
+
+    def _store_limits(self) -> StoreLimits | None:
+        config = self._config
+        if config.kv_store is None:
+            return None
+        return StoreLimits(
+            root_of(self._fingerprint),
+            config.page_size,
+            ranks=config.world_size // config.dp_size,
+            timeout_s=config.kv_store_timeout_ms / 1000,
+        )
 
     def _rank_rings(self) -> list[RankRing]:
         """The staging ring of each rank; empty where staging is off."""
@@ -300,7 +313,7 @@ class Leader:
         )
         engines = [
             PrefillEngine(
-                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages), number),
+                PrefillScheduler(limits, PageAllocator[KvPage](self._num_pages), number, self._store_limits()),
                 self._rank_group(number),
                 control=control,
                 welcome=welcome,
@@ -340,6 +353,7 @@ class Leader:
                 problems=tuple(problems),
                 dp_ranks=snapshot.dp_ranks,
                 hashed_page_sizes=hashed_page_sizes(loop.engines),
+                kv_store_problem=loop.kv_store_problem(),
             )
 
         keep_for_good()

@@ -101,6 +101,11 @@ class EngineLoop(Generic[EngineT]):
             found.append(f"the last {self._failed_steps} model steps failed")
         return found + self._ranks.problems()
 
+    def kv_store_problem(self) -> str | None:
+        """Why the KV store is not used at present. Called from another thread."""
+        stores = (engine.scheduler.kv_store for engine in self.engines)
+        return next((store.breaker.problem for store in stores if store is not None and store.breaker.problem), None)
+
     def _turn(self) -> None:
         now = time.monotonic()
         for engine in self.engines:

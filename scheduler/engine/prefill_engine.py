@@ -48,6 +48,12 @@ from ..messages.ranks import (
     PeerRoutes,
     RunStep,
     StepDone,
+    StoreLoad,
+    StoreLoaded,
+    StorePing,
+    StorePinged,
+    StoreWrite,
+    StoreWritten,
 )
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
@@ -119,6 +125,10 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self._chunk_written(written, now)
             case PartReport(written=written):
                 scheduler.part_written(written, now)
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
+            case StoreWritten() | StorePinged():
+                self._store_report(event, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
@@ -147,7 +157,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._send(instance, message, arrays)
-            case ChunkWrite() | CancelChunks() | PartWrite():
+            case ChunkWrite() | CancelChunks() | PartWrite() | StoreLoad() | StoreWrite() | StorePing():
                 self._ranks.tell(effect)
             case _:
                 raise TypeError(f"unexpected effect on prefill: {effect!r}")

@@ -1,5 +1,18 @@
 """The counters of the schedulers, by their names in /metrics. All exist from the start, with value 0."""
 
+STORE_COUNTERS = (
+    "store_lookups",
+    "store_tokens_loaded",
+    "store_bytes_loaded",
+    "store_corrupt_cells",
+    "store_skipped_as_slow",
+    "store_blocks_written",
+    "store_bytes_written",
+    "store_blocks_dropped",
+    "store_outages",
+)
+"""Of servers with a KV store."""
+
 DECODE_COUNTERS = (
     "requests",
     "requests_refused",

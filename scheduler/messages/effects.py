@@ -12,7 +12,7 @@ import msgspec
 from ...transfer.data.chunks import ChunkWrite
 from ...transfer.protocol.messages import AnyMessage, InstanceId
 from .frontend import ToFrontend
-from .ranks import CancelChunks, HotCommand, PageCommand, PartCommand
+from .ranks import CancelChunks, HotCommand, PageCommand, PartCommand, StoreCommand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,4 +38,14 @@ class ConnectPeer:
     client: str = ""
 
 
-Effect = SendToPeer | SendToFrontend | ConnectPeer | PageCommand | HotCommand | PartCommand | ChunkWrite | CancelChunks
+Effect = (
+    SendToPeer
+    | SendToFrontend
+    | ConnectPeer
+    | PageCommand
+    | HotCommand
+    | PartCommand
+    | ChunkWrite
+    | CancelChunks
+    | StoreCommand
+)

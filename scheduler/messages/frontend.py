@@ -229,6 +229,8 @@ class Status(FrontendMessage, frozen=True):
     problems: tuple[str, ...] = ()
     dp_ranks: tuple[DpRankStatus, ...] = ()
     hashed_page_sizes: tuple[int, ...] = ()
+    kv_store_problem: str | None = None
+    """Why the KV store is not used at present; None also without one."""
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop

@@ -29,6 +29,7 @@ class PrefillState(enum.Enum):
     """A request on a prefill server."""
 
     WAITING = "waiting"  # waits for pages
+    LOADING = "loading"  # has pages; a part of its KV is loaded from the KV store
     COMPUTING = "computing"  # has pages; chunks are computed, and sent when they are ready
     SENDING = "sending"  # all computed; the last writes are in flight
     CLOSING = "closing"  # failed or aborted; waits for its writes to end
@@ -49,7 +50,8 @@ DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
 }
 
 PREFILL_TRANSITIONS: Mapping[PrefillState, frozenset[PrefillState]] = {
-    PrefillState.WAITING: frozenset({PrefillState.COMPUTING, PrefillState.CLOSING}),
+    PrefillState.WAITING: frozenset({PrefillState.LOADING, PrefillState.COMPUTING, PrefillState.CLOSING}),
+    PrefillState.LOADING: frozenset({PrefillState.COMPUTING, PrefillState.CLOSING}),
     PrefillState.COMPUTING: frozenset({PrefillState.SENDING, PrefillState.CLOSING}),
     PrefillState.SENDING: frozenset({PrefillState.CLOSING, PrefillState.CLOSED}),
     PrefillState.CLOSING: frozenset({PrefillState.CLOSED}),

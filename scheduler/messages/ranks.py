@@ -177,6 +177,35 @@ class PrepareGrammar(Command, frozen=True):
     grammar: Grammar
 
 
+class StoreLoad(Command, frozen=True):
+    """Load these blocks from the KV store, as far as they are there within `timeout_s`. `pages` hold them from token
+    `offset` on; the first `skip` tokens are in their pages already. Begins in order with the steps, whose rows may be
+    in these pages, and runs beside later ones. Reported as StoreLoaded, by every rank.
+    """
+
+    number: int
+    blocks: tuple[bytes, ...]
+    pages: tuple[KvPage, ...]
+    offset: int
+    skip: int
+    timeout_s: float
+
+
+class StoreWrite(Command, frozen=True):
+    """Write those of these blocks to the KV store that it lacks. `pages` hold them from token `offset` on. Reported as
+    StoreWritten, by every rank.
+    """
+
+    number: int
+    blocks: tuple[bytes, ...]
+    pages: tuple[KvPage, ...]
+    offset: int
+
+
+class StorePing(Command, frozen=True):
+    """Connect to the KV store, or find out whether it answers again. Reported as StorePinged, by every rank."""
+
+
 class LeaderAlive(Command, frozen=True):
     """Heartbeat: a rank on another machine exits when it gets nothing for LEADER_SILENCE_S."""
 
@@ -187,12 +216,15 @@ class StopRank(Command, frozen=True):
 
 PageCommand = CopyPage | SavePages | LoadPages | DropPages
 HotCommand = OpenHot | ResizeHot | WriteBackRows
-InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StopRank
+StoreCommand = StoreLoad | StoreWrite | StorePing
+InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StoreLoad | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
-TransferCommand = OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | PrepareGrammar
+TransferCommand = (
+    OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | PrepareGrammar | StoreWrite | StorePing
+)
 """About KV that is complete, or will be after a certain step, or about grammars: run at once, in order among
 themselves, without waiting for other steps. A ChunkWrite is for all ranks, each of which writes its part and reports a
 ChunkReport.
@@ -292,6 +324,34 @@ class GrammarReady(Report, frozen=True):
     problem: str | None = None
 
 
+class StoreLoaded(Report, frozen=True):
+    """From every rank: the first `blocks` blocks of a StoreLoad are in its pages. `corrupt` cells had wrong bytes.
+    `problem` says why the store cannot be used, if so.
+    """
+
+    number: int
+    blocks: int
+    seconds: float
+    size_bytes: int = 0
+    corrupt: int = 0
+    problem: str | None = None
+
+
+class StoreWritten(Report, frozen=True):
+    """From every rank: a StoreWrite has ended, and its pages are not read any more."""
+
+    number: int
+    blocks: int
+    size_bytes: int
+    problem: str | None = None
+
+
+class StorePinged(Report, frozen=True):
+    """From every rank: why the KV store cannot be used, if so."""
+
+    problem: str | None = None
+
+
 class HotCounters(Report, frozen=True):
     """From the first rank of each stage, a few times a second: the totals of its hot buffers (HiSparse)."""
 
@@ -327,6 +387,9 @@ RankReport = (
     | PartReport
     | PartScattered
     | GrammarReady
+    | StoreLoaded
+    | StoreWritten
+    | StorePinged
     | HotCounters
     | PeerRoutes
     | RankAlive

@@ -11,6 +11,7 @@ from ...memory.prefix_cache import InsertedPrefix
 from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
 from ..messages.frontend import PromptSent
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
+from ..store.kv_store import BlockChain
 
 DEADLINE_GRACE_S = 2.0
 """Decode aborts a request at its deadline. Our own deadline, later by this, is for a decode server that does not."""
@@ -58,7 +59,11 @@ class PrefillRequest:
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)
         self.grant: PageGrant[KvPage] | None = None
         self.cached = 0
-        """Tokens [0, cached) were found in the prefix cache."""
+        """Tokens [0, cached) were found in the prefix cache, or loaded from the KV store."""
+        self.stored = 0
+        """The last so many of these tokens came from the KV store."""
+        self.chain: BlockChain | None = None
+        """Its blocks in the KV store, if there is one."""
         self.scheduled = 0
         """Tokens [0, scheduled) are computed or in a step in flight."""
         self.computed = 0

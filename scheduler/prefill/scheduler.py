@@ -2,7 +2,7 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    KvDestination -> WAITING -> COMPUTING -> SENDING -> CLOSED        (PrefillDone)
+    KvDestination -> WAITING -> [LOADING ->] COMPUTING -> SENDING -> CLOSED        (PrefillDone)
                         any of them -> CLOSING -> CLOSED              (TransferFailed or AbortAck)
 
 A chunk is sent as soon as it is computed, while the next one computes. Pages are released, and decode gets the terminal
@@ -12,7 +12,7 @@ message, only after all chunks in flight have reported their end.
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ...configs.sampling import TokenLogprob
@@ -38,13 +38,15 @@ from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
-from ..messages.ranks import CancelChunks
+from ..messages.ranks import CancelChunks, StoreLoaded
+from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef, prompt_sent
 from .staging import StagedSends
+from .stored_prefixes import StoredPrefixes
 
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""
@@ -65,7 +67,14 @@ class Refusal(NamedTuple):
 class PrefillScheduler:
     """Owns the requests and the page allocator of one prefill server."""
 
-    def __init__(self, limits: PrefillLimits, pages: PageAllocator[KvPage], dp_rank: int = 0) -> None:
+    def __init__(
+        self,
+        limits: PrefillLimits,
+        pages: PageAllocator[KvPage],
+        dp_rank: int = 0,
+        store_limits: StoreLimits | None = None,
+    ) -> None:
+        """With `store_limits` there is a KV store."""
         self.limits = limits
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
@@ -79,6 +88,11 @@ class PrefillScheduler:
         self._outbox = Outbox()
         self.staging = StagedSends(limits.page_size, self.counters, self._outbox)
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
+        self.stored = (
+            StoredPrefixes(store_limits, pages, self.cache, self.counters, self._outbox)
+            if store_limits is not None
+            else None
+        )
         self._accepting = True
 
     # -- events ------------------------------------------------------------------------------------------------
@@ -171,6 +185,8 @@ class PrefillScheduler:
             self._expire(now)
         self.staging.due(now)
         self._take_ended_chunks(now)
+        if self.kv_store is not None:
+            self.kv_store.advance(now)
         self._start_waiting(now)
         self._report_begun(now)
         self.reports.due(now)
@@ -233,6 +249,8 @@ class PrefillScheduler:
                 self._send(request, row.start, row.end, now)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
             self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
+            if self.stored is not None:
+                self.stored.offer(request)
             if row.last:
                 request.first_tokens = tokens
                 self._computing.remove(request)
@@ -245,6 +263,13 @@ class PrefillScheduler:
         for row in self._computing.take(command_id, now):
             if row.request.state is PrefillState.COMPUTING:
                 self._close(row.request, f"the prefill step failed: {reason}", now)
+
+    def store_loaded(self, report: StoreLoaded, now: float) -> None:
+        """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
+        assert self.stored is not None, "a load ended without a KV store"
+        request = self.stored.loaded(report, now)
+        if request is not None and request.state is PrefillState.LOADING:
+            self._compute(request, now)
 
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
         """The direct writes of a chunk have ended on all ranks, or failed."""
@@ -290,18 +315,29 @@ class PrefillScheduler:
             "waiting_tokens": load.waiting_tokens,
             "cached_pages": len(self.cache),
             "staging_parts": self.staging.parts,
+            **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens that are not computed yet."""
-        return sum(request.prompt_tokens - request.computed for request in (*self._waiting, *self._computing))
+        waiting = (*self._waiting, *self._loading, *self._computing)
+        return sum(request.prompt_tokens - request.computed for request in waiting)
+
+    @property
+    def kv_store(self) -> KvStore[PrefillRequest] | None:
+        return self.stored.store if self.stored is not None else None
+
+    @property
+    def _loading(self) -> Collection[PrefillRequest]:
+        """LOADING requests."""
+        return self.stored.loading if self.stored is not None else ()
 
     def load(self) -> Load:
         running, limits = self._running, self.limits
         tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
-            waiting_requests=len(self._waiting) + len(self._computing) - running,
+            waiting_requests=len(self._waiting) + len(self._loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
             accepting=self._accepting,
@@ -311,7 +347,8 @@ class PrefillScheduler:
 
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for, and free if there is no request."""
-        self.pages.check_integrity(idle=not self.requests)
+        holds_pages = self.requests or (self.kv_store is not None and self.kv_store.busy)
+        self.pages.check_integrity(idle=not holds_pages)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -379,15 +416,21 @@ class PrefillScheduler:
             request.refused_at_chances = self.pages.chances
             return False
         request.grant = grant
-        request.cached = request.computed = request.scheduled = len(prefix) * self.limits.page_size
+        request.cached = len(prefix) * self.limits.page_size
         self.counters["prefix_tokens_reused"] += request.cached
+        if self.stored is None or not self.stored.load(request, most, self._computing.rate.per_s, now):
+            self._compute(request, now)
+        return True
+
+    def _compute(self, request: PrefillRequest, now: float) -> None:
+        """Queue a request for its steps, and send what is cached of it."""
+        request.computed = request.scheduled = request.cached
         request.lifecycle.advance(PrefillState.COMPUTING, now)
         self._computing.add(request)
         # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
         span = self.limits.chunk_size if request.destination.verify else max(1, request.cached)
         for start in range(0, request.cached, span):
             self._send(request, start, min(start + span, request.cached), now)
-        return True
 
     def _send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
         assert request.grant is not None, f"{request.ref} sends without pages"
@@ -436,9 +479,8 @@ class PrefillScheduler:
         if request.state is not PrefillState.SENDING or request.sending:
             return
         assert request.first_tokens, f"{request.ref} was computed without a first token"
-        before_s = request.lifecycle.spent(PrefillState.WAITING, now) + request.lifecycle.spent(
-            PrefillState.COMPUTING, now
-        )
+        before = (PrefillState.WAITING, PrefillState.LOADING, PrefillState.COMPUTING)
+        before_s = sum(request.lifecycle.spent(state, now) for state in before)
         done = PrefillDone(
             key=request.key,
             first_tokens=request.first_tokens,
@@ -451,6 +493,7 @@ class PrefillScheduler:
             transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
             cached_tokens=request.cached,
             input_logprobs=tuple(request.input_logprobs),
+            stored_tokens=request.stored,
         )
         self._reply(request, done)
         if request.destination.traceparent is not None:
@@ -467,6 +510,8 @@ class PrefillScheduler:
             self._waiting.remove(request)
         elif request.state is PrefillState.COMPUTING:
             self._computing.remove(request)
+        elif self.stored is not None:
+            self.stored.loading.discard(request)
         request.failure = reason
         request.lifecycle.advance(PrefillState.CLOSING, now)
         if request.sending:

@@ -65,6 +65,9 @@ from ..messages.ranks import (
     SavePages,
     StepDone,
     StopRank,
+    StoreLoad,
+    StorePing,
+    StoreWrite,
     TransferCommand,
     VerifyKv,
     WriteBackRows,
@@ -76,6 +79,7 @@ from .executor import PendingStep
 from .kv_check import verify_kv
 from .page_mover import PageMover
 from .rendezvous import join_ranks
+from .store import open_store
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +139,8 @@ class RankEngine:
             on_failed=lambda reason: report(RankFailed(rank, reason)),
         )
         self._pools = [LocalPool(pool, layout_of(pool), pool.data) for pool in self._executor.cache.pools]
+        shard = self._parallel.shard.attention
+        self._store = open_store(config, source.config, shard, rank, self._executor.cache, report)
         self._receivers: Receivers | None = None
         self._writer: ChunkWriter | None = None
         self._early_writes: EarlyWrites | None = None
@@ -209,6 +215,10 @@ class RankEngine:
         if isinstance(command, PrepareGrammar):
             self._prepare_grammar(command)
             return
+        if isinstance(command, StoreWrite | StorePing):
+            assert self._store is not None, "a command for a rank without a KV store"
+            self._store.enqueue(command)
+            return
         if isinstance(command, PartScatter):
             assert self._scatterer is not None, "PartScatter for a rank without a staging ring"
             self._scatterer.scatter(command)
@@ -256,6 +266,8 @@ class RankEngine:
 
     def close(self) -> None:
         """Leave the process group and release all memory that peers could write."""
+        if self._store is not None:
+            self._store.close()
         self._mover.close()
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         if self._writer is not None:
@@ -277,6 +289,9 @@ class RankEngine:
                 self._copy_page(command)
             case SavePages() | LoadPages() | DropPages():
                 self._mover.enqueue(command)
+            case StoreLoad():
+                assert self._store is not None, "a command for a rank without a KV store"
+                self._store.load(command, PendingStep(self._device).wait)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
             case WriteBackRows():

@@ -34,6 +34,14 @@ Peer = Annotated[
 ]
 
 
+class KvStoreHealth(TypedDict):
+    """A store that does not answer does not make this server unhealthy: prompts are computed."""
+
+    url: str
+    state: Literal["ok", "unavailable"]
+    problem: str | None
+
+
 class Health(TypedDict):
     """Peers are reported; a lost peer does not make this server unhealthy."""
 
@@ -43,6 +51,7 @@ class Health(TypedDict):
     warnings: Annotated[list[str], Field(description="On decode: why no prefill server is paired.")]
     role: Literal["prefill", "decode"]
     peers: list[Peer]
+    kv_store: NotRequired[Annotated[KvStoreHealth, Field(description="With --kv-store.")]]
     generated: NotRequired[Annotated[bool, Field(description="/health_generate: whether a token was generated.")]]
 
 
@@ -144,7 +153,7 @@ class ServerInfo:
 
     def health(self) -> Health:
         reasons = self._leader.problems()
-        return {
+        health: Health = {
             "status": "ok" if not reasons else "unavailable",
             "state": self._leader.state,
             "reasons": reasons,
@@ -152,6 +161,12 @@ class ServerInfo:
             "role": self._config.role,
             "peers": self._peers(),
         }
+        if self._config.kv_store is not None:
+            status = self._leader.status
+            problem = status.kv_store_problem if status is not None else "not connected yet"
+            state: Literal["ok", "unavailable"] = "ok" if problem is None else "unavailable"
+            health["kv_store"] = {"url": self._config.kv_store, "state": state, "problem": problem}
+        return health
 
     def _warnings(self) -> list[str]:
         """A decode server is healthy without a prefill server, but may be unable to generate."""

@@ -24,6 +24,7 @@ from .children import ChildEndedError, Children
 from .model_files import with_local_model
 from .pair import PairConfig, check_ports
 from .startup_checks import check_startup
+from .store_options import StoreOptions
 from .tls import check_tls, own_server_context
 
 READY_TIMEOUT_S = 600.0
@@ -99,8 +100,8 @@ class RunningPair:
 
 
 @contextmanager
-def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
-    """Start both servers and end them in bounded time when the block ends.
+def running_pair(config: PairConfig, console: Console, store: StoreOptions | None = None) -> Iterator[RunningPair]:
+    """Start both servers, and a KV store, and end them in bounded time when the block ends.
 
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
@@ -123,6 +124,8 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        if store is not None:
+            children.start("store", store_command(store), {**os.environ, "PYTHONUNBUFFERED": "1"})
         for server in config:
             children.start(server.role, server_command(server), server_environ(server))
         yield RunningPair(config, children, console)
@@ -134,11 +137,13 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
             signal.signal(number, handler)
 
 
-def run_up(config: PairConfig) -> int:
-    """Serve until Ctrl-C (0) or until one of the two ends (1; 2 when its settings were wrong)."""
+def run_up(config: PairConfig, store: StoreOptions | None = None) -> int:
+    """Serve until Ctrl-C (0) or until a server ends (1; 2 when its settings were wrong). `store` is a KV store to start
+    with them.
+    """
     console = Console(stderr=True, highlight=False)
     try:
-        with running_pair(config, console) as pair:
+        with running_pair(config, console, store) as pair:
             pair.wait_ready()
             print("\n".join(banner(config)), flush=True)
             pair.watch()
@@ -189,6 +194,12 @@ def server_command(config: AnyServerConfig) -> list[str]:
     # -P: `kernels/` or `models/` in the working directory must not shadow installed packages
     server = [sys.executable, "-P", "-m", "pdserve.server", config.role]
     return [*server, f"--parent-pid={os.getpid()}", *to_flags(config)]
+
+
+def store_command(store: StoreOptions) -> list[str]:
+    server = [sys.executable, "-P", "-m", "pdserve.server", "store", f"--parent-pid={os.getpid()}"]
+    ports = [f"--port={store.port}", f"--metrics-port={store.metrics_port}"]
+    return [*server, f"--host={store.host}", f"--memory={store.memory_bytes >> 20}MiB", *ports]
 
 
 def server_environ(config: AnyServerConfig) -> dict[str, str]:

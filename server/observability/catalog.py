@@ -53,6 +53,9 @@ GAUGES: Mapping[str, Exported] = _same_names(
         "hot_buffers": "Hot buffers in use (HiSparse).",
         "hot_buffers_resident": "Hot buffers that hold all rows of their request (HiSparse).",
         "hot_buffers_unsaved": "Hot buffers whose rows are not in host memory yet (HiSparse).",
+        "kv_store_available": "1 while the KV store is used, 0 while it does not answer.",
+        "kv_store_loading_prompts": "Prompts whose prefix is loaded from the KV store.",
+        "kv_store_queued_blocks": "Blocks that are written to the KV store, or wait for it.",
     }
 ) | {"staging_ring_bytes_granted": Exported("staging_ring_granted_bytes", "Bytes of staging rings in use.")}
 
@@ -62,6 +65,17 @@ _PLACEMENT_REASONS = {
     "remote": ("never", "unmeasured", "faster", "hot_rows"),
 }
 _DISPATCHES = "Prompts sent to prefill servers: by prefix, to one that has a part of it cached, or by load."
+_STORE = {
+    "lookups": "Prompts for which the KV store was asked.",
+    "tokens_loaded": "Prompt tokens whose KV was loaded from the KV store.",
+    "bytes_loaded": "Bytes loaded from the KV store.",
+    "corrupt_cells": "Values of the KV store with a wrong length or checksum.",
+    "skipped_as_slow": "Prompts for which the KV store was not asked, because computing is faster.",
+    "blocks_written": "Blocks written to the KV store.",
+    "bytes_written": "Bytes written to the KV store.",
+    "blocks_dropped": "Blocks that were not written, because too many wait or the KV store does not answer.",
+    "outages": "Times that the KV store stopped answering.",
+}
 _KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."
 _KV_PATH_REASONS = {"gpu": ("resident",), "host": ("peer", "samples", "one_token", "hot_rows", "in_use")}
 _PATH_BYTES = "Bytes of KV transferred, by the memory they were written to on decode: gpu or host."
@@ -129,6 +143,7 @@ COUNTERS: Mapping[str, Exported] = (
             "hot_swapped_in_bytes", "Bytes fetched from host memory for misses (HiSparse)."
         ),
     }
+    | {f"store_{name}": Exported(f"kv_store_{name}", text) for name, text in _STORE.items()}
     | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("gpu", "host")}
     | {f"dispatch_{by}": Exported("dispatches", _DISPATCHES, (("by", by),)) for by in ("prefix", "load")}
     | {

@@ -80,7 +80,7 @@ class ReceiveEngine:
             ignore_idle_connections(self._port)
         except OSError as error:
             log.warning("idle connections to %s will delay transfers: %s", self.session, error)
-        if _is_loopback(host) and (problem := _confine(self._port)) is not None:
+        if _is_loopback(host) and (problem := confine(self._port)) is not None:
             log.warning("the KV ports of %s stay reachable from other machines: %s", self.session, problem)
 
     def register(self, address: int, size_bytes: int) -> None:
@@ -135,7 +135,7 @@ class SendEngine:
         self._in_flight: set[WriteId] = set()
         self._connected = False
         self._broken = False
-        if (not rdma or _is_loopback(host)) and (problem := _confine(self._port)) is not None:
+        if (not rdma or _is_loopback(host)) and (problem := confine(self._port)) is not None:
             log.debug("listeners of a send engine stay open: %s", problem)
         if rdma:
             try:
@@ -252,7 +252,7 @@ def _is_loopback(host: str) -> bool:
     return host in LOOPBACK_HOSTS or host.startswith("127.")
 
 
-def _confine(port: int) -> Exception | None:
+def confine(port: int) -> Exception | None:
     """Make our engine at `port` accept only local connections. Returns the error if that fails."""
     try:
         data_port = describe_engine(f"127.0.0.1:{port}", PREFLIGHT_TIMEOUT_S).tcp_data_port

@@ -79,6 +79,9 @@ class MooncakeEngine(Protocol):
 
     def get_rpc_port(self) -> int: ...
 
+    def get_engine(self) -> object:
+        """The engine for `MooncakeDistributedStore.setup`, which shares it."""
+
     def register_memory(self, address: int, size: int, /) -> int: ...
 
     def transfer_submit_write(self, session: str, source: int, destination: int, size: int, /) -> int:

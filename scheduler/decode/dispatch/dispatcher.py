@@ -17,9 +17,10 @@ from ...messages.effects import ConnectPeer, SendToPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...rates import Rates
+from ...store.kv_store import KvStore
 from ..memory.request_memory import RequestMemory
 from ..requests.limits import DecodeLimits
-from ..requests.request import Attempt, Prompt, Request
+from ..requests.request import Attempt, LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
 from .kv_path import PathInputs, choose_path
 from .local_prefill import LocalLimits, LocalPrefill
@@ -49,8 +50,10 @@ class PrefillDispatcher:
         counters: "collections.Counter[str]",
         outbox: Outbox,
         rings: Sequence[RankRing] = (),
+        kv_store: KvStore[LocalPrompt] | None = None,
     ) -> None:
         self.limits = limits
+        self._kv_store = kv_store
         self.counters = counters
         self.queue = PromptQueue()
         self.pace = QueuePace()
@@ -265,14 +268,33 @@ class PrefillDispatcher:
             if placement.where == "local":
                 self._reserved(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
-                if self._memory.open_for_prompt(local):
-                    self.local.loaded(local)
+                if not self._load_stored(local):
+                    self.start_local(local)
             else:
                 assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
                 self._send(prompt, reservation, selection, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
+
+    def start_local(self, local: LocalPrompt) -> None:
+        """Compute a prompt, as soon as its cached prefix is in its hot buffer (HiSparse)."""
+        if self._memory.open_for_prompt(local):
+            self.local.loaded(local)
+
+    def _load_stored(self, local: LocalPrompt) -> bool:
+        """Load what the KV store has of a prompt. Not with HiSparse, whose prompts need a hot buffer meanwhile."""
+        if self._kv_store is None or self._memory.hot is not None:
+            return False
+        return self._kv_store.load(
+            local,
+            self._kv_store.new_chain(),
+            local.prompt.token_ids,
+            local.pages,
+            cached=local.cached,
+            most=most_cached(local.prompt),
+            tokens_per_s=self.rates.local_tokens.per_s,
+        )
 
     def can_compute(self, tokens: int) -> bool:
         """Whether this server may compute prompts, and can compute one of so many tokens."""

@@ -69,6 +69,12 @@ class LocalPrefill:
         self._loading.remove(local)
         self.queue.add(local)
 
+    def stored(self, local: LocalPrompt, tokens: int) -> None:
+        """The first `tokens` tokens of a prompt that is not `loaded` yet are in its pages, from the KV store."""
+        local.stored = tokens - local.cached
+        local.cached = local.scheduled = local.computed = tokens
+        self.window.computed(local.kind, local.stored)
+
     def next_chunks(self, batch: int, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
         """The chunks of the next step, beside `batch` of the `running` requests; `queued` prompts wait until this queue
         takes them.

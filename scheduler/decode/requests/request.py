@@ -70,6 +70,8 @@ class LocalPrompt:
         self.input_logprobs: list[TokenLogprob] = []
         self.hot_slot: RequestSlot | None = None
         """The slot of its hot buffer (HiSparse)."""
+        self.stored = 0
+        """The last so many of its `cached` tokens came from the KV store."""
 
     @property
     def priority(self) -> int:

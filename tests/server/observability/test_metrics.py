@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS
+from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS, STORE_COUNTERS
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Status
 from pdserve.server.observability.catalog import COUNTERS, GAUGES
 from pdserve.server.observability.metrics import STAGES, Metrics
@@ -86,7 +86,7 @@ def test_both_formats_parse() -> None:
 
 def test_every_value_of_the_schedulers_is_in_the_catalogue() -> None:
     """Add a HELP text to server/observability/catalog.py for a new counter or gauge."""
-    assert {*DECODE_COUNTERS, *PREFILL_COUNTERS} - COUNTERS.keys() == set()
+    assert {*DECODE_COUNTERS, *PREFILL_COUNTERS, *STORE_COUNTERS} - COUNTERS.keys() == set()
     simulator = TimedSimulator(tokens_per_s=1e6)
     (prefill,) = simulator.servers.values()
     assert {*simulator.decode.gauges(), *prefill.scheduler.gauges()} - GAUGES.keys() == set()

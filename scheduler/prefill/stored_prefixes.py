@@ -1,0 +1,70 @@
+"""Prompts of a prefill server and the KV store: loads prefixes before they are computed, offers computed pages."""
+
+import collections
+
+from ...memory.index_spaces import KvPage
+from ...memory.pages import PageAllocator
+from ...memory.prefix_cache import PrefixCache
+from ..messages.lifecycle import PrefillState
+from ..messages.outbox import Outbox
+from ..messages.ranks import StoreLoaded
+from ..store.kv_store import KvStore, StoreLimits
+from .request import PrefillRequest
+
+
+class StoredPrefixes:
+    """The LOADING requests, and the store."""
+
+    def __init__(
+        self,
+        limits: StoreLimits,
+        pages: PageAllocator[KvPage],
+        cache: PrefixCache,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self.store: KvStore[PrefillRequest] = KvStore(limits, pages, cache, counters, outbox)
+        self.loading: set[PrefillRequest] = set()
+        self._cache = cache
+        self._counters = counters
+
+    def load(self, request: PrefillRequest, most: int, tokens_per_s: float | None, now: float) -> bool:
+        """Load what the store has of the first `most` tokens of a request that has its pages. Returns False if there is
+        nothing to wait for.
+        """
+        request.chain = self.store.new_chain()
+        assert request.grant is not None, f"{request.ref} loads without pages"
+        begun = self.store.load(
+            request,
+            request.chain,
+            request.prompt,
+            request.grant.pages,
+            cached=request.cached,
+            most=most,
+            tokens_per_s=tokens_per_s,
+        )
+        if begun:
+            self.loading.add(request)
+            request.lifecycle.advance(PrefillState.LOADING, now)
+        return begun
+
+    def loaded(self, report: StoreLoaded, now: float) -> PrefillRequest | None:
+        """A rank has ended a load. Returns the request when all ranks have."""
+        loaded = self.store.loaded(report, now)
+        if loaded is None:
+            return None
+        request = loaded.owner
+        self.loading.discard(request)
+        tokens = loaded.tokens
+        if request.state is PrefillState.LOADING and tokens > request.cached:
+            assert request.grant is not None, f"{request.ref} has lost its pages"
+            request.stored = tokens - request.cached
+            request.cached = tokens
+            self._counters["store_tokens_loaded"] += request.stored
+            self._cache.insert(request.prompt, request.grant.pages, request.inserted, end=tokens)
+        return request
+
+    def offer(self, request: PrefillRequest) -> None:
+        """Pages of a request were inserted in the prefix cache."""
+        assert request.chain is not None, f"{request.ref} was computed without a chain of blocks"
+        self.store.offer(request.chain, request.prompt, request.inserted)

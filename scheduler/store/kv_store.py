@@ -1,0 +1,307 @@
+"""The KV store of a scheduler: which blocks are loaded for a prompt, and which cached pages are written. Pure.
+
+Ranks do the work (`ranks/store.py`) and report. Whatever fails is computed instead: no request depends on the store.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from ...memory.index_spaces import KvPage
+from ...memory.page_hashes import page_hashes
+from ...memory.pages import PageAllocator, PageGrant, pages_for, pages_holding
+from ...memory.prefix_cache import CachedPage, InsertedPrefix, PrefixCache
+from ...transfer.store.blocks import BLOCK_TOKENS
+from ..messages.counters import STORE_COUNTERS
+from ..messages.outbox import Outbox
+from ..messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
+from ..rates import Rate
+from .breaker import Breaker
+
+log = logging.getLogger(__name__)
+
+LEAST_TOKENS = 2 * BLOCK_TOKENS
+"""Fewer tokens are computed: asking the store takes about as long."""
+WRITE_BLOCKS = 64
+"""Blocks of one StoreWrite. Its pages are held until it ends."""
+MOST_SHARE = 8
+"""A StoreWrite holds at most this part of the pool: an eighth."""
+MOST_QUEUED = 1 << 14
+"""Blocks that wait to be written; the oldest ones are dropped."""
+MEASURE_AGAIN = 16
+"""A store that is slower than the model is tried again after this many prompts."""
+
+OwnerT = TypeVar("OwnerT")
+
+
+def root_of(model_fingerprint: str) -> bytes:
+    """The parent hash of first blocks: blocks of different models have nothing in common."""
+    return hashlib.sha256(model_fingerprint.encode()).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreLimits:
+    """Settings of the store."""
+
+    root: bytes
+    """Parent hash of first blocks; depends on the model."""
+    page_size: int
+    ranks: int
+    """Ranks that report every command."""
+    timeout_s: float
+    """Longest time that a prompt waits for a load."""
+
+
+class BlockChain:
+    """The hashes of the full blocks of a sequence, and how many of its blocks were offered to the store."""
+
+    def __init__(self, root: bytes) -> None:
+        self.offered = 0
+        self._hashes: list[bytes] = []
+        self._root = root
+
+    def blocks(self, tokens: Sequence[int], end: int) -> list[bytes]:
+        """The hashes of the full blocks before token `end`. `tokens` may have grown since the last call."""
+        known, count = len(self._hashes), end // BLOCK_TOKENS
+        if count > known:
+            more = tokens[known * BLOCK_TOKENS : count * BLOCK_TOKENS]
+            self._hashes += page_hashes(more, BLOCK_TOKENS, self._hashes[-1] if known else self._root)
+        return self._hashes[:count]
+
+
+@dataclasses.dataclass(slots=True)
+class _Offer:
+    """Blocks that are to be written, from number `first` of a sequence on, and its cached pages."""
+
+    blocks: list[bytes]
+    first: int
+    path: list[CachedPage]
+    """From the first page of the sequence on: a page is held with all pages before it, as eviction requires."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Load(Generic[OwnerT]):
+    owner: OwnerT
+    first_block: int
+    end: int
+    """Tokens behind this are computed in any case."""
+    grant: PageGrant[KvPage]
+    """Holds its pages, and those before them, until all ranks are done, also if the owner has released them."""
+    reports: list[StoreLoaded]
+
+
+class Loaded(Generic[OwnerT]):
+    """The result of a load: `tokens` tokens from the start of the sequence are in its pages, whole pages; 0 if nothing
+    was loaded.
+    """
+
+    def __init__(self, owner: OwnerT, tokens: int) -> None:
+        self.owner = owner
+        self.tokens = tokens
+
+
+class KvStore(Generic[OwnerT]):
+    """The loads and writes of one scheduler. `OwnerT` is what waits for a load."""
+
+    def __init__(
+        self,
+        limits: StoreLimits,
+        pages: PageAllocator[KvPage],
+        cache: PrefixCache,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self._limits = limits
+        self._pages = pages
+        self._cache = cache
+        self._counters = counters
+        self._outbox = outbox
+        self.breaker = Breaker()
+        self.loaded_tokens_rate = Rate()
+        self._numbers = 0
+        self._loads: dict[int, _Load[OwnerT]] = {}
+        self._offers: collections.deque[_Offer] = collections.deque()
+        self._queued = 0
+        self._writing: tuple[StoreWrite, PageGrant[KvPage], list[StoreWritten]] | None = None
+        self._pings: list[StorePinged] = []
+        self._skipped = 0
+        self._most_held = max(1, pages.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
+        for name in STORE_COUNTERS:
+            counters[name] += 0
+
+    @property
+    def busy(self) -> bool:
+        """Pages are held for a write or a load."""
+        return self._writing is not None or bool(self._loads)
+
+    def new_chain(self) -> BlockChain:
+        return BlockChain(self._limits.root)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "kv_store_available": float(self.breaker.closed),
+            "kv_store_loading_prompts": len(self._loads),
+            "kv_store_queued_blocks": self._queued + (len(self._writing[0].blocks) if self._writing is not None else 0),
+        }
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        owner: OwnerT,
+        chain: BlockChain,
+        tokens: Sequence[int],
+        pages: Sequence[KvPage],
+        *,
+        cached: int,
+        most: int,
+        tokens_per_s: float | None,
+    ) -> bool:
+        """Load the KV of tokens [cached, most) to `pages`, which the owner holds, as far as the store has it; `loaded`
+        returns the result. Returns False if it is better to compute them. `tokens_per_s` is how fast that is, if it was
+        measured.
+        """
+        page_size = self._limits.page_size
+        end = min(most // page_size * page_size, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
+        if not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_slow(tokens_per_s):
+            return False
+        first = cached // BLOCK_TOKENS
+        blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
+        last = first + len(blocks)
+        loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
+        path = pages[: pages_for(last * BLOCK_TOKENS, page_size)]
+        grant = self._pages.grant("a load from the KV store", 0, shared=path)
+        assert grant is not None, "the owner holds these pages"
+        self._numbers += 1
+        self._loads[self._numbers] = _Load(owner, first, end, grant, [])
+        self._outbox.append(
+            StoreLoad(
+                self._numbers,
+                tuple(blocks),
+                tuple(map(KvPage, loading)),
+                offset,
+                skip=cached - first * BLOCK_TOKENS,
+                timeout_s=self._limits.timeout_s,
+            )
+        )
+        self._counters["store_lookups"] += 1
+        return True
+
+    def loaded(self, report: StoreLoaded, now: float) -> Loaded[OwnerT] | None:
+        """A rank has ended a load. Returns the result when all ranks have: what every one of them has."""
+        load = self._loads[report.number]
+        load.reports.append(report)
+        self._counters["store_corrupt_cells"] += report.corrupt
+        self._counters["store_bytes_loaded"] += report.size_bytes
+        if report.problem is not None:
+            self._failed(report.problem, now)
+        if len(load.reports) < self._limits.ranks:
+            return None
+        del self._loads[report.number]
+        self._pages.release(load.grant)
+        blocks = min(part.blocks for part in load.reports)
+        if blocks:
+            self.loaded_tokens_rate.measured(blocks * BLOCK_TOKENS, max(part.seconds for part in load.reports))
+        tokens = min((load.first_block + blocks) * BLOCK_TOKENS, load.end) if blocks else 0
+        return Loaded(load.owner, tokens // self._limits.page_size * self._limits.page_size)
+
+    def _is_slow(self, tokens_per_s: float | None) -> bool:
+        """Whether the store is slower than the model. It is tried again from time to time."""
+        rate = self.loaded_tokens_rate.per_s
+        if rate is None or tokens_per_s is None or rate > tokens_per_s:
+            return False
+        self._skipped = (self._skipped + 1) % MEASURE_AGAIN
+        self._counters["store_skipped_as_slow"] += self._skipped != 0
+        return self._skipped != 0
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    def offer(self, chain: BlockChain, tokens: Sequence[int], inserted: InsertedPrefix) -> None:
+        """Queue the full blocks of a sequence that were inserted in the prefix cache since the last call. Ranks write
+        those that the store lacks.
+        """
+        blocks = chain.blocks(tokens, inserted.pages * self._limits.page_size)
+        if not self.breaker.closed:
+            return  # they are offered again with the next sequence that has them
+        first = chain.offered
+        if first >= len(blocks):
+            return
+        self._offers.append(_Offer(blocks[first:], first, self._cache.path(inserted)))
+        chain.offered = len(blocks)
+        self._queued += len(blocks) - first
+        while self._queued > MOST_QUEUED:
+            self._drop(len(self._offers.popleft().blocks))
+
+    def advance(self, now: float) -> None:
+        """Send the next write, or a ping, if it is time for one."""
+        if self.breaker.take_ping(now):
+            self._outbox.append(StorePing())
+        while self._writing is None and self._offers:
+            self._write(self._offers.popleft())
+
+    def _write(self, offer: _Offer) -> None:
+        """Write the first blocks of an offer, whose pages are still cached; the rest stays in the queue."""
+        page_size = self._limits.page_size
+        cached = 0
+        while cached < len(offer.path) and self._cache.holds(offer.path[cached]):
+            cached += 1
+        able = max(0, min(len(offer.blocks), cached * page_size // BLOCK_TOKENS - offer.first))
+        self._drop(len(offer.blocks) - able)
+        count = min(able, WRITE_BLOCKS, self._most_held)
+        if not count:
+            return
+        last = offer.first + count
+        path = [cached.page for cached in offer.path[: pages_for(last * BLOCK_TOKENS, page_size)]]
+        grant = self._pages.grant("the KV store", 0, shared=path)
+        if grant is None:
+            self._drop(able)
+            return
+        self._queued -= count
+        if able > count:
+            self._offers.appendleft(_Offer(offer.blocks[count:able], last, offer.path))
+        self._numbers += 1
+        pages, offset = pages_holding(path, page_size, offer.first * BLOCK_TOKENS, last * BLOCK_TOKENS)
+        command = StoreWrite(self._numbers, tuple(offer.blocks[:count]), tuple(map(KvPage, pages)), offset)
+        self._writing = command, grant, []
+        self._outbox.append(command)
+
+    def _drop(self, blocks: int) -> None:
+        """So many blocks leave the queue without being written."""
+        self._queued -= blocks
+        self._counters["store_blocks_dropped"] += blocks
+
+    def written(self, report: StoreWritten, now: float) -> None:
+        """A rank has ended a write. When all have, its pages are released."""
+        assert self._writing is not None, "a write ended that was not begun"
+        command, grant, reports = self._writing
+        assert command.number == report.number, f"write {report.number} ended before write {command.number}"
+        reports.append(report)
+        self._counters["store_blocks_written"] += report.blocks
+        self._counters["store_bytes_written"] += report.size_bytes
+        if report.problem is not None:
+            self._failed(report.problem, now)
+        if len(reports) == self._limits.ranks:
+            self._writing = None
+            self._pages.release(grant)
+
+    # -- availability ------------------------------------------------------------------------------------------
+
+    def pinged(self, report: StorePinged, now: float) -> None:
+        """A rank has ended a ping."""
+        self._pings.append(report)
+        if len(self._pings) < self._limits.ranks:
+            return
+        problem = next((ping.problem for ping in self._pings if ping.problem is not None), None)
+        self._pings.clear()
+        if self.breaker.pinged(problem, now):
+            log.info("the KV store answers")
+
+    def _failed(self, problem: str, now: float) -> None:
+        if self.breaker.failed(problem, now):
+            self._counters["store_outages"] += 1
+            log.warning("the KV store is not used: %s", problem)
+            self._queued = 0
+            self._offers.clear()

@@ -1,0 +1,69 @@
+"""The flags of `pdserve store`."""
+
+import argparse
+import re
+import socket
+from typing import NamedTuple
+
+from ...configs.errors import StartupError
+
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+SLAB_BYTES = 16 << 20
+"""Mooncake divides memory into slabs of this size."""
+
+
+class StoreOptions(NamedTuple):
+    memory_bytes: int
+    host: str
+    port: int
+    metrics_port: int
+    join: str | None
+    parent_pid: int | None
+
+
+def add_store_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--memory", default="4GiB", metavar="SIZE", help="memory to lend: 512MiB, 8GiB (default: 4GiB)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address of this machine for the servers (default: loopback)"
+    )
+    parser.add_argument("--port", type=int, default=50051, help="port of the master (default: 50051)")
+    parser.add_argument("--metrics-port", type=int, default=50052, help="HTTP port of the master (default: 50052)")
+    parser.add_argument("--join", metavar="URL", help="lend memory to this store (as --kv-store) and run no master")
+    parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
+
+
+def read_store_options(options: argparse.Namespace) -> StoreOptions:
+    """Raises StartupError."""
+    if options.join is not None and not re.fullmatch(r"(mooncake|etcd)://[^\s/]+:[0-9]{1,5}", options.join):
+        raise StartupError(f"--join {options.join!r}: give mooncake://HOST:PORT or etcd://HOST:PORT[,...]")
+    return StoreOptions(
+        parse_memory(options.memory, "--memory"),
+        options.host,
+        options.port,
+        options.metrics_port,
+        options.join,
+        options.parent_pid,
+    )
+
+
+def parse_memory(text: str, flag: str) -> int:
+    """Bytes of a size such as 8GiB. Raises StartupError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(MiB|GiB|TiB)", text)
+    size = int(float(match[1]) * UNITS[match[2]]) if match is not None else 0
+    if size < SLAB_BYTES:
+        raise StartupError(f"{flag} {text!r}: give a size of at least 16MiB, such as 512MiB or 8GiB")
+    return size // SLAB_BYTES * SLAB_BYTES
+
+
+def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
+    """`pdserve up --kv-store 4GiB` starts a store with so much memory on this machine: its options; None if the flag is
+    absent or names a store. The flag is replaced by the URL of the store.
+    """
+    given = flags.get("kv_store")
+    if not isinstance(given, str) or "://" in given:
+        return None
+    memory = parse_memory(given, "--kv-store")
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        port, metrics_port = first.getsockname()[1], second.getsockname()[1]
+    flags["kv_store"] = f"mooncake://127.0.0.1:{port}"
+    return StoreOptions(memory, "127.0.0.1", port, metrics_port, None, None)

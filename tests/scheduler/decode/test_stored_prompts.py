@@ -1,0 +1,114 @@
+"""A decode scheduler with a KV store: it loads prompts that it computes itself, and offers finished answers."""
+
+import random
+
+from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.effects import SendToFrontend
+from pdserve.scheduler.messages.frontend import Finished, Submit
+from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
+from pdserve.scheduler.messages.step import StepResult
+from pdserve.scheduler.store.kv_store import StoreLimits, root_of
+from tests.scheduler.simulation.timed_simulator import decode_limits
+
+PAGE = 16
+
+
+class Decode:
+    """A decode server of one rank that computes its prompts; `stored` are the blocks in the store."""
+
+    def __init__(self) -> None:
+        limits = decode_limits(local_prefill="always", max_step_tokens=64, page_size=PAGE)
+        store = StoreLimits(root_of("model"), PAGE, ranks=1, timeout_s=1.0)
+        self.scheduler = DecodeScheduler(limits, PageAllocator[KvPage](256), (), store_limits=store)
+        self.stored: set[bytes] = set()
+        self.finished: dict[str, Finished] = {}
+        self.loads: list[StoreLoad] = []
+        self.computed = 0
+        self.now = 0.0
+
+    def turn(self) -> None:
+        self.now += 0.01
+        scheduler = self.scheduler
+        scheduler.advance(self.now)
+        self._perform()
+        step = scheduler.next_step(self.now)
+        self._perform()
+        if step is not None:
+            self.computed += sum(chunk.end - chunk.start for chunk in step.chunks)
+            token = (TokenLogprob(7, None),)
+            results = [StepResult(token, ()) for _ in step.rows]
+            results += [StepResult(token if chunk.last else (), ()) for chunk in step.chunks]
+            scheduler.step_done(step.command_id, results, self.now)
+        self._perform()
+
+    def _perform(self) -> None:
+        store = self.scheduler.kv_store
+        assert store is not None
+        for effect in self.scheduler.take_effects():
+            match effect:
+                case StorePing():
+                    store.pinged(StorePinged(0), self.now)
+                case StoreLoad():
+                    self.loads.append(effect)
+                case StoreWrite():
+                    self.stored |= set(effect.blocks)
+                    store.written(StoreWritten(0, effect.number, len(effect.blocks), 1), self.now)
+                case SendToFrontend(message=Finished() as finished):
+                    self.finished[finished.rid] = finished
+                case _:
+                    pass
+
+    def answer_loads(self) -> None:
+        for load in self.loads:
+            there = next((i for i, block in enumerate(load.blocks) if block not in self.stored), len(load.blocks))
+            self.scheduler.store_loaded(StoreLoaded(0, load.number, there, 0.001), self.now)
+        self.loads.clear()
+
+    def serve(self, rid: str, prompt: list[int], new_tokens: int = 40) -> Finished:
+        self.submit(rid, prompt, new_tokens)
+        for _ in range(200):
+            self.turn()
+            self.answer_loads()
+        self.scheduler.check_integrity()
+        return self.finished[rid]
+
+    def submit(self, rid: str, prompt: list[int], new_tokens: int) -> None:
+        sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        self.scheduler.submit(Submit(rid, tuple(prompt), sampling), self.now)
+
+
+def test_next_turn_is_loaded_after_the_pages_are_lost() -> None:
+    decode = Decode()
+    decode.turn()  # connects
+    prompt = random.Random(1).choices(range(100), k=300)
+    assert decode.serve("first", prompt).stored_tokens == 0
+    decode.scheduler.flush_cache()
+    decode.computed = 0
+    turn = [*prompt, *[7] * 40, *range(50)]
+    finished = decode.serve("second", turn)
+    written = (300 + 39) // 32 * 32
+    assert (finished.cached_tokens, finished.stored_tokens) == (written, written)
+    assert decode.computed == len(turn) - written
+    assert decode.scheduler.counters["store_tokens_loaded"] == written
+
+
+def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_the_load() -> None:
+    decode = Decode()
+    decode.turn()
+    decode.submit("gone", list(range(300)), 4)
+    decode.turn()
+    assert len(decode.loads) == 1
+    decode.scheduler.cancel("gone", decode.now)
+    for _ in range(3):
+        decode.turn()
+    assert decode.scheduler.pages.held > 0
+    assert not decode.scheduler.idle
+    decode.answer_loads()
+    for _ in range(3):
+        decode.turn()
+    assert decode.scheduler.idle
+    decode.scheduler.check_integrity()
+    assert decode.scheduler.pages.held == 0

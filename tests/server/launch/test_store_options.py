@@ -1,0 +1,42 @@
+"""The flags of `pdserve store`, and of a store that `pdserve up` starts."""
+
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.server.cli import main, make_parser
+from pdserve.server.launch.store_options import parse_memory, read_store_options, take_local_store
+
+
+@pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("8GiB", 8 << 30), ("1.5GiB", 3 << 29)])
+def test_memory(text: str, size: int) -> None:
+    assert parse_memory(text, "--memory") == size
+
+
+@pytest.mark.parametrize("text", ["8", "8GB", "1MiB", "-1GiB", ""])
+def test_wrong_memory_is_refused(text: str) -> None:
+    with pytest.raises(StartupError, match=r"--memory .*: give a size of at least 16MiB"):
+        parse_memory(text, "--memory")
+
+
+def test_defaults_of_a_store() -> None:
+    options = read_store_options(make_parser().parse_args(["store"]))
+    assert (options.host, options.port, options.memory_bytes, options.join) == ("127.0.0.1", 50051, 4 << 30, None)
+
+
+def test_wrong_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--join", "127.0.0.1:50051"]) == 2
+    assert "give mooncake://HOST:PORT" in capsys.readouterr().err
+    assert main(["prefill", "--kv-store", "127.0.0.1:50051"]) == 2
+    assert "kv_store" in capsys.readouterr().err
+    assert main(["prefill", "--kv-store", "mooncake://127.0.0.1:50051", "--no-prefix-cache"]) == 2
+    assert "kv_store needs prefix_cache" in capsys.readouterr().err
+
+
+def test_size_starts_a_store_and_a_url_does_not() -> None:
+    flags: dict[str, str | bool] = {"kv_store": "256MiB"}
+    store = take_local_store(flags)
+    assert store is not None
+    assert store.memory_bytes == 256 << 20
+    assert flags["kv_store"] == f"mooncake://127.0.0.1:{store.port}"
+    assert take_local_store(flags) is None
+    assert take_local_store({}) is None

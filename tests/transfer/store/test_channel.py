@@ -1,0 +1,76 @@
+"""A store agent process: no master, an agent that is stopped, and one that is killed."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdserve.transfer.store import channel as channels
+from pdserve.transfer.store.agent import Item
+from pdserve.transfer.store.channel import AgentChannel, NoReplyError
+from pdserve.transfer.store.client import StoreError, endpoints, master_address
+from tests.cluster.servers import python_path
+from tests.ports import free_port
+
+ITEMS = [Item("key", 0, 0)]
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentChannel]:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    with contextlib.closing(AgentChannel(f"mooncake://127.0.0.1:{free_port()}", "127.0.0.1", 1 << 16)) as opened:
+        yield opened
+
+
+def call(channel: AgentChannel, seconds: float = 60.0) -> None:
+    channel.call("exist", ITEMS, time.monotonic() + seconds)
+
+
+def agent_pid(channel: AgentChannel) -> int:
+    assert channel._process is not None
+    return channel._process.pid
+
+
+def test_agent_reports_problems_is_waited_for_and_is_replaced(
+    channel: AgentChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match=r"no server of mooncake://.* answers"):
+        call(channel)
+
+    first = agent_pid(channel)
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(NoReplyError):
+        call(channel, 0.05)
+    with pytest.raises(NoReplyError):  # still busy with the first request
+        call(channel, 0.05)
+    os.kill(first, signal.SIGCONT)
+    with pytest.raises(StoreError, match="no server"):
+        call(channel)
+    assert agent_pid(channel) == first
+
+    os.kill(first, signal.SIGSTOP)
+    monkeypatch.setattr(channels, "HUNG_S", 0.0)
+    with pytest.raises(StoreError, match="was replaced"):
+        call(channel)
+    monkeypatch.undo()
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    with pytest.raises(StoreError, match="no server"):
+        call(channel)
+    second = agent_pid(channel)
+    assert second != first
+
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(StoreError, match=r"exited|no server"):
+        call(channel)
+    channel.close()
+    with pytest.raises(StoreError):
+        call(channel)
+
+
+def test_addresses_of_masters() -> None:
+    assert master_address("mooncake://store:50051") == "store:50051"
+    assert master_address("etcd://a:2379,b:2379") == "etcd://a:2379;b:2379"
+    assert endpoints("etcd://a:2379,b:2380") == [("a", 2379), ("b", 2380)]

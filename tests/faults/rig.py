@@ -127,6 +127,9 @@ class Rig:
 
     def run(self, cell: Cell) -> Result:
         """Run one cell. Raises AssertionError, with the reason, if it does not hold."""
+        for server in self.servers.values():
+            if server.process is not None and server.process.poll() is not None:  # a cell that failed has left it so
+                server.start()
         self._wait_ready()
         self._log_starts = {side: len(server.log.read_text()) for side, server in self.servers.items()}
         decode = self.servers["decode"]

@@ -7,6 +7,7 @@ test to server    arm, release, clock_s, oom, fail_writes, block, announce
 server to test    role, process and pid once; then done, hit, fired, session
 """
 
+import faulthandler
 import json
 import os
 import queue
@@ -37,6 +38,7 @@ BLOCKED_S = 60.0
 
 def install(process: str) -> None:
     """Install the hooks in this process: a frontend, leader or rank."""
+    faulthandler.enable()  # a crash of native code leaves a traceback in the log
     ServerHooks(os.environ[HOOKS_VARIABLE], sys.argv[1], process)
 
 

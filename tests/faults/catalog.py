@@ -35,7 +35,9 @@ class State:
         return f"{self.side} {self.name}"
 
 
-def _state(side: Side, name: str, moment: str = ENTERED, *more: Point, local: bool = True, remote: bool = True) -> State:
+def _state(
+    side: Side, name: str, moment: str = ENTERED, *more: Point, local: bool = True, remote: bool = True
+) -> State:
     return State(side, name, (Point(side, name, moment), *more), local=local, remote=remote)
 
 
@@ -184,3 +186,18 @@ def cells(config: Config) -> list[Cell]:
         for state in STATES
         if missing_because(config, state, fault) is None
     ]
+
+
+def selection() -> list[Cell]:
+    """The cells that every test run has: each fault once, and each state at least once. Others need `make faults`."""
+    chosen: list[Cell] = []
+    dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
+    turn = 0
+    for fault in FAULTS:
+        states = [state for state in STATES if missing_because(dense, state, fault) is None]
+        if states:
+            chosen.append(Cell(dense, states[turn % len(states)], fault))
+            turn += 1
+    computing = next(state for state in STATES if state.name == "computing" and not state.remote)
+    wanted = ("kill_leader", "fill_pools")
+    return chosen + [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]

@@ -18,7 +18,6 @@ from tests.faults.clients import Bystander, StreamClient
 from tests.faults.hooks import Hooks
 from tests.faults.injections import INJECTIONS
 from tests.faults.links import Link
-from tests.faults.server_hooks import TURNED
 
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
@@ -272,4 +271,3 @@ def _make_model(config: Config, directory: Path) -> Path:
     return make_checkpoint(
         directory, "qwen3", num_attention_heads=8, num_key_value_heads=4, head_dim=16, max_position_embeddings=512
     )
-

@@ -40,7 +40,7 @@ def _pid(rig: "Rig", side: Side, process: str) -> int:
     return next(rig.hooks.find(side, "rank")).pid
 
 
-def _end_and_restart(rig: "Rig", server: Server, leader: int) -> None:
+def _end_and_restart(server: Server, leader: int) -> None:
     """Wait until the rest of a server has ended by itself, and start it again."""
     assert server.process is not None
     server.process.wait(EXIT_S)
@@ -55,7 +55,7 @@ def _kill(process: str) -> Callable[["Rig", Side], Injection]:
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: gone(pid), 10, "killed")
         yield
-        _end_and_restart(rig, server, leader)
+        _end_and_restart(server, leader)
 
     return inject
 
@@ -70,7 +70,7 @@ def _stop(process: str, stopped_s: float) -> Callable[["Rig", Side], Injection]:
         if not gone(pid):
             os.kill(pid, signal.SIGCONT)
         if process == "rank" and stopped_s == LONG_STOP_S:  # lost after 3 s: the server ends
-            _end_and_restart(rig, server, leader)
+            _end_and_restart(server, leader)
 
     return inject
 
@@ -167,7 +167,7 @@ def _oom(rig: "Rig", side: Side) -> Injection:
     yield
     process.expect("fired", "oom")
     if process.process == "rank":  # the others would wait for it: the server ends
-        _end_and_restart(rig, server, leader)
+        _end_and_restart(server, leader)
 
 
 INJECTIONS: dict[str, Callable[["Rig", Side], Injection]] = {

@@ -42,6 +42,12 @@ def install(process: str) -> None:
     ServerHooks(os.environ[HOOKS_VARIABLE], sys.argv[1], process)
 
 
+def _replace(owner: type, name: str, function: object) -> None:
+    """Replace a function of a class of the product."""
+    assert hasattr(owner, name)
+    setattr(owner, name, function)
+
+
 class ServerHooks:
     """The hooks of one process, and its connection to the test."""
 
@@ -104,7 +110,7 @@ class ServerHooks:
                 request.lifecycle.prompt_tokens = length(request)
                 self._entered(request.lifecycle)
 
-            kind.__init__ = init  # type: ignore[method-assign]
+            _replace(kind, "__init__", init)
 
         wrap_request(Request, lambda request: len(request.prompt_ids))
         wrap_request(PrefillRequest, lambda request: len(request.prompt))
@@ -121,8 +127,8 @@ class ServerHooks:
                 self._reached = False
                 self._pause()
 
-        Lifecycle.advance = advance_and_pause  # type: ignore[method-assign]
-        EngineLoop._turn = turn_and_pause  # type: ignore[method-assign]
+        _replace(Lifecycle, "advance", advance_and_pause)
+        _replace(EngineLoop, "_turn", turn_and_pause)
 
     def _entered(self, lifecycle: Any) -> None:
         armed = self._armed
@@ -148,8 +154,7 @@ class ServerHooks:
 
     def _wrap_work(self) -> None:
         start, poll, guard = Executor.start, SendEngine.poll, Control._guard
-        sessions = Receivers.sessions.fget
-        assert sessions is not None
+        sessions = vars(Receivers)["sessions"].fget
 
         def start_or_fail(executor: Executor, *values: Any) -> Any:
             self._hang("rank")
@@ -171,10 +176,10 @@ class ServerHooks:
             self._send(session=found["tcp"])
             return {**found, "tcp": self._announced.get(timeout=BLOCKED_S)}
 
-        Executor.start = start_or_fail  # type: ignore[method-assign]
-        SendEngine.poll = poll_or_fail  # type: ignore[method-assign]
-        Control._guard = hang_or_guard  # type: ignore[method-assign]
-        Receivers.sessions = property(proxied)  # type: ignore[assignment,misc]
+        _replace(Executor, "start", start_or_fail)
+        _replace(SendEngine, "poll", poll_or_fail)
+        _replace(Control, "_guard", hang_or_guard)
+        _replace(Receivers, "sessions", property(proxied))
 
     def _take(self, fault: str) -> bool:
         if not self._counts[fault]:

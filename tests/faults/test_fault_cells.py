@@ -12,7 +12,7 @@ SELECTION = selection()
 
 
 @pytest.fixture(scope="module")
-def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Rig]]:
+def rigs() -> Iterator[dict[str, Rig]]:
     """The servers of the configuration in use: those of the last one end when another one begins."""
     started: dict[str, Rig] = {}
     yield started

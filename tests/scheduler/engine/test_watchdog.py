@@ -16,9 +16,10 @@ class Server:
         self.now = 100.0
         self.control_turned_at: float | None = None
         self.engine = SimpleNamespace(steps_in_flight=collections.deque(), last_step=None)
-        self.loop: Any = SimpleNamespace(turned_at=self.now, engines=[self.engine])
+        self.loop = SimpleNamespace(turned_at=self.now, engines=[self.engine])
+        loop: Any = self.loop
         control: Any = SimpleNamespace(progress_age_s=lambda: self.now - (self.control_turned_at or self.now))
-        self.watchdog = Watchdog(self.loop, [control], clock=lambda: self.now)
+        self.watchdog = Watchdog(loop, [control], clock=lambda: self.now)
 
     def run_for(self, seconds: float, *, loop_turns: bool = True) -> list[str]:
         """The problems at the end."""

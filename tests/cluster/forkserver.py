@@ -59,6 +59,8 @@ INTERVALS = {
 }
 """Constants of modules, with their values in forked servers: between two reports of the state of a server."""
 CLI = "pdserve.server.cli:main"
+NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
+"""In the environment of a server that has its own network namespace: the name of the namespace."""
 HOOKS_VARIABLE = "PDSERVE_TEST_HOOKS"
 """In the environment of a server that `tests/faults` pauses: the path of the test's socket."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -271,6 +273,8 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # it depends on the environment
+    if NETNS_VARIABLE in os.environ:
+        importlib.import_module("tests.faults.namespaces").enter(os.environ[NETNS_VARIABLE])
     sys.argv[1:] = request["arguments"]
     waiting: list[ForkedChild] = []
     for _ in range(request["leaders"]):

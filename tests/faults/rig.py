@@ -8,11 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
-
 from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
 from tests.cluster.forkserver import HOOKS_VARIABLE
-from tests.cluster.servers import Cluster, Server, cluster, wait_until
+from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
 from tests.faults.clients import Bystander, StreamClient
 from tests.faults.hooks import Hooks
@@ -82,6 +80,7 @@ class Rig:
 
         self.request, self.filler, self._bystander = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
         self._long, self._pressure = work(97, 100, 4), work(140, 100, 5)
+        self.works = (self.request, self.filler, self._bystander, self._long)
 
     def __enter__(self) -> "Rig":
         with self._stack as stack:
@@ -117,8 +116,12 @@ class Rig:
         ranks = self.config.decode_ranks if side == "decode" else self.config.prefill_ranks
         return ("rank",) if ranks > 1 else ("leader",)
 
+    def begin_log(self) -> None:
+        """`log_since_start()` begins here."""
+        self._log_starts = {side: len(server.log.read_text()) for side, server in self.servers.items()}
+
     def log_since_start(self, server: Server) -> str:
-        """What a server has logged in this cell."""
+        """What a server has logged since `begin_log()`."""
         side: Side = "prefill" if server.role == "prefill" else "decode"
         return server.log.read_text()[self._log_starts[side] :]
 
@@ -129,8 +132,8 @@ class Rig:
         for server in self.servers.values():
             if server.process is not None and server.process.poll() is not None:  # a cell that failed has left it so
                 server.start()
-        self._wait_ready()
-        self._log_starts = {side: len(server.log.read_text()) for side, server in self.servers.items()}
+        self.wait_ready()
+        self.begin_log()
         decode = self.servers["decode"]
         bystander = Bystander(decode, self._bystander.prompt, self._bystander.expected)
         try:
@@ -164,10 +167,7 @@ class Rig:
         assert answered_s is None or answered_s - over_after(outcome, fired_at, over_at) < LOADED * (
             NOTICED_S + ANSWERED_S
         ), f"answered after {answered_s:.1f} s"
-        freed_s = self._wait_free(max(over_at, self.victim.ended_at))
-        for server in self.servers.values():
-            self._check_counters(server)
-        assert decode.generate(self.request.prompt, self.request.new_tokens) == self.request.expected, "next request"
+        freed_s = self.check_after(max(over_at, self.victim.ended_at))
         return Result(outcome, answered_s, noticed_s, freed_s, len(bystander.outcomes))
 
     def _reach(self, cell: Cell) -> Work:
@@ -211,13 +211,24 @@ class Rig:
                 with contextlib.suppress(OSError):
                     leader.post(release=True)
 
-    def _wait_ready(self) -> None:
+    def wait_ready(self) -> None:
         for server in self.servers.values():
             server.wait_ready(peers=None if self.config.local else 1)
 
+    def check_after(self, since: float = 0.0) -> float:
+        """All pages become free, no counter shows an error, and the next request is served. Returns when all pages
+        were free, in seconds after `since`.
+        """
+        freed_s = self._wait_free(since)
+        for server in self.servers.values():
+            self._check_counters(server)
+        tokens = self.servers["decode"].generate(self.request.prompt, self.request.new_tokens)
+        assert tokens == self.request.expected, f"the next request has other tokens: {tokens}"
+        return freed_s
+
     def _wait_free(self, since: float) -> float:
         """Both servers are ready, and all their pages are free; returns when, in seconds after `since`."""
-        self._wait_ready()
+        self.wait_ready()
         for server in self.servers.values():
             wait_until(server.idle, LOADED * FREED_S, f"{server.role} idle: {server.info()['states']}")
         return max(0.0, time.monotonic() - since)
@@ -230,7 +241,7 @@ class Rig:
             if info["counters"].get(name)
         }
         assert not bad, f"{server.role}: {bad}"
-        health = httpx.get(f"{server.url}/health", timeout=10).json()
+        health = HTTP.get(f"{server.url}/health", timeout=10).json()
         assert health["reasons"] == [], f"{server.role}: {health['reasons']}"
 
     def _peers_lost(self) -> int:

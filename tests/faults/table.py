@@ -127,6 +127,20 @@ def document(text: str, results: Results) -> str:
     return before + BEGIN + "".join(lines) + END + after
 
 
+def structure(text: str) -> list[list[str]]:
+    """The rows of the tables in a document without what was measured: the first column, the heading, and n/a cells."""
+    _, _, rest = text.partition(BEGIN)
+    found = []
+    for line in rest.partition(END)[0].splitlines():
+        if line.startswith("| "):
+            first, *others = (cell.strip() for cell in line.strip("|").split("|"))
+            heading = first in {config.name for config in CONFIGS}
+            found.append([first, *(cell if heading or cell.startswith("n/a") else "" for cell in others)])
+        elif line[:1].isdigit():
+            found.append([line])
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["run", "print", "write"])

@@ -179,12 +179,12 @@ class Cell:
 
 
 def cells(config: Config) -> list[Cell]:
-    """All cells of a configuration, by fault: those that keep the servers running follow each other."""
+    """All cells of a configuration, by diagonals of the table: the first cells of a run have most faults and states."""
     return [
-        Cell(config, state, fault)
-        for fault in FAULTS
-        for state in STATES
-        if missing_because(config, state, fault) is None
+        Cell(config, STATES[(number + turn) % len(STATES)], fault)
+        for turn in range(len(STATES))
+        for number, fault in enumerate(FAULTS)
+        if missing_because(config, STATES[(number + turn) % len(STATES)], fault) is None
     ]
 
 

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, missing_because, selection
-from tests.faults.rig import Rig
+from tests.cluster.servers import HTTP, wait_until
+from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, Side, missing_because, selection
+from tests.faults.clients import StreamClient
+from tests.faults.rig import LOADED, Rig
+from tests.faults.soak import soak
 
 SELECTION = selection()
+STUCK_NAMED_S = 5.0
+SOAK_S = 6.0
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,12 @@ def test_request_ends_once_and_all_memory_is_freed(
     rig_of(cell.config, rigs, tmp_path_factory.mktemp(cell.config.name)).run(cell)
 
 
+def test_random_traffic_and_faults(rigs: dict[str, Rig], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The short form of `make soak`."""
+    rig = rig_of(SELECTION[0].config, rigs, tmp_path_factory.mktemp("soak"))
+    assert soak(rig, seed=3, seconds=SOAK_S, verbose=False) == []
+
+
 def test_selection_has_every_state_and_every_fault_that_needs_no_rank_process() -> None:
     assert {cell.state for cell in SELECTION} == set(STATES)
     assert {cell.fault for cell in SELECTION} == {fault for fault in FAULTS if fault.needs != "rank process"}
@@ -50,3 +61,35 @@ def test_every_state_and_every_fault_has_a_cell_in_some_configuration() -> None:
     }
     assert {state for state, _ in found} == set(STATES)
     assert {fault for _, fault in found} == set(FAULTS)
+
+
+@pytest.mark.parametrize(
+    ("side", "thread", "name"),
+    [
+        ("decode", "loop", "the engine loop"),
+        ("decode", "rank", "step "),
+        ("decode", "control", "the control thread"),
+        ("prefill", "sender", "the sender to "),
+    ],
+)
+def test_health_names_what_is_stuck_and_the_server_recovers(
+    side: Side, thread: str, name: str, rigs: dict[str, Rig], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rig = rig_of(SELECTION[0].config, rigs, tmp_path_factory.mktemp("stuck"))
+    rig.wait_ready()
+    server, decode = rig.servers[side], rig.servers["decode"]
+
+    def reasons() -> list[str]:
+        return list(HTTP.get(f"{server.url}/health", timeout=10).json()["reasons"])
+
+    decode.generate(rig.request.prompt, 1)  # a step of which the time is known
+    process = rig.hooks.leader(side)
+    process.tell(block=thread)
+    client = StreamClient(decode, rig.request.prompt, rig.request.new_tokens)
+    try:
+        wait_until(lambda: any(name in reason for reason in reasons()), LOADED * STUCK_NAMED_S, f"{name} is named")
+    finally:
+        process.tell(block="")
+    assert client.outcome()[0] in ("200", "503")
+    wait_until(lambda: reasons() == [], 20, "healthy")
+    rig.check_after()

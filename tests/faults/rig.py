@@ -24,6 +24,7 @@ FREED_S = 5.0
 answers, and from the end of the fault until all pages are free."""
 LOADED = 4.0
 """The asserted bounds are this many times longer: test machines are busy."""
+RETRACTION_ATTEMPTS = 3
 PREFILL_TOKENS = 160
 DECODE_TOKENS = 512
 COMMON = ("--page-size", "8", "--no-prefix-cache", "--shutdown-timeout-s", "3")
@@ -79,7 +80,7 @@ class Rig:
             return Work(prompt, reference_greedy(reference, prompt, new_tokens))
 
         self.request, self.filler, self._bystander = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
-        self._long, self._pressure = work(97, 100, 4), work(140, 100, 5)
+        self._long, self._pressure = work(97, 100, 4), work(140, 180, 5)
         self.works = (self.request, self.filler, self._bystander, self._long)
 
     def __enter__(self) -> "Rig":
@@ -176,17 +177,32 @@ class Rig:
         if state.name == "closing":
             self._reach_closing(state.points[0])
             return self.request
-        request = self._long if state.name == "retracted" else self.request
         for point in state.points:
             self._arm(point)
         if state.name == "retracted":
+            self._reach_retracted()
+            return self._long
+        self.victim = StreamClient(decode, self.request.prompt, self.request.new_tokens)
+        for point in state.points:
+            self.hooks.leader(point.side).expect("hit", point.state)
+        return self.request
+
+    def _reach_retracted(self) -> None:
+        """Two requests of a higher priority take the pages of the request, if all three run at the same time."""
+        decode = self.servers["decode"]
+        for _ in range(RETRACTION_ATTEMPTS):
             for _ in range(2):
                 pressure = StreamClient(decode, self._pressure.prompt, self._pressure.new_tokens, priority=1)
                 self._pressing.append(pressure)
-        self.victim = StreamClient(decode, request.prompt, request.new_tokens)
-        for point in state.points:
-            self.hooks.leader(point.side).expect("hit", point.state)
-        return request
+            self.victim = StreamClient(decode, self._long.prompt, self._long.new_tokens)
+            with contextlib.suppress(AssertionError):
+                self.hooks.leader("decode").expect("hit", "retracted", 10.0)
+                return
+            for client in (self.victim, *self._pressing):
+                client.leave()
+                client.join()
+            self._pressing.clear()
+        raise AssertionError("the request was not retracted")
 
     def _reach_closing(self, closing: Point) -> None:
         """The client leaves while a rank of prefill hangs in a step."""

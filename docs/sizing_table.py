@@ -22,8 +22,10 @@ CONTEXTS = (32768, 65536, 131072)
 SERVERS: tuple[tuple[str, dict[str, object]], ...] = (
     ("deepseek-v3.2", {"tp": 8, "page_size": 64}),
     ("deepseek-v3.2", {"tp": 8, "page_size": 64, "kv_dtype": "fp8_e4m3"}),
+    ("deepseek-v3.2", {"tp": 8, "page_size": 64, "dp_attention": True}),
     ("glm-5", {"tp": 8, "page_size": 64}),
     ("glm-5", {"tp": 8, "page_size": 64, "kv_dtype": "fp8_e4m3"}),
+    ("glm-5", {"tp": 8, "page_size": 64, "dp_attention": True}),
     ("qwen3-32b", {"tp": 8}),
     ("qwen3-32b", {"tp": 2}),
     ("qwen3-8b", {"tp": 8}),
@@ -43,7 +45,7 @@ def table() -> str:
     for model, settings in SERVERS:
         found = {context: sizes(model, settings, context) for context in CONTEXTS}
         for variant, shown in enumerate(found[CONTEXTS[0]]):
-            flags = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
+            flags = [_flag(name, value) for name, value in settings.items()]
             flags += ["--enable-hisparse"] if shown.hisparse else []
             ranks = DecodeConfig.model_validate(settings).world_size
             counts = [_count(of_context[variant], ranks) if of_context else "" for of_context in found.values()]
@@ -69,6 +71,11 @@ def sizes(model: str, settings: dict[str, object], context: int) -> list[Sizes]:
         )
     except StartupError:
         return []
+
+
+def _flag(name: str, value: object) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def _count(found: Sizes, ranks: int) -> str:

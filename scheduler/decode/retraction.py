@@ -21,7 +21,7 @@ from .run_queue import RunQueue
 
 
 class Retractions:
-    """RETRACTED requests, which have no memory. `resume` gives them pages; `DecodeScheduler.admit()` admits them."""
+    """RETRACTED requests, which have no memory. `resume` gives them pages; `Admission.admit()` admits them."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ Pure: integers in, effects out; `now` is a parameter. One thread calls it, betwe
 A prompt is PREFILLING on a prefill server, or COMPUTING here, in chunks beside the running requests.
 
 Three invariants:
-- `admit()` is the only transition into READY: after a transfer, after a retraction, after the loss of a hot buffer.
+- `Admission.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
 - `Endings.end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
   (`quarantine.py`) until the writer has stopped.
@@ -45,6 +45,7 @@ from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
 from ..messages.step import StepResult
+from .admission import Admission
 from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
@@ -57,9 +58,6 @@ from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
 from .submissions import Submissions
-
-READY_AHEAD = 4
-"""READY requests that are enough to fill the next free places in the batch."""
 
 
 class DecodeScheduler:
@@ -97,6 +95,13 @@ class DecodeScheduler:
             outbox=self._outbox,
         )
         self.requests = self.endings.requests
+        self.admission = Admission(
+            memory=self.memory,
+            run_queue=self.run_queue,
+            retracted=self.retracted,
+            dispatcher=self.dispatcher,
+            requests=self.requests,
+        )
         self.arrivals = Arrivals(
             dispatcher=self.dispatcher,
             memory=self.memory,
@@ -108,8 +113,6 @@ class DecodeScheduler:
             counters=self.counters,
             outbox=self._outbox,
         )
-        self._starving = False
-        """A running request waits for a page: the next free pages are for it."""
         self._rows_waited = False
         """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
         self._submissions = Submissions(
@@ -241,8 +244,8 @@ class DecodeScheduler:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
-        self._admit_received(self.arrivals.prefill_done(done, now), now)
-        self._admit_arrived(now)
+        self.admission.admit_received(self.arrivals.prefill_done(done, now), now)
+        self.admission.admit_arrived(now)
 
     def transfer_failed(
         self,
@@ -273,23 +276,6 @@ class DecodeScheduler:
         """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
         return self.dispatcher.staging.scattered(part)
 
-    # -- admission ---------------------------------------------------------------------------------------------
-
-    def admit(self, request: Request, now: float) -> None:
-        """Admit a request whose KV is in its pages. This is the only transition into READY.
-
-        The request has all that it needs to run: with HiSparse its hot buffer, with all its rows if it is fully
-        resident.
-        """
-        request.lifecycle.advance(State.READY, now)
-        self.run_queue.ready.push(request)
-
-    def _admit_received(self, request: Request | None, now: float) -> None:
-        """Admit an ARRIVED request that has its hot buffer, with all its rows, from its prompt."""
-        if request is not None:
-            self.run_queue.arrived.take(request)
-            self.admit(request, now)
-
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
@@ -304,11 +290,7 @@ class DecodeScheduler:
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
             self.endings.free_drained(quarantined.prompt, now)
-        self._admit_arrived(now)
-        self._allocate_waiting(now)
-        while self.memory.reclaim_lent([*self.run_queue.ready, *self.run_queue.running]):
-            self._allocate_waiting(now)
-        self._reopen_hot(now)
+        self.admission.advance(now)
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
@@ -335,7 +317,7 @@ class DecodeScheduler:
         for request in self.run_queue.next_batch():
             if request.state is State.RUNNING:  # room for another one may have retracted it
                 (able if self.retracted.make_room(request, now) else lacking).append(request)
-        self._starving = any(request.state is State.RUNNING for request in lacking)
+        self.admission.starving = any(request.state is State.RUNNING for request in lacking)
         paused = self.run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self.memory.fetches(batch)
@@ -370,9 +352,9 @@ class DecodeScheduler:
             if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
                 error = ServerError(f"the grammar cannot be followed: {result.problem}")
                 self.endings.end_all(chunk.prompt.prompt, error, now)
-            self._admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
+            self.admission.admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:
-            self._admit_arrived(now)
+            self.admission.admit_arrived(now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
@@ -383,6 +365,12 @@ class DecodeScheduler:
                 self.endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
         for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
             self.endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
+
+    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
+        """The step that has ended, and how long it took."""
+        step = self.run_queue.finish_step(command_id)
+        self.memory.command_done(command_id)
+        return step, self.dispatcher.local.times.ended(now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""
@@ -402,17 +390,17 @@ class DecodeScheduler:
                 self.dispatcher.local.loaded(request)
             return
         if isinstance(request, Attempt):
-            self._admit_received(self.arrivals.prefix_loaded(request, now), now)
-            self._admit_arrived(now)
+            self.admission.admit_received(self.arrivals.prefix_loaded(request, now), now)
+            self.admission.admit_arrived(now)
             return
         if self.requests.get(request.rid) is not request:
             return
         match copy.kind:
             case "load":
                 self.retracted.loaded(request, now)
-                self._admit_arrived(now)
+                self.admission.admit_arrived(now)
             case "open":
-                self.admit(request, now)
+                self.admission.admit(request, now)
             case "write_back":
                 self.arrivals.written_back(request)
             case _:
@@ -478,58 +466,3 @@ class DecodeScheduler:
             }
             found = [state for state, is_queued in queued_as.items() if is_queued]
             assert found == [request.state], (request.rid, request.state)
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def _allocate_waiting(self, now: float) -> None:
-        """Give pages to waiting requests: first retracted ones, then prompts; of prompts only those of a higher
-        priority while a retracted request waits. While a running request lacks a page, the others get none.
-        """
-        if self._starving:
-            return
-        while self.memory.may_admit() and self.retracted.resume():
-            pass
-        retracted = self.retracted.queue
-        above = retracted.first.priority if len(retracted) else None
-        for priority in self.dispatcher.dispatch(now, above=above, keep=self._pages_to_keep()):
-            retracted.passed_by(priority)
-
-    def _pages_to_keep(self) -> int:
-        """Pages to keep for running requests while enough requests are READY: a further request would only be
-        retracted when the running ones grow.
-        """
-        if len(self.run_queue.ready) < READY_AHEAD or not len(self.dispatcher.queue):
-            return 0
-        return sum(self.memory.unreserved_growth(request) for request in self.run_queue.running)
-
-    def _admit_arrived(self, now: float) -> None:
-        """Admit ARRIVED requests in order. A request that finds no hot buffer takes that of a lower priority."""
-        self.run_queue.paused = None
-        while len(self.run_queue.arrived):
-            request = self.run_queue.arrived.first
-            if not self.memory.may_admit() and not self.retracted.free_hot_buffer_for(request, now):
-                return
-            self.run_queue.arrived.take(request)
-            if self.memory.open_hot(request):
-                self.admit(request, now)
-
-    def _reopen_hot(self, now: float) -> None:
-        """Take an evicting request out of the batch, so that it becomes fully resident. Others run while its rows are
-        copied.
-        """
-        if len(self.run_queue.arrived):
-            return  # free hot pages are for them
-        request = self.memory.next_to_reopen(self.run_queue.running, len(self.requests))
-        if request is None:
-            return
-        if request.in_flight:
-            self.run_queue.paused = self.run_queue.paused or request
-            return
-        self.retracted.take_hot_buffer(request, now)
-        self._admit_arrived(now)
-
-    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
-        """The step that has ended, and how long it took."""
-        step = self.run_queue.finish_step(command_id)
-        self.memory.command_done(command_id)
-        return step, self.dispatcher.local.times.ended(now)

@@ -34,6 +34,7 @@ def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
         "gpus": dataclasses.asdict(gpus),
         "tp": config.tp,
         "pp": config.pp,
+        "dp_attention": config.dp_attention,
         "page_size": config.page_size,
         "context": options.context,
         "reserve_gib": options.reserve_gib,
@@ -46,10 +47,11 @@ def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
 def _as_text(options: PlanOptions, source: ModelSource, found: list[Sizes]) -> str:
     config, gpus = options.config, options.gpus
     ranks = config.world_size
+    attention = ", data-parallel attention" if config.dp_size > 1 else ""
     lines = [
-        f"{source.name} ({source.config.architecture}), tp {config.tp}, pp {config.pp}, on {ranks} of {gpus.count} x "
-        f"{gpus.name} with {gpus.gib:.1f} GiB each, {options.reserve_gib:g} GiB of it for the CUDA context and steps; "
-        f"pages of {config.page_size}",
+        f"{source.name} ({source.config.architecture}), tp {config.tp}, pp {config.pp}{attention}, on {ranks} of "
+        f"{gpus.count} x {gpus.name} with {gpus.gib:.1f} GiB each, {options.reserve_gib:g} GiB of it for the CUDA "
+        f"context and steps; pages of {config.page_size}",
         "",
     ]
     rows: list[tuple[str, list[str]]] = [
@@ -62,6 +64,7 @@ def _as_text(options: PlanOptions, source: ModelSource, found: list[Sizes]) -> s
             [_gib(sizes.device_request_bytes) for sizes in found],
         ),
         ("requests that fit", [f"{sizes.requests:,}" for sizes in found]),
+        *([("of them on each rank", [f"{sizes.requests_per_rank:,}" for sizes in found])] if attention else []),
         ("limited by", [sizes.limit for sizes in found]),
         ("their KV in host memory, per rank", [_gib(sizes.host_request_bytes) for sizes in found]),
         ("the same, all ranks", [_gib(ranks * sizes.host_request_bytes) for sizes in found]),

@@ -31,6 +31,7 @@ PLAN_SETTINGS = (
     "tp",
     "pp",
     "expert_parallel",
+    "dp_attention",
     "dtype",
     "kv_dtype",
     "index_dtype",

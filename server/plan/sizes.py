@@ -32,7 +32,7 @@ UNLIMITED_BYTES = 1 << 60
 @dataclass(frozen=True)
 class Sizes:
     """A decode server with or without HiSparse. Bytes and pages are those of its largest rank; `requests` of the
-    planned context run at once.
+    planned context run at once on the server, with data-parallel attention `requests_per_rank` on each of its ranks.
     """
 
     hisparse: bool
@@ -41,13 +41,14 @@ class Sizes:
     host_token_bytes: int
     device_request_bytes: int  # KV of one request on the GPU: its tokens, or with HiSparse keys, hot buffer and tables
     requests: int
+    requests_per_rank: int  # those whose KV, or part of it, one rank holds
     limit: str  # of `requests`: weights, GPU memory, host memory or a setting
-    max_running_requests: int  # with which so many fit
+    max_running_requests: int  # with which so many fit; with data-parallel attention, of each rank
     num_pages: int
     own_hot_pages: int  # pages of hot rows that do not overlap keys; 0 without HiSparse
     device_kv_bytes: int  # allocated at start
     host_kv_bytes: int
-    host_request_bytes: int  # of host_kv_bytes, what `requests` use
+    host_request_bytes: int  # of host_kv_bytes, what `requests_per_rank` use
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Plan:
             device_token_bytes=max(device for device, _ in tokens),
             host_token_bytes=max(host for _, host in tokens),
             device_request_bytes=max(self._request_bytes(runner) for runner in self._stages),
-            requests=requests,
+            requests=requests * self._config.dp_size,
+            requests_per_rank=requests,
             limit=self._limit(requests),
             max_running_requests=slots,
             num_pages=pages.num_pages if pages else 0,
@@ -103,13 +105,13 @@ class Plan:
         return "host memory" if requests < self._fitting(more_host_memory) else "GPU memory"
 
     def _fitting(self, config: DecodeConfig) -> int:
-        """The most requests that run at once: each has its pages and, with HiSparse, a hot buffer."""
+        """The most requests that run at once on a rank: each has its pages and, with HiSparse, a hot buffer."""
         if config.max_running_requests is not None:
             return self._running(config, config.max_running_requests)
         return _largest(lambda slots: self._running(config, slots) >= slots, MOST_REQUESTS)
 
     def _running(self, config: DecodeConfig, slots: int) -> int:
-        """Requests that run at once if the server is sized for `slots`."""
+        """Requests that run at once on a rank that is sized for `slots`."""
         try:
             pages = self._pages(config, slots)
         except StartupError:  # too little memory
@@ -195,7 +197,13 @@ def plan_sizes(
     dtype = resolve_dtype(config.dtype, model, torch.device("cuda"))
     stages = []
     for stage in range(config.pp):
-        shard = Shard(tp_size=config.tp, stage=stage, stages=config.pp, whole_experts=config.expert_parallel)
+        shard = Shard(
+            tp_size=config.tp,
+            stage=stage,
+            stages=config.pp,
+            whole_experts=config.whole_experts,
+            dp_attention=config.dp_size > 1,
+        )
         model.check_shares(shard)
         stages.append(_outline(source, shard, dtype, config.kv_dtype, config.index_dtype, fp8))
     both = (False, True) if model.dsa is not None else (False,)

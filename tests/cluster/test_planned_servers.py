@@ -24,6 +24,7 @@ CASES = {
     "dense": Case("qwen3", ("--kv-memory-gib", "0.01", "--max-running-requests", "4")),
     "dense-tp2": Case("qwen3", ("--tp", "2", "--page-size", "8", "--kv-tokens", "4001", "--max-running-requests", "4")),
     "sparse": Case("deepseek_v32", ("--kv-memory-gib", "0.004", "--kv-dtype", "fp8_e4m3", "--page-size", "8")),
+    "sparse-dp2": Case("deepseek_v32", ("--tp", "2", "--dp-attention", "--page-size", "8", "--kv-tokens", "2000")),
     "hisparse": Case("deepseek_v32", (*HISPARSE, "--kv-memory-gib", "0.002", "--host-memory-gib", "0.005")),
     # two layers of the second stage share an indexer
     "hisparse-pp2": Case("glm_moe_dsa", (*HISPARSE, "--pp", "2", "--kv-tokens", "1024", "--kv-memory-gib", "0.001")),
@@ -73,5 +74,5 @@ def test_plan_is_what_a_server_allocates(
         assert tokens * plan["device_token_bytes"] < max(rank["device_kv_bytes"] for rank in of_ranks)
     else:
         assert tokens * plan["device_token_bytes"] == max(rank["device_kv_bytes"] for rank in of_ranks)
-    assert plan["requests"] <= tokens // CONTEXT
-    assert plan["requests"] > 0
+    assert 0 < plan["requests_per_rank"] <= tokens // CONTEXT
+    assert plan["requests"] == plan["requests_per_rank"] * info["dp_size"]

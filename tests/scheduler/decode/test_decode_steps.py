@@ -7,9 +7,9 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.decode import scheduler as decode_module
+from pdserve.scheduler.decode.admission import Admission
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
-from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer, sampled
@@ -62,14 +62,14 @@ def test_every_admission_calls_admit_and_opens_a_hot_buffer(stages: int, monkeyp
     """After a transfer, a retry, and every kind of retraction; with and without a pipeline."""
     admitted: list[str] = []
     seen: set[str] = set()
-    admit = DecodeScheduler.admit
+    admit = Admission.admit
 
-    def spy(scheduler: DecodeScheduler, request: Request, now: float) -> None:
+    def spy(admission: Admission, request: Request, now: float) -> None:
         admitted.append(request.rid)
         seen.add(admitted_after(request, now))
-        admit(scheduler, request, now)
+        admit(admission, request, now)
 
-    monkeypatch.setattr(DecodeScheduler, "admit", spy)
+    monkeypatch.setattr(Admission, "admit", spy)
     simulator = Simulator(stages=stages, hot_pages=7)
     kill_at = 50
     for turn in range(400):

@@ -135,6 +135,16 @@ def test_hisparse_fits_more_requests_with_their_keys_and_hot_buffers() -> None:
     assert hisparse.host_request_bytes == hisparse.requests * CONTEXT * hisparse.host_token_bytes
 
 
+def test_data_parallel_ranks_hold_whole_attention_and_requests_of_their_own() -> None:
+    settings: dict[str, Any] = {"gib": 140.0, "tp": 8, "fp8": True, "enable_hisparse": True}
+    shared, own = (sizes("deepseek-v3.2", dp_attention=on, **settings) for on in (False, True))
+    assert own.weight_bytes > shared.weight_bytes
+    assert own.device_token_bytes == shared.device_token_bytes
+    assert (shared.requests, own.requests) == (shared.requests_per_rank, 8 * own.requests_per_rank)
+    assert own.requests > 4 * shared.requests
+    assert own.host_request_bytes == own.requests_per_rank * CONTEXT * own.host_token_bytes
+
+
 def test_stages_divide_layers_and_the_largest_counts() -> None:
     one, two = (sizes("deepseek-v3.2", tp=8, pp=pp) for pp in (1, 2))
     assert two.device_token_bytes == 31 * (576 + 128) * 2

@@ -47,7 +47,7 @@ class Watchdog:
         return found
 
     def _stuck_step(self, engine: Engine[Any]) -> str | None:
-        """Steps of many tokens take long, so their time per token is measured, except after this process was stopped."""
+        """Steps of many tokens take long, so their time per token is measured while this process runs."""
         if (last := engine.last_step) is not None and self._watch.is_steady:
             step, seconds = last
             self._seconds_per_token = max(self._seconds_per_token, seconds / max(1, tokens_of(step.rows).tokens))

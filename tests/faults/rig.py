@@ -25,6 +25,8 @@ answers, and from the end of the fault until all pages are free."""
 LOADED = 4.0
 """The asserted bounds are this many times longer: test machines are busy."""
 RETRACTION_ATTEMPTS = 3
+PRESSURE_TOKENS = 360
+"""With its prompt of 140 tokens, such a request alone takes almost the whole pool of decode."""
 PREFILL_TOKENS = 160
 DECODE_TOKENS = 512
 COMMON = ("--page-size", "8", "--no-prefix-cache", "--shutdown-timeout-s", "3")
@@ -80,7 +82,8 @@ class Rig:
             return Work(prompt, reference_greedy(reference, prompt, new_tokens))
 
         self.request, self.filler, self._bystander = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
-        self._long, self._pressure = work(97, 100, 4), work(140, 180, 5)
+        self._long = work(97, 100, 4)
+        self._pressure = [index % 251 for index in range(140)]
         self.works = (self.request, self.filler, self._bystander, self._long)
 
     def __enter__(self) -> "Rig":
@@ -192,7 +195,7 @@ class Rig:
         decode = self.servers["decode"]
         for _ in range(RETRACTION_ATTEMPTS):
             for _ in range(2):
-                pressure = StreamClient(decode, self._pressure.prompt, self._pressure.new_tokens, priority=1)
+                pressure = StreamClient(decode, self._pressure, PRESSURE_TOKENS, priority=1)
                 self._pressing.append(pressure)
             self.victim = StreamClient(decode, self._long.prompt, self._long.new_tokens)
             with contextlib.suppress(AssertionError):

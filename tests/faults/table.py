@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="parts of the ids of the cells to run")
     parser.add_argument("--config", action="append", choices=[config.name for config in CONFIGS])
     parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "faults.jsonl")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.results.parent.mkdir(exist_ok=True)
     failures = 0
     if options.command == "run":

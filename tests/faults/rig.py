@@ -147,6 +147,7 @@ class Rig:
             injection = INJECTIONS[cell.fault.name](self, cell.fault.side or "decode")
             next(injection)
             fired_at = time.monotonic()
+            self._end_pressure()
             watch = LossWatch(self, lost) if cell.fault.loses_peer else None
             self._release()
             with contextlib.suppress(StopIteration):
@@ -157,8 +158,7 @@ class Rig:
         finally:
             self._release()
             bystander.stop()
-            while self._pressing:
-                self._pressing.pop().leave()
+            self._end_pressure()
         assert not bystander.wrong, bystander.wrong
         assert tokens == request.expected[: len(tokens)], f"wrong tokens: {tokens}"
         assert outcome != "200" or tokens == request.expected, f"only {len(tokens)} tokens"
@@ -220,6 +220,10 @@ class Rig:
         self._release()
         leader.expect("hit", "closing")
         rank.tell(block="")
+
+    def _end_pressure(self) -> None:
+        while self._pressing:
+            self._pressing.pop().leave()
 
     def _arm(self, point: Point) -> None:
         self.hooks.leader(point.side).tell(arm=point.state, moment=point.moment, tokens=len(self.request.prompt))

@@ -34,8 +34,10 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
     $(addprefix scheduler/,decode messages prefill test_rates.py))
-# A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first.
-IN_PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+# A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
+# a fifth of the time, workers wait for servers and timers.
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
+IN_PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # Workers, and the servers that tests start, share bytecode: compiling all modules takes each of them seconds.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
@@ -43,13 +45,22 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 check: lint ## lint and the fast tests, in about a minute: before every commit
 	@$(PYTEST) $(IN_PARALLEL) --quiet -m "not slow" $(PURE)
 
+# mypy takes a minute of one core in a fresh checkout. Beside the tests, at the lowest priority, it uses the time in which they
+# wait for servers. Its output follows theirs.
 .PHONY: test
-test: lint ## lint, then every test that needs no GPU; with ARGS, what they ask pytest for
-ifdef ARGS
-	@$(PYTEST) $(ARGS)
-else
-	@$(PYTEST) $(IN_PARALLEL)
-endif
+test: setup ## lint and every test that needs no GPU; with ARGS, what they ask pytest for
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	output=$$(mktemp)
+	trap 'kill $${mypy:-} 2>/dev/null || true; rm -f "$$output"' EXIT
+	nice -n 19 $(BIN)/mypy >"$$output" 2>&1 &
+	mypy=$$!
+	tests=0 types=0
+	$(PYTEST) $(or $(ARGS),$(IN_PARALLEL)) || tests=$$?
+	wait $$mypy || types=$$?
+	mypy=
+	cat "$$output"
+	exit $$((tests ? tests : types))
 
 .PHONY: coverage
 coverage: setup ## line and branch coverage of all tests, without the server processes that they start; in .coverage-html
@@ -70,6 +81,30 @@ faults: setup ## every fault in every state of a request, as a table; about an h
 soak: setup ## random traffic with random faults for MINUTES, 60 unless given; SEED=n replays the same faults
 	@$(FAULTS).soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0) $(ARGS)
 
+.PHONY: test-clients
+test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
+	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients
+	.venv/clients/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv/clients/bin/python -m pip install --quiet $(PIP_ARGS) --group clients
+	PDSERVE_CLIENTS=.venv/clients/bin/python $(PYTEST) tests/clients $(ARGS)
+
+.PHONY: test-page
+test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page
+	@chromium=$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)
+	if [[ -z $$chromium ]]; then
+	    echo "make: no Chromium found; on Debian: apt-get install chromium" >&2
+	    exit 1
+	fi
+	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
+
+.PHONY: test-examples
+test-examples: setup ## all examples of the random tests, of which `make test` runs a part
+	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
+
+.PHONY: test-prometheus
+test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pair under load; needs Debian's package prometheus
+	@PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -82,6 +117,8 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/ruff format .
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
+	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python deploy/observability/write_dashboards.py
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

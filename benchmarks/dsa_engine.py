@@ -33,8 +33,9 @@ from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.pages import pages_for
-from pdserve.models.config.dsa import DsaConfig, MoeConfig
+from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig, RopeConfig
+from pdserve.models.config.moe import MoeConfig
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.dsa_parameters import DsaParameters
 from pdserve.models.graphs.capture import DecodeGraphs
@@ -86,18 +87,17 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
             index_topk=2048,
             index_interleaved=False,
             indexed=(True,) * layers,
-            mixed=(False,) * (layers - mixed_layers) + (True,) * mixed_layers,
-            moe=MoeConfig(
-                num_experts=256,
-                experts_per_token=8,
-                expert_size=2048,
-                shared_size=2048,
-                num_groups=8,
-                groups_per_token=4,
-                normalised=True,
-                scale=2.5,
-            ),
-            weight_block=None,
+        ),
+        mixed=(False,) * (layers - mixed_layers) + (True,) * mixed_layers,
+        moe=MoeConfig(
+            num_experts=256,
+            experts_per_token=8,
+            expert_size=2048,
+            shared_size=2048,
+            num_groups=8,
+            groups_per_token=4,
+            normalised=True,
+            scale=2.5,
         ),
     )
 
@@ -163,7 +163,8 @@ class Engine(SteppedEngine):
         self, config: ModelConfig, *, sequences: int, page_size: int, hot_rows: int | None, fp8_index: bool = True
     ) -> None:
         assert config.dsa is not None
-        self.config, self.dsa = config, config.dsa
+        assert config.moe is not None
+        self.config, self.dsa, self.moe = config, config.dsa, config.moe
         self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
         self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
@@ -192,7 +193,7 @@ class Engine(SteppedEngine):
 
     def floor_bytes(self, batch: int, context: int) -> float:
         """What a step must read: weights (of experts, the expected number of distinct ones), keys, selected rows."""
-        moe, weights = self.dsa.moe, 0.0
+        moe, weights = self.moe, 0.0
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
         for name, slot in self.parameters.slots().items():
             if name != "model.embed_tokens.weight":
@@ -206,7 +207,7 @@ class Engine(SteppedEngine):
         weights, of index scores, of attention to the selected rows), whichever is longer.
         """
         weight_bytes, products = 0, 0.0
-        active = self.dsa.moe.experts_per_token / self.dsa.moe.num_experts
+        active = self.moe.experts_per_token / self.moe.num_experts
         for name, slot in self.parameters.slots().items():
             if name == "model.embed_tokens.weight":
                 continue

@@ -24,8 +24,9 @@ from pdserve.configs.schema import KvDtypeSetting
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.pages import pages_for
-from pdserve.models.config.dsa import DsaConfig, MoeConfig
+from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders import dsa as decoder_module
 from pdserve.models.decoders.dsa import DsaDecoder
@@ -57,6 +58,11 @@ class Layout:
         return self.config.dsa
 
     @property
+    def moe(self) -> MoeConfig:
+        assert self.config.moe is not None
+        return self.config.moe
+
+    @property
     def heads(self) -> int:
         return self.config.num_heads // self.shard.tp_size
 
@@ -81,12 +87,11 @@ class Layout:
     def of(cls, name: LayoutName, config: ModelConfig) -> "Layout":
         if name == "tp8":
             return cls(name, config, Shard(tp_size=RANKS), 1)
-        assert config.dsa is not None
-        moe = config.dsa.moe
+        moe = config.moe
+        assert moe is not None
         fields = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
         own = OneOfEight(**(fields | {"shared_size": moe.shared_size // RANKS}))
-        dsa = dataclasses.replace(config.dsa, moe=own)
-        divided = dataclasses.replace(config, intermediate_size=config.intermediate_size // RANKS, dsa=dsa)
+        divided = dataclasses.replace(config, intermediate_size=config.intermediate_size // RANKS, moe=own)
         return cls(name, divided, Shard(), RANKS)
 
 
@@ -130,7 +135,7 @@ class Rank:
         )
         self.decoder = cast(DsaDecoder, self.runner._decoder)
         for layer in self.decoder.parameters.layers:
-            if isinstance(layer.mlp, MoeParameters):
+            if isinstance(layer.mlp, MoeParameters) and layer.mlp.router_bias is not None:
                 layer.mlp.router_bias.zero_()
         self.slots = self.decoder.parameters.slots()
         self.token_ids = layout.shard.vocabulary(layout.config.vocab_size)
@@ -146,12 +151,13 @@ class Rank:
         """The least time for a prompt: weights read once at `rate`, or all products (of weights, of index scores, of
         attention to the selected rows), each at the rate of its dtype.
         """
-        dsa, in_16_bits, seconds = self.layout.dsa, product_rates[torch.bfloat16], 0.0
+        dsa, moe = self.layout.dsa, self.layout.moe
+        in_16_bits, seconds = product_rates[torch.bfloat16], 0.0
         for name, slot in self.slots.items():
             if slot.target.ndim != 2 or name in ("model.embed_tokens.weight", "lm_head.weight"):
                 continue
             rows = tokens * (self.layout.mlp_rows if ".mlp." in name else 1.0)
-            rows *= dsa.moe.experts_per_token / dsa.moe.num_experts if ".mlp.experts." in name else 1.0
+            rows *= moe.experts_per_token / moe.num_experts if ".mlp.experts." in name else 1.0
             seconds += 2 * rows * slot.target.numel() / product_rates.get(slot.target.dtype, in_16_bits)
         selected = sum(min(count, dsa.index_topk) for count in range(1, tokens + 1))
         attention = selected * self.layout.heads * (dsa.latent_dim + dsa.kv_rank)
@@ -182,7 +188,7 @@ class RankEngine(SteppedEngine):
     def floor_bytes(self, batch: int, context: int) -> float:
         """Weights (of experts, the expected number of distinct ones), keys of all tokens, selected rows."""
         keys, layout = self.cache.pools[1], self._rank.layout
-        moe = layout.dsa.moe
+        moe = layout.moe
         chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (batch * layout.mlp_rows)
         weights = sum(size * (chosen if ".mlp.experts." in name else 1.0) for name, size in self._rank.weights())
         key_bytes = keys.page_bytes / self.cache.page_size
@@ -227,24 +233,20 @@ def _rows_of_all_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
     elements, shifts = (torch.arange(count, device=device) for count in (hidden, RANKS))
     order = ((elements + shifts.unsqueeze(1) * (hidden // RANKS)) % hidden).flatten()
 
-    # Any: the parameters of an MLP, and for a mixture those of its router
-    def over_all_ranks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def computed(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
-            parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
-            return parts.view(RANKS, len(rows), hidden).sum(dim=0)
+    name = "feed_forward"
+    compute: Callable[..., torch.Tensor] = getattr(decoder_module, name)
 
-        return computed
+    # Any: the parameters of an MLP or a mixture, and the configuration of the latter
+    def over_all_ranks(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
+        parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
+        return parts.view(RANKS, len(rows), hidden).sum(dim=0)
 
-    names = ("mlp", "mixture")
-    before = {name: getattr(decoder_module, name) for name in names}
-    for name, function in before.items():
-        setattr(decoder_module, name, over_all_ranks(function))
+    setattr(decoder_module, name, over_all_ranks)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(decoder_module, name, function)
+        setattr(decoder_module, name, compute)
 
 
 def exchanging(layout: Layout, device: torch.device = DEVICE) -> AbstractContextManager[None]:

@@ -55,17 +55,19 @@ def model_config(layers: int, *, tiny: bool) -> ModelConfig:
     """DeepSeek-V3.2 with the first `layers` layers, or a tiny model that eight ranks can divide."""
     config = locate_geometry("deepseek-v3.2").config
     assert config.dsa is not None
-    dense = min(config.dsa.mixed.count(False), layers - 1)
+    dense = min(config.mixed.count(False), layers - 1)
     mixed = (False,) * dense + (True,) * (layers - dense)
-    dsa = dataclasses.replace(config.dsa, indexed=(True,) * layers, mixed=mixed)
+    dsa = dataclasses.replace(config.dsa, indexed=(True,) * layers)
+    config = dataclasses.replace(config, num_layers=layers, mixed=mixed, dsa=dsa)
     if not tiny:
-        return dataclasses.replace(config, num_layers=layers, dsa=dsa)
-    moe = dataclasses.replace(dsa.moe, num_experts=16, expert_size=64, shared_size=64)
+        return config
+    assert config.moe is not None
+    moe = dataclasses.replace(config.moe, num_experts=16, expert_size=64, shared_size=64)
     small: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
-    small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16, "moe": moe, "weight_block": None}
+    small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
     dsa = dataclasses.replace(dsa, **small)
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_heads": 8}
-    return dataclasses.replace(config, num_layers=layers, head_dim=dsa.latent_dim, dsa=dsa, **sizes)
+    return dataclasses.replace(config, head_dim=dsa.latent_dim, dsa=dsa, moe=moe, weight_block=None, **sizes)
 
 
 class Benchmark:

@@ -20,8 +20,10 @@ ALIASES = {
     "kv_dtype": ("--kv-cache-dtype",),
     "chunk_size": ("--chunked-prefill-size",),
     "bootstrap_allow": ("--bootstrap-hosts",),
+    "tool_parser": ("--tool-call-parser",),
+    "log_stats_interval_s": ("--log-stats-interval",),
 }
-"""Spellings of SGLang, and former names."""
+"""Spellings of SGLang, former names, and shorter ones."""
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 
@@ -118,9 +120,11 @@ def _metavar(name: str, kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(kind)) + "}"
     if get_origin(kind) is tuple:
-        return "HOST" if name == "bootstrap_allow" else "HOST:PORT"
+        return {"bootstrap_allow": "HOST", "cors_origin": "ORIGIN"}.get(name, "HOST:PORT")
     if name.endswith("port"):
         return "PORT"
     if name.endswith("host"):
         return "HOST"
+    if name.endswith("file"):
+        return "FILE"
     return {int: "N", float: "X", SecretStr: "SECRET"}.get(kind, name.upper())

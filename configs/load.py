@@ -25,7 +25,11 @@ CONFIG_OF_ROLE: Mapping[Role, type[PrefillConfig] | type[DecodeConfig]] = {
     "decode": DecodeConfig,
 }
 
-SECRET_VARIABLES = {"api_key": "PDSERVE_API_KEY", "cluster_key": "PDSERVE_CLUSTER_KEY"}
+SECRET_VARIABLES = {
+    "api_key": "PDSERVE_API_KEY",
+    "cluster_key": "PDSERVE_CLUSTER_KEY",
+    "ssl_keyfile_password": "PDSERVE_SSL_KEYFILE_PASSWORD",
+}
 """Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
 
 RENAMED = {"bootstrap_hosts": "bootstrap_allow"}

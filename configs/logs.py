@@ -1,12 +1,14 @@
-"""One log format for all processes of a server: time, level letter, role, message, on stderr."""
+"""The log format of all processes of a server, on stderr: lines of text, or one JSON object per line."""
 
+import json
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
-CHATTY = ("uvicorn", "uvicorn.error", "asyncio")
+CHATTY = ("uvicorn", "uvicorn.error", "asyncio", "httpx")
 CLIENT_LOGGERS = ("uvicorn.error", "pdserve.http")
 """Loggers of events that any client of the HTTP port can cause."""
 
@@ -22,6 +24,33 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.levelletter = record.levelname[0]
         return super().format(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, role, logger, message, `exception`, and FIELDS of `extra`."""
+
+    FIELDS = ("rid", "request_id")
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, object] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name in self.FIELDS if (value := getattr(record, name, None)) is not None}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+FORMATTERS: Mapping[str, type[LineFormatter] | type[JsonFormatter]] = {"text": LineFormatter, "json": JsonFormatter}
 
 
 class RateLimit(logging.Filter):
@@ -62,14 +91,14 @@ def rate_limited(logger: logging.Logger, clock: Callable[[], float] = time.monot
 def set_log_role(role: str) -> None:
     """Name another role in all later lines of this process."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, LineFormatter):
-            handler.setFormatter(LineFormatter(role))
+        if isinstance(handler.formatter, LineFormatter | JsonFormatter):
+            handler.setFormatter(type(handler.formatter)(role))
 
 
-def configure_logging(level: str, role: str) -> None:
+def configure_logging(level: str, role: str, log_format: str = "text") -> None:
     """Send the log of this process to stderr. Call once, before anything else."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(role))
+    handler.setFormatter(FORMATTERS[log_format](role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

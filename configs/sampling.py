@@ -5,6 +5,16 @@ from typing import Literal
 import msgspec
 
 
+class ReasoningTags(msgspec.Struct, array_like=True, frozen=True):
+    """The tags around reasoning at the beginning of an output. `is_open`: the prompt has the opening tag; otherwise
+    the output may begin with it.
+    """
+
+    open: str
+    close: str
+    is_open: bool
+
+
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What the output has to match (models/grammar/). Small text: every server compiles it itself.
 
@@ -14,6 +24,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
     text: str
+    after: ReasoningTags | None = None
+    """It begins after this reasoning, which is any text."""
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

@@ -4,6 +4,7 @@
 and nothing changes after loading: memory/auto_settings.py and memory/sizing.py resolve `auto` at start and log it.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
@@ -29,8 +30,15 @@ def _check_port(endpoint: str) -> str:
     return endpoint
 
 
+def _check_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin) is None:
+        raise ValueError("must be * or an origin as browsers send it: scheme://host or scheme://host:port, no path")
+    return origin
+
+
 Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
 HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
@@ -40,6 +48,23 @@ IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]
 LocalPrefillSetting = Literal["auto", "never", "always"]
 CpuKernelsSetting = Literal["auto", "numba", "torch"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek-v3",
+    "deepseek-v31",
+    "deepseek-v32",
+    "deepseek-v4",
+    "glm45",
+    "glm47",
+    "hermes",
+    "llama3-json",
+    "mistral",
+    "mistral-v11",
+    "pythonic",
+    "qwen3-coder",
+]
+ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "mistral", "qwen3"]
 
 
 class ServerConfig(BaseModel):
@@ -47,7 +72,14 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=False, allow_inf_nan=False)
 
-    model: str = Field("smollm2", description="'smollm2' (embedded), a Hugging Face model directory or a .gguf file")
+    model: str = Field(
+        "smollm2",
+        description="'smollm2' (embedded), a Hugging Face model directory, a .gguf file, or a model of the Hugging "
+        "Face Hub: ORG/NAME or ORG/NAME:FILE.gguf",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a model of the Hugging Face Hub; default: main"
+    )
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -99,6 +131,16 @@ class ServerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address that the HTTP and control ports bind to")
     advertise_host: str | None = Field(None, description="address of this machine for peers; default: host")
     api_key: SecretStr | None = Field(None, description="bearer token that HTTP clients must send")
+    ssl_certfile: str | None = Field(
+        None, min_length=1, description="PEM file of the certificate chain; with ssl_keyfile, the HTTP port speaks TLS"
+    )
+    ssl_keyfile: str | None = Field(None, min_length=1, description="PEM file of the certificate's private key")
+    ssl_keyfile_password: SecretStr | None = Field(None, description="password of an encrypted ssl_keyfile")
+    cors_origin: Origins = Field(
+        (),
+        description="origins of web pages that may call this server from a browser (CORS), such as "
+        "https://app.example.com, or * for all; default: none",
+    )
     cluster_key: SecretStr | None = Field(
         None,
         min_length=16,
@@ -126,6 +168,15 @@ class ServerConfig(BaseModel):
     max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
     max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
+    tool_parser: ToolParserName = Field(
+        "auto",
+        description="format in which the model calls tools; auto is that of its chat template, none refuses tools",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="style of the model's reasoning, which chats return apart from the content; auto is that of its "
+        "chat template, none leaves it in the content",
+    )
 
     transport: TransportSetting = Field(
         "auto",
@@ -157,6 +208,18 @@ class ServerConfig(BaseModel):
     log_requests: bool = Field(
         False, description="log one line per finished or refused request: token counts and times, never text"
     )
+    log_stats_interval_s: float = Field(
+        10.0,
+        ge=0,
+        le=3600,
+        description="log a line of rates, requests and pools at this interval while there is work; 0 is never",
+    )
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines; json has one object per line")
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern="^https?://",
+        description="URL of an OpenTelemetry collector (OTLP/HTTP) for traces; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "ServerConfig":
@@ -168,6 +231,9 @@ class ServerConfig(BaseModel):
             raise ValueError("nnodes > 1 needs dist_init_addr: HOST:PORT of machine 0, the same on all machines")
         if self.nnodes > 1 and self.cluster_key is None:
             raise ValueError("nnodes > 1 needs a cluster_key: the leader accepts ranks of other machines only with it")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, missing = ("ssl_certfile", "ssl_keyfile")[:: 1 if self.ssl_keyfile is None else -1]
+            raise ValueError(f"{given} needs {missing}: TLS takes a certificate and its private key")
         # with HiSparse, kv_tokens sizes host memory and kv_memory_gib device memory
         in_host_memory = isinstance(self, DecodeConfig) and self.enable_hisparse
         if self.kv_tokens is not None and self.kv_memory_gib is not None and not in_host_memory:
@@ -205,6 +271,10 @@ class ServerConfig(BaseModel):
         take equal shares of its memory and communicate over CUDA IPC memory: NCCL needs a GPU per rank.
         """
         return self.device.startswith("cuda:") and len(self.local_ranks) > 1
+
+    @property
+    def http_scheme(self) -> Literal["http", "https"]:
+        return "http" if self.ssl_certfile is None else "https"
 
     @property
     def public_host(self) -> str:

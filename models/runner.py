@@ -92,7 +92,7 @@ def allocate_parameters(
     """
     config.check_shares(shard)
     if config.dsa is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype)
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
     return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
@@ -252,9 +252,9 @@ class ModelRunner:
 
     def _capturable_decoder(self) -> Decoder | DsaDecoder | None:
         decoder = self._decoder
-        if not self.parallel.capturable or (isinstance(decoder, DsaDecoder) and not decoder.capturable):
+        if not isinstance(decoder, Decoder | DsaDecoder):
             return None
-        return decoder if isinstance(decoder, Decoder | DsaDecoder) else None
+        return decoder if self.parallel.capturable and decoder.capturable else None
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

@@ -1,6 +1,7 @@
 """The `pdserve` command: parses flags, loads the configuration, runs a command. Imports heavy modules only then.
 
 Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on stderr), anything else a failure.
+`pdserve doctor`: 1 if its worst finding is a warning, 2 if it is a failure.
 """
 
 import argparse
@@ -16,9 +17,12 @@ from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
+from ..transfer.mooncake.library import WHEELS
 from .bench.options import add_bench_flags, read_bench_options, whole_number
+from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from .plan.options import add_plan_flags, read_plan_options
+from .terminal.options import add_chat_flags, add_top_flags, read_chat_options, read_top_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
 EPILOG = """examples:
@@ -26,6 +30,7 @@ EPILOG = """examples:
   pdserve up                                              one prefill and one decode server on this machine
   pdserve prefill --model DIR --port 8100 --bootstrap-port 8998
   pdserve decode  --model DIR --port 8200 --prefill HOST:8998
+  pdserve serve --model Qwen/Qwen3-8B                     a model of the Hugging Face Hub (see 'pdserve models')
   pdserve plan    --model deepseek-v3.2 --gpus 8xH200 --context 64k
 'pdserve COMMAND --help' lists the settings; the same names work in a YAML file given with --config.
 """
@@ -78,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
-        own_usage = name in ("version", "bench", "plan")
+        own_usage = name in ("version", "bench", "plan", "models", "doctor", "chat", "top")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
@@ -98,8 +103,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="keep the servers running afterwards (default: yes on a terminal)",
     )
     _add_pair_flags(demo)
+    add_chat_flags(command("chat", "talk to a running decode server"))
+    add_top_flags(command("top", "watch running servers: requests, rates, pools, peers"))
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
     add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    command("models", "list the supported models and their memory")
+    add_doctor_flags(
+        command("doctor", "check this machine: versions, GPUs, RDMA, limits, ports and a transfer; and a peer")
+    )
     command("version", "print the versions of pdserve, Python and torch")
     return parser
 
@@ -111,8 +122,7 @@ def version_line() -> str:
         f"Python {platform.python_version()}",
         f"torch {_version_of('torch') or '(not installed)'}",
     ]
-    wheels = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
-    mooncake = [f"{wheel} {version}" for wheel in wheels if (version := _version_of(wheel)) is not None]
+    mooncake = [f"{wheel} {version}" for wheel in WHEELS if (version := _version_of(wheel)) is not None]
     return ", ".join([*parts, *(mooncake or ["no Mooncake wheel"])])
 
 
@@ -140,6 +150,14 @@ def _run(arguments: Sequence[str]) -> int:
             return run_demo(
                 _pair_config(options), question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep
             )
+        case "chat":
+            from .terminal.chat import run_chat
+
+            return run_chat(read_chat_options(options, os.environ))
+        case "top":
+            from .terminal.top import run_top
+
+            return run_top(read_top_options(options, os.environ))
         case "bench":
             from .bench.command import run_bench
 
@@ -148,6 +166,14 @@ def _run(arguments: Sequence[str]) -> int:
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))
+        case "models":
+            from .plan.models import run_models
+
+            return run_models()
+        case "doctor":
+            from .doctor.command import run_doctor
+
+            return run_doctor(read_doctor_options(options, os.environ))
         case "version":
             print(version_line())
             return 0

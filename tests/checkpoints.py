@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import hf_name
 
-TinyArchitecture = Literal["llama", "qwen2", "qwen3"]
+TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
 
 VOCAB_SIZE = 320
 EOS_ID = 258
@@ -49,8 +49,11 @@ def make_checkpoint(
     """
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[architecture]
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -65,8 +68,12 @@ def make_checkpoint(
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
-    if architecture == "qwen3":
+    if architecture in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = 32
+    if architecture == "mistral":
+        fields["sliding_window"] = None
+    if architecture in ("mixtral", "qwen3_moe"):
+        fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     model = model_class(config_class(**(fields | overrides)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -249,8 +256,8 @@ _NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight",
 
 
 def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add a layer that predicts
-    further tokens. Returns what the tensors of the model are worth now, worked out block by block.
+    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a sparse model a
+    layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out block by block.
     """
     path = directory / "model.safetensors"
     stored, worth = {}, {}
@@ -270,7 +277,8 @@ def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, to
                 value[rows, columns] = fp8[rows, columns].float() * scale
         stored[name], stored[f"{name}_scale_inv"], worth[name] = fp8, scales, value
     config = json.loads((directory / "config.json").read_text())
-    stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
+    if "index_topk" in config:
+        stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
     save_file(stored, path, metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
     (directory / "config.json").write_text(json.dumps(config))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-import torch
 from xdist.scheduler import LoadFileScheduling
+
+# torch is imported below, where it is used: workers wait while pytest-xdist's main process imports this file
 
 hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
 hypothesis.settings.load_profile("tests")
@@ -45,8 +46,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFi
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """Models are tiny, and other processes need the cores: on a busy machine several threads take longer than one."""
+    import torch
+
+    from tests.small_products import multiply_without_onednn
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    multiply_without_onednn()
     yield
     torch.set_num_threads(before)
 
@@ -59,6 +65,8 @@ def _ctrl_c() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:

@@ -54,7 +54,7 @@ def test_wheel_is_one_package_of_all_folders(built: Path) -> None:
         f"pdserve/{path.relative_to(ROOT)}"
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".yaml", ".cu", ".cuh"}
+        if path.suffix in {".py", ".yaml", ".cu", ".cuh", ".html", ".css", ".js"}
     } | {"pdserve/py.typed"}
     assert ours - names == set()
     others = {name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))}

@@ -1,11 +1,12 @@
 """Selects the experts of each token from the router's logits.
 
-    s          =  sigmoid(logits)                                                                 float32
+    s          =  sigmoid(logits) or, without a bias, softmax(logits)                             float32
     selection  =  the best experts by s + bias, within the groups whose two best have the largest sum
     weights    =  s of the selected, divided by their sum if `normalised`, times `scale`
 
-Shapes: logits [T, E] float32, contiguous; bias [E] float32; results [T, k]: weights in float32, experts in int64, in no
-particular order. Groups are equal parts of the experts. In torch this takes a dozen launches, three of them top-k.
+Shapes: logits [T, E] float32, contiguous; bias [E] float32 or None; results [T, k]: weights in float32, experts in
+int64, in no particular order. Groups are equal parts of the experts. In torch this takes a dozen launches, three of
+them top-k.
 """
 
 import torch
@@ -15,7 +16,7 @@ from ..backends.dispatch import Impl, launcher, use_triton
 
 def select_experts_reference(
     logits: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     num_groups: int,
     groups_per_token: int,
@@ -23,8 +24,8 @@ def select_experts_reference(
     normalised: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.sigmoid()
-    choice = scores + bias
+    scores = logits.softmax(dim=-1) if bias is None else logits.sigmoid()
+    choice = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = choice.view(len(logits), num_groups, -1)  # [T, groups, experts of a group]
         strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
@@ -40,7 +41,7 @@ def select_experts_reference(
 
 def select_experts(
     logits: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
     num_groups: int,
     groups_per_token: int,
@@ -50,8 +51,10 @@ def select_experts(
     impl: Impl = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts of each token; see the module docstring."""
-    if logits.dtype != torch.float32 or logits.shape[1:] != bias.shape or not logits.is_contiguous():
-        raise ValueError(f"logits {logits.dtype} {list(logits.shape)} must be float32 rows of {len(bias)} experts")
+    if logits.dtype != torch.float32 or logits.ndim != 2 or not logits.is_contiguous():
+        raise ValueError(f"logits {logits.dtype} {list(logits.shape)} must be contiguous float32 rows")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"logits {list(logits.shape)} must be rows of {len(bias)} experts")
     if not use_triton(impl, logits.device):
         return select_experts_reference(
             logits,

@@ -24,6 +24,7 @@ def _select_experts(
     PER_TOKEN: tl.constexpr,
     CHOICE_BLOCK: tl.constexpr,
     NORMALISED: tl.constexpr,
+    SOFTMAX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -32,9 +33,14 @@ def _select_experts(
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
-    logit = tl.load(logits_ptr + token * EXPERTS + expert, mask=inside, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-logit))
-    rest = tl.where(inside, score + tl.load(bias_ptr + expert, mask=inside, other=0.0), float("-inf"))
+    logit = tl.load(logits_ptr + token * EXPERTS + expert, mask=inside, other=float("-inf"))
+    if SOFTMAX:  # there is no bias
+        score = tl.exp(logit - tl.max(logit, 0))
+        score = score / tl.sum(score, 0)
+        rest = tl.where(inside, score, float("-inf"))
+    else:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        rest = tl.where(inside, score + tl.load(bias_ptr + expert, mask=inside, other=0.0), float("-inf"))
     if GROUPS > 1:
         group = tl.arange(0, GROUP_BLOCK)
         of_expert = expert // (EXPERTS // GROUPS)
@@ -65,7 +71,7 @@ def _select_experts(
 
 def launch_select_experts(
     logits: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     weights: torch.Tensor,
     experts: torch.Tensor,
     num_groups: int,
@@ -74,23 +80,24 @@ def launch_select_experts(
     scale: float,
 ) -> None:
     """Fill `weights` and `experts` [T, k]."""
-    tokens, per_token = weights.shape
+    (tokens, per_token), num_experts = weights.shape, logits.shape[1]
     if tokens == 0:
         return
     _select_experts[(tokens,)](
         logits,
-        bias,
+        logits if bias is None else bias,  # not read
         weights,
         experts,
         scale,
-        EXPERTS=len(bias),
-        BLOCK=triton.next_power_of_2(len(bias)),
+        EXPERTS=num_experts,
+        BLOCK=triton.next_power_of_2(num_experts),
         GROUPS=num_groups,
         GROUP_BLOCK=max(2, triton.next_power_of_2(num_groups)),
         GROUPS_PER_TOKEN=groups_per_token,
         PER_TOKEN=per_token,
         CHOICE_BLOCK=max(2, triton.next_power_of_2(per_token)),
         NORMALISED=normalised,
+        SOFTMAX=bias is None,
         num_warps=1,
         **overlap_options(logits.device),
     )

@@ -1,6 +1,6 @@
 """What the DeepSeek-V3.2 and GLM DSA families add to a dense decoder, from config.json. No torch.
 
-Latent attention (MLA) over the rows that a lightning indexer selects, and mixtures of experts after the first layers.
+Latent attention (MLA) over the rows that a lightning indexer selects. Their mixtures of experts are in moe.py.
 Supported is what transformers 5.17 computes; a configuration that would change the result is refused.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer, number
+from ..formats.json_fields import Json, integer
 from .sharding import Shard
 
 SPARSE_ATTENTION = "deepseek_sparse_attention"
@@ -16,43 +16,11 @@ SPARSE_ATTENTION = "deepseek_sparse_attention"
 
 
 @dataclass(frozen=True)
-class MoeConfig:
-    """Experts and their router. A token selects the best `groups_per_token` groups, then experts of these groups."""
-
-    num_experts: int
-    experts_per_token: int
-    expert_size: int
-    shared_size: int  # width of the shared experts, merged into one MLP
-    num_groups: int
-    groups_per_token: int
-    normalised: bool  # whether the weights of a token's experts add up to `scale`
-    scale: float
-
-    def share(self, shard: Shard, hidden_size: int) -> tuple[range, int]:
-        """The experts that a rank holds, and its part of the width of each; raises StartupError if they cannot be
-        divided.
-        """
-        experts, size = range(self.num_experts), self.expert_size
-        if shard.whole_experts:
-            experts = shard.part("n_routed_experts", self.num_experts)
-        else:
-            size = len(shard.part("moe_intermediate_size", self.expert_size))
-        for name, count in (("hidden_size", hidden_size), ("a rank's share of moe_intermediate_size", size)):
-            if count % 8:  # torch's grouped product needs rows of multiples of 16 bytes, in 16-bit elements
-                raise StartupError(f"{name} = {count} must be a multiple of 8")
-        return experts, size
-
-    def shared_share(self, shard: Shard) -> int:
-        """A rank's part of the width of the shared experts; raises StartupError."""
-        return len(shard.part("shared experts' width", self.shared_size))
-
-
-@dataclass(frozen=True)
 class DsaConfig:
     """Attention in the latent space, and the selection of tokens for it.
 
     A query head has `nope_dim` dimensions without position and `rope_dim` with one. Layers that are not `indexed`
-    attend to the selection of the last indexed layer before them; those that are not `mixed` have a dense MLP.
+    attend to the selection of the last indexed layer before them.
     """
 
     q_rank: int
@@ -65,24 +33,19 @@ class DsaConfig:
     index_topk: int
     index_interleaved: bool  # the indexer rotates pairs of adjacent elements, not the two halves
     indexed: tuple[bool, ...]
-    mixed: tuple[bool, ...]
-    moe: MoeConfig
-    weight_block: tuple[int, int] | None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
 
     @property
     def latent_dim(self) -> int:
         """Elements of a cache row: the normed latent, then the rotated part of the key."""
         return self.kv_rank + self.rope_dim
 
-    def active_parameters(self, hidden_size: int, intermediate_size: int, num_heads: int) -> int:
-        """Weights of all layers that one token is multiplied with."""
+    def active_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Weights of attention and its indexers, in all layers, that one token is multiplied with."""
         queries = self.q_rank * (hidden_size + num_heads * (self.nope_dim + self.rope_dim))
         keys = hidden_size * self.latent_dim + num_heads * self.kv_rank * (self.nope_dim + self.value_dim)
         output = num_heads * self.value_dim * hidden_size
         indexer = self.index_dim * (self.q_rank * self.index_heads + hidden_size) + hidden_size * self.index_heads
-        experts = self.moe.experts_per_token * self.moe.expert_size + self.moe.shared_size
-        mlps = sum(experts if mixed else intermediate_size for mixed in self.mixed)
-        return len(self.mixed) * (queries + keys + output) + sum(self.indexed) * indexer + 3 * hidden_size * mlps
+        return len(self.indexed) * (queries + keys + output) + sum(self.indexed) * indexer
 
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage: an even split, adjusted so that a layer and the layer whose selection it uses are
@@ -127,9 +90,6 @@ def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, g
         index_topk=integer(path, raw, "index_topk"),
         index_interleaved=bool(raw.get("indexer_rope_interleave", glm)),
         indexed=_indexed_layers(path, raw, num_layers) if glm else (True,) * num_layers,
-        mixed=_mixed_layers(path, raw, num_layers),
-        moe=_moe(path, raw),
-        weight_block=_weight_block(path, raw),
     )
     if config.rope_dim % 2 or config.rope_dim > config.index_dim:
         raise StartupError(
@@ -170,51 +130,3 @@ def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
 
 
 _INDEXER_KINDS = {"full": True, "shared": False, "F": True, "S": False}
-
-
-def _mixed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
-    kinds = raw.get("mlp_layer_types")
-    if kinds is None:
-        dense = integer(path, raw, "first_k_dense_replace", 3, least=0)
-        return tuple(layer >= dense for layer in range(num_layers))
-    if len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(kinds):
-        raise StartupError(
-            f"{path}: mlp_layer_types must say 'dense' or 'sparse' for each of {num_layers} layers, got {kinds!r}"
-        )
-    return tuple(kind == "sparse" for kind in kinds)
-
-
-def _moe(path: Path, raw: Json) -> MoeConfig:
-    size = integer(path, raw, "moe_intermediate_size")
-    moe = MoeConfig(
-        num_experts=integer(path, raw, "n_routed_experts"),
-        experts_per_token=integer(path, raw, "num_experts_per_tok"),
-        expert_size=size,
-        shared_size=size * integer(path, raw, "n_shared_experts"),
-        num_groups=integer(path, raw, "n_group", 1),
-        groups_per_token=integer(path, raw, "topk_group", 1),
-        normalised=bool(raw.get("norm_topk_prob", True)),
-        scale=number(path, raw, "routed_scaling_factor", 1.0),
-    )
-    group_size, rest = divmod(moe.num_experts, moe.num_groups)
-    if rest or group_size < 2 or not moe.experts_per_token <= moe.groups_per_token * group_size <= moe.num_experts:
-        raise StartupError(
-            f"{path}: num_experts_per_tok = {moe.experts_per_token} in topk_group = {moe.groups_per_token} of "
-            f"n_group = {moe.num_groups} groups of n_routed_experts = {moe.num_experts}: groups must be equal, "
-            "of two experts or more, and enough"
-        )
-    return moe
-
-
-def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
-    quantization: Json | None = raw.get("quantization_config")
-    if not quantization:
-        return None
-    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
-    match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
-            return rows, columns
-    raise StartupError(
-        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
-        "supported are fp8 with a weight_block_size of rows and columns"
-    )

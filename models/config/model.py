@@ -1,13 +1,14 @@
 """The configuration of a model as one value, from config.json or GGUF metadata. No torch.
 
-Supported are dense decoders of the Llama and Qwen families with full attention, and the sparse ones of DeepSeek-V3.2
-and GLM (dsa.py). Options that change the result and are not implemented (sliding windows, other rope kinds, quantised
-safetensors) are refused here, before any weight is read.
+Supported are decoders of the Llama, Mistral and Qwen families with full attention, with or without mixtures of experts
+(moe.py), and those of DeepSeek-V3.2 and GLM with sparse attention (dsa.py). Options that change the result and are not
+implemented (sliding windows, other rope kinds, quantisation other than block-scaled fp8) are refused here, before any
+weight is read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -15,30 +16,40 @@ from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
+from .moe import MoeConfig, grouped_moe_layers, read_grouped_moe, read_softmax_moe, softmax_moe_layers
 from .sharding import Shard
 
-DenseArchitecture = Literal["llama", "qwen2", "qwen3"]
+DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
 Architecture = DenseArchitecture | SparseArchitecture
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
-_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "llama": 2048,
+    "mistral": 131072,
+    "mixtral": 131072,
     "qwen2": 32768,
     "qwen3": 32768,
+    "qwen3_moe": 32768,
     "deepseek_v32": 163840,
     "glm_moe_dsa": 202752,
 }
 _DEFAULT_THETA = 10_000.0
+_MISTRAL_WINDOW = 4096
+"""The sliding window of a Mistral configuration that does not mention one; null is none."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,8 @@ class RopeConfig:
 class ModelConfig:
     """The shape of a decoder and its EOS tokens. `eos_token_ids` joins config and generation config.
 
-    Sparse models have `dsa`: they have one KV head, the latent row that all query heads share, and `head_dim` is its
-    width.
+    Layers that are `mixed` have a mixture of experts, `moe`, instead of an MLP of `intermediate_size`. Sparse models
+    have `dsa`: they have one KV head, the latent row that all query heads share, and `head_dim` is its width.
     """
 
     architecture: Architecture
@@ -91,6 +102,9 @@ class ModelConfig:
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
     dsa: DsaConfig | None = None
+    moe: MoeConfig | None = None
+    mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
+    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
 
     @property
     def rotary_dim(self) -> int:
@@ -101,9 +115,29 @@ class ModelConfig:
     def active_parameters(self) -> int:
         """Weights of all layers that one token is multiplied with; of a mixture of experts, the selected ones."""
         if self.dsa is not None:
-            return self.dsa.active_parameters(self.hidden_size, self.intermediate_size, self.num_heads)
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+            attention = self.dsa.active_parameters(self.hidden_size, self.num_heads)
+        else:
+            per_layer = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+            attention = self.num_layers * per_layer
+        experts = sum(self.mixed) * self.moe.active_size if self.moe is not None else 0
+        mlps = experts + (self.num_layers - sum(self.mixed)) * self.intermediate_size
+        return attention + 3 * self.hidden_size * mlps
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """The mixture of experts of a global layer; None if it has an MLP."""
+        return self.moe if self.mixed and self.mixed[layer] else None
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers, with all experts."""
+        if self.moe is None:
+            return self.active_parameters
+        return replace(self, moe=replace(self.moe, experts_per_token=self.moe.num_experts)).active_parameters
+
+    @property
+    def parameters(self) -> int:
+        """All weights, but for norms, biases and routers, which are small."""
+        return self.layer_parameters + self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage; raises StartupError if there are too many stages."""
@@ -111,16 +145,20 @@ class ModelConfig:
 
     def check_shares(self, shard: Shard) -> None:
         """Raise StartupError unless tensor-parallel ranks can divide this model like this."""
-        dsa = self.dsa
-        if shard.dp_attention and (dsa is None or not any(dsa.mixed)):
+        if shard.dp_attention and not any(self.mixed):
             raise StartupError(f"dp_attention needs a model with experts, and {self.architecture} has none")
+        if shard.dp_attention and self.dsa is None:
+            raise StartupError(
+                f"dp_attention needs latent attention (MLA), whose rows ranks cannot divide; the KV heads of "
+                f"{self.architecture} are divided by tp"
+            )
         shard.attention.part("num_attention_heads", self.num_heads)
-        if dsa is None:
+        if self.dsa is None:
             shard.kv_heads(self.num_kv_heads)
-        elif any(dsa.mixed):
-            dsa.moe.share(shard, self.hidden_size)
-            dsa.moe.shared_share(shard)
-        if dsa is None or not all(dsa.mixed):
+        if self.moe is not None and any(self.mixed):
+            self.moe.share(shard, self.hidden_size)
+            self.moe.shared_share(shard)
+        if not all(self.mixed) or not self.mixed:
             shard.part("intermediate_size", self.intermediate_size)
 
 
@@ -139,10 +177,11 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise StartupError(f"{path}: quantised weights ({method}) are not supported; give an unquantised checkpoint")
     _refuse_unsupported(path, raw, "full_attention")
+    if architecture in ("mistral", "mixtral"):
+        _refuse_window(path, raw, _MISTRAL_WINDOW if architecture == "mistral" else None)
+    num_layers = integer(path, raw, "num_hidden_layers")
+    has_experts = architecture in ("mixtral", "qwen3_moe")
     heads = integer(path, raw, "num_attention_heads")
     hidden = integer(path, raw, "hidden_size")
     kv_heads = integer(path, raw, "num_key_value_heads", heads)
@@ -155,20 +194,23 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         vocab_size=integer(path, raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=integer(path, raw, "intermediate_size"),
-        num_layers=integer(path, raw, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
         context_length=_context_length(rope, max_positions),
-        norm_eps=number(path, raw, "rms_norm_eps", 1e-6),
+        norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "mixtral" else 1e-6),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=architecture == "qwen2" or attention_bias,
-        o_bias=architecture != "qwen2" and attention_bias,
+        qkv_bias=architecture == "qwen2" or (architecture not in ("mistral", "mixtral") and attention_bias),
+        o_bias=architecture in ("llama", "qwen3", "qwen3_moe") and attention_bias,
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_hf_dtype(path, raw),
         eos_token_ids=_hf_eos(path.parent, raw),
+        moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
+        mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
+        weight_block=_weight_block(path, raw),
     )
 
 
@@ -201,14 +243,17 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
         dtype=_hf_dtype(path, raw),
         eos_token_ids=_hf_eos(path.parent, raw),
         dsa=dsa,
+        moe=read_grouped_moe(path, raw),
+        mixed=grouped_moe_layers(path, raw, num_layers),
+        weight_block=_weight_block(path, raw),
     )
 
 
 def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Parse the metadata of a GGUF file; raises StartupError. The presence of tensors shows biases and tying."""
     path, raw, tensors = file.path, file.metadata, file.tensors
-    if file.architecture not in _GGUF_ARCHITECTURES:
-        raise _unsupported_architecture(path, file.architecture)
+    if file.architecture not in GGUF_ARCHITECTURES:
+        raise unsupported_architecture(path, file.architecture)
     architecture = cast(DenseArchitecture, file.architecture)
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
@@ -259,10 +304,10 @@ def _hf_architecture(path: Path, raw: Json) -> Architecture:
             return ARCHITECTURES[name]
     if not names and raw.get("model_type") in ARCHITECTURES.values():
         return cast(Architecture, raw["model_type"])
-    raise _unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
+    raise unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
 
 
-def _unsupported_architecture(path: Path, found: str) -> StartupError:
+def unsupported_architecture(path: Path | str, found: str) -> StartupError:
     return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
@@ -289,6 +334,30 @@ def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
                 f"{path}: use_sliding_window is on with a window of {raw['sliding_window']} from layer {first}; "
                 "only full attention is supported"
             )
+
+
+def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
+    quantization: Json | None = raw.get("quantization_config")
+    if not quantization:
+        return None
+    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
+    match block:
+        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+            return rows, columns
+    raise StartupError(
+        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
+        "supported are fp8 with a weight_block_size of rows and columns"
+    )
+
+
+def _refuse_window(path: Path, raw: Json, default: int | None) -> None:
+    """Mistral's models use `sliding_window` in all layers if it is not null."""
+    window = raw.get("sliding_window", default)
+    if window is not None:
+        raise StartupError(
+            f"{path}: sliding_window is {window}{'' if 'sliding_window' in raw else ' by default'}; "
+            "only full attention is supported (null)"
+        )
 
 
 def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:

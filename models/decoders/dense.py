@@ -1,4 +1,4 @@
-"""The forward pass of a dense Llama, Qwen2 or Qwen3 decoder over a paged KV cache: one rank's share of it.
+"""The forward pass of a decoder with full attention over a paged KV cache: one rank's share of it.
 
 The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree in every dtype: norms
 in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several ranks sum
@@ -9,10 +9,11 @@ import torch
 
 from ...kernels.attention.paged_attention import paged_attention
 from ...kernels.attention.rope_kv_write import rope_kv_write
-from ...kernels.linear.linear import gated_linear, linear
+from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
+from ..layers.moe import MoeParameters, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.vocabulary import Vocabulary
@@ -46,6 +47,12 @@ class Decoder:
         parameters = self.parameters
         rows = 2 * len(parameters.layer_range) * len(parameters.kv_heads)
         return rows * self.config.head_dim * self._kv_dtype.itemsize
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture a step (`MoeParameters.capturable`)."""
+        mlps = [layer.mlp for layer in self.parameters.layers]
+        return all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's layers and heads: a single pool."""
@@ -110,8 +117,7 @@ class Decoder:
                 attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
             attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            gated = gated_linear(normed, layer.gate_up, layer.gate_up_bias)
-            update = sum_over_ranks(linear(gated, layer.down, layer.down_bias))
+            update = sum_over_ranks(feed_forward(normed, layer.mlp, self.config.moe))
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         return hidden + update

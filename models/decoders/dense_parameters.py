@@ -1,59 +1,22 @@
 """The weights of one rank's decoder in the layout of the forward pass: q/k/v in one matrix, gate/up in one matrix.
 
-`slots()` maps parts of checkpoint tensors to parts of ours, so that loading needs no second copy of the model and a
-rank reads only its part: its layers, its heads, its columns of the feed-forward layer and its rows of the vocabulary.
+`slots()` maps parts of checkpoint tensors to parts of ours (slots.py), so that loading needs no second copy of the
+model and a rank reads only its part: its layers, its heads, its columns of the feed-forward layer or its experts, and
+its rows of the vocabulary.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from ...configs.arithmetic import ceil_div
 from ...kernels.backends.dispatch import numba_computes
-from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
+from ...kernels.linear.block_format import Weight
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
-
-
-@dataclass(frozen=True)
-class Slot:
-    """`target` is filled with the part of a checkpoint tensor of `shape` that begins at index `start`."""
-
-    target: torch.Tensor
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
-
-    @staticmethod
-    def whole(target: Weight) -> "Slot":
-        """Filled with all of a checkpoint tensor."""
-        return Slot.part(target, dim=0, start=0, size=len(target))
-
-    @staticmethod
-    def part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
-        """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
-        shape, first = list(target.shape), [0] * len(target.shape)
-        shape[dim], first[dim] = size, start
-        if isinstance(target, BlockScaled):
-            return Slot(target.values, tuple(shape), tuple(first), target)
-        return Slot(target, tuple(shape), tuple(first))
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.nbytes if self.block_scaled is None else self.block_scaled.nbytes
-
-    def fill_scales(self, scales: torch.Tensor) -> None:
-        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
-        assert self.block_scaled is not None
-        row_group, target = self.block_scaled.row_group, self.block_scaled.scales
-        rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
-        first = self.start[1] // BLOCK
-        blocks = ceil_div(self.target.shape[1], BLOCK)
-        target[:, :blocks].copy_(scales[rows, first : first + blocks])
-
-    @property
-    def fills_whole(self) -> bool:
-        return self.shape == tuple(self.target.shape)
+from ..layers.moe import MlpParameters, MoeParameters
+from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .slots import Slot
 
 
 @dataclass(frozen=True)
@@ -65,17 +28,14 @@ class LayerParameters:
     """
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o: torch.Tensor  # [hidden, heads * head_dim]
+    o: Weight  # [hidden, heads * head_dim]
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor  # [hidden, intermediate]
-    down_bias: torch.Tensor | None
+    mlp: MlpParameters | MoeParameters
 
 
 @dataclass(frozen=True)
@@ -91,47 +51,24 @@ class DecoderParameters:
 
     @staticmethod
     def allocate(
-        config: ModelConfig, shard: Shard = WHOLE, *, device: torch.device, dtype: torch.dtype
+        config: ModelConfig,
+        shard: Shard = WHOLE,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: Collection[str] = frozenset(),
     ) -> "DecoderParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided."""
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
+        are the checkpoint tensors to keep in block-scaled fp8 where possible.
+        """
 
-        def tensor(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        def wide(rows: int, columns: int) -> torch.Tensor:
-            # stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows
-            by_torch = device.type == "cpu" and not (dtype == torch.float32 and numba_computes())
-            return tensor(columns, rows).t() if by_torch else tensor(rows, columns)
-
-        def bias(present: bool, size: int) -> torch.Tensor | None:
-            return tensor(size) if present else None
-
-        hidden, intermediate = config.hidden_size, len(shard.part("intermediate_size", config.intermediate_size))
-        q_size = len(shard.part("num_attention_heads", config.num_heads)) * config.head_dim
-        qkv_size = q_size + 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
-        adds_bias = shard.tp_rank == 0
-        layers = tuple(
-            LayerParameters(
-                input_norm=tensor(hidden),
-                qkv=wide(qkv_size, hidden),
-                qkv_bias=bias(config.qkv_bias, qkv_size),
-                q_norm=bias(config.qk_norm, config.head_dim),
-                k_norm=bias(config.qk_norm, config.head_dim),
-                o=tensor(hidden, q_size),
-                o_bias=bias(config.o_bias and adds_bias, hidden),
-                mlp_norm=tensor(hidden),
-                gate_up=wide(2 * intermediate, hidden),
-                gate_up_bias=bias(config.mlp_bias, 2 * intermediate),
-                down=tensor(hidden, intermediate),
-                down_bias=bias(config.mlp_bias and adds_bias, hidden),
-            )
-            for _ in shard.layers(config.num_layers)
-        )
-        rows = shard.vocabulary_rows(config.vocab_size)
-        norm, head = (tensor(hidden), wide(rows, hidden)) if shard.last else (None, None)
+        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
+        layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
+        rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
+        norm, head = (memory.tensor(hidden), memory.wide(rows, hidden)) if shard.last else (None, None)
         embedding = None
         if shard.first:
-            embedding = head if config.tied_embeddings and head is not None else tensor(rows, hidden)
+            embedding = head if config.tied_embeddings and head is not None else memory.tensor(rows, hidden)
         return DecoderParameters(config, shard, layers, embedding, norm, head)
 
     @staticmethod
@@ -179,30 +116,23 @@ class DecoderParameters:
     def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
         config, shard, head_dim = self.config, self.shard, self.config.head_dim
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
-        inner = shard.part("intermediate_size", config.intermediate_size)
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
-        slots = {}
+        slots = mlp_slots(layer.mlp, config, shard)
         for name, whole in (
             ("input_layernorm.weight", layer.input_norm),
             ("self_attn.q_norm.weight", layer.q_norm),
             ("self_attn.k_norm.weight", layer.k_norm),
             ("self_attn.o_proj.bias", layer.o_bias),
             ("post_attention_layernorm.weight", layer.mlp_norm),
-            ("mlp.down_proj.bias", layer.down_bias),
         ):
             if whole is not None:
                 slots[name] = Slot.whole(whole)
-        for name, matrix, start, size in (
-            ("self_attn.o_proj.weight", layer.o, heads.start * head_dim, config.num_heads * head_dim),
-            ("mlp.down_proj.weight", layer.down, inner.start, config.intermediate_size),
-        ):
-            slots[name] = Slot.part(matrix, dim=1, start=start, size=size)
-        for kind, qkv, gate_up in (
-            ("weight", layer.qkv, layer.gate_up),
-            ("bias", layer.qkv_bias, layer.gate_up_bias),
-        ):
+        slots["self_attn.o_proj.weight"] = Slot.part(
+            layer.o, dim=1, start=heads.start * head_dim, size=config.num_heads * head_dim
+        )
+        for kind, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
             if qkv is not None:
-                q, k, v = torch.split_with_sizes(qkv, (q_size, kv_size, kv_size))
+                q, k, v = split_rows(qkv, q_size, kv_size)
                 for name, rows, held, count in (
                     ("q_proj", q, heads, config.num_heads),
                     ("k_proj", k, kv_heads, config.num_kv_heads),
@@ -211,9 +141,71 @@ class DecoderParameters:
                     slots[f"self_attn.{name}.{kind}"] = Slot.part(
                         rows, dim=0, start=held.start * head_dim, size=count * head_dim
                     )
-            if gate_up is not None:
-                for name, rows in zip(("gate_proj", "up_proj"), gate_up.chunk(2), strict=True):
-                    slots[f"mlp.{name}.{kind}"] = Slot.part(
-                        rows, dim=0, start=inner.start, size=config.intermediate_size
-                    )
+        if isinstance(layer.mlp, MlpParameters):
+            slots |= self._mlp_bias_slots(layer.mlp)
         return slots
+
+    def _mlp_bias_slots(self, layer: MlpParameters) -> dict[str, Slot]:
+        slots = {}
+        if layer.gate_up_bias is not None:
+            size = self.config.intermediate_size
+            start = self.shard.part("intermediate_size", size).start
+            for name, part in zip(("gate_proj", "up_proj"), layer.gate_up_bias.chunk(2), strict=True):
+                slots[f"mlp.{name}.bias"] = Slot.part(part, dim=0, start=start, size=size)
+        if layer.down_bias is not None:
+            slots["mlp.down_proj.bias"] = Slot.whole(layer.down_bias)
+        return slots
+
+
+class _Memory(WeightMemory):
+    """Allocates the layers of one rank. Matrices with a bias are not kept in fp8."""
+
+    def wide(self, rows: int, columns: int) -> torch.Tensor:
+        """A matrix, stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows."""
+        by_torch = self.device.type == "cpu" and not (self.dtype == torch.float32 and numba_computes())
+        return self.tensor(columns, rows).t() if by_torch else self.tensor(rows, columns)
+
+    def layer(self, index: int) -> LayerParameters:
+        config, shard, hidden, head_dim = self.config, self.shard, self.config.hidden_size, self.config.head_dim
+        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), shard.kv_heads(config.num_kv_heads)
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        prefix, moe = f"model.layers.{index}", config.moe_of(index)
+        return LayerParameters(
+            input_norm=self.tensor(hidden),
+            qkv=self._qkv(f"{prefix}.self_attn", heads, kv_heads),
+            qkv_bias=self._optional(config.qkv_bias, q_size + 2 * kv_size),
+            q_norm=self._optional(config.qk_norm, head_dim),
+            k_norm=self._optional(config.qk_norm, head_dim),
+            o=self.tensor(hidden, q_size)
+            if config.o_bias
+            else self.weight(
+                hidden, q_size, names=[f"{prefix}.self_attn.o_proj.weight"], first_column=heads.start * head_dim
+            ),
+            o_bias=self._optional(config.o_bias and shard.tp_rank == 0, hidden),
+            mlp_norm=self.tensor(hidden),
+            mlp=self.mlp(prefix) if moe is None else self.mixture(prefix, moe),
+        )
+
+    def _qkv(self, prefix: str, heads: range, kv_heads: range) -> Weight:
+        head_dim, hidden = self.config.head_dim, self.config.hidden_size
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        rows, names = q_size + 2 * kv_size, [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+        if self.config.qkv_bias or not self.in_fp8(names):
+            return self.wide(rows, hidden)
+        first_rows = (q_size, q_size + kv_size, heads.start * head_dim, kv_heads.start * head_dim)
+        return self.weight(rows, hidden, names=names, first_rows=first_rows)
+
+    def mlp(self, layer: str) -> MlpParameters:
+        config, shard = self.config, self.shard
+        if not config.mlp_bias and self.in_fp8([f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")]):
+            return super().mlp(layer)
+        size, hidden = len(shard.part("intermediate_size", config.intermediate_size)), config.hidden_size
+        return MlpParameters(
+            gate_up=self.wide(2 * size, hidden),
+            down=self.tensor(hidden, size),
+            gate_up_bias=self._optional(config.mlp_bias, 2 * size),
+            down_bias=self._optional(config.mlp_bias and shard.tp_rank == 0, hidden),
+        )
+
+    def _optional(self, present: bool, size: int) -> torch.Tensor | None:
+        return self.tensor(size) if present else None

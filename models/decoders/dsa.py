@@ -30,7 +30,7 @@ from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
 from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
-from ..layers.moe import MlpParameters, MoeParameters, mixture, mlp
+from ..layers.moe import MoeParameters, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
 from ..layers.token_exchange import over_all_ranks
@@ -85,13 +85,11 @@ class DsaDecoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step: torch's grouped product, for experts that are not block-scaled,
-        does not wait for the device in bfloat16 only (moe.py). With data-parallel attention, the tokens of other ranks
-        differ between steps.
+        """Whether a CUDA graph can capture a step (`MoeParameters.capturable`). With data-parallel attention, the
+        tokens of other ranks differ between steps.
         """
         mlps = [layer.mlp for layer in self.parameters.layers]
-        by_torch = any(isinstance(mlp, MoeParameters) and isinstance(mlp.gate_up, torch.Tensor) for mlp in mlps)
-        on_device = self.parameters.dtype == torch.bfloat16 or not by_torch
+        on_device = all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
         return on_device and not self.parameters.shard.dp_attention
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
@@ -247,10 +245,9 @@ class DsaDecoder:
 
     def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
         """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
-        parameters, moe = self.parameters.layers[index].mlp, self._dsa.moe
 
         def compute(rows: torch.Tensor) -> torch.Tensor:
-            return mlp(rows, parameters) if isinstance(parameters, MlpParameters) else mixture(rows, parameters, moe)
+            return feed_forward(rows, self.parameters.layers[index].mlp, self.config.moe)
 
         if ranks is None:
             return self._parallel.all_reduce(compute(normed))

@@ -1,27 +1,23 @@
 """The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and the checkpoint tensors that fill them.
 
-Tensor parallelism divides attention heads, the width of MLPs and of every expert (or, with expert parallelism,
-distributes whole experts), and the vocabulary. Every rank has the parts before the heads (compressions, indexer,
-router) whole. With data-parallel attention, every rank has all heads and the whole vocabulary.
-
-Matrices that a checkpoint stores in fp8 stay fp8 with their scales (kernels/linear/block_format.py), except MLA's
-absorbed ones and those of which a rank's columns begin or end inside a block: they are expanded.
+Tensor parallelism divides attention heads, MLPs and experts (mlp_parameters.py) and the vocabulary. Every rank has the
+parts before the heads (compressions, indexer) whole. With data-parallel attention, every rank has all heads and the
+whole vocabulary. MLA's absorbed matrices are never in fp8.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
-from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
 from ..config.dsa import DsaConfig
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 from ..layers.indexer import IndexerParameters
 from ..layers.mla import MlaParameters
 from ..layers.moe import MlpParameters, MoeParameters
-from .dense_parameters import Slot
+from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .slots import Slot
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class DsaParameters:
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
         are the checkpoint tensors to keep in block-scaled fp8 where possible.
         """
-        memory = _Memory(config, shard, device, dtype, fp8)
+        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
         rows = shard.attention.vocabulary_rows(config.vocab_size)
         return DsaParameters(
             config,
@@ -98,7 +94,7 @@ class DsaParameters:
                 "input_layernorm.weight": Slot.whole(layer.input_norm),
                 "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
                 **self._attention_slots(layer),
-                **self._mlp_slots(layer.mlp),
+                **mlp_slots(layer.mlp, self.config, self.shard),
             }
             slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
         return slots
@@ -113,8 +109,8 @@ class DsaParameters:
         dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
         heads = self.shard.attention.part("num_attention_heads", num_heads)
         q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
-        q_a, kv_a, key = _split(attention.compress, dsa.q_rank, dsa.latent_dim)
-        q_b, index_query = _split(attention.expand, len(heads) * q_dim)
+        q_a, kv_a, key = split_rows(attention.compress, dsa.q_rank, dsa.latent_dim)
+        q_b, index_query = split_rows(attention.expand, len(heads) * q_dim)
         slots = {
             "q_a_proj.weight": Slot.whole(q_a),
             "q_a_layernorm.weight": Slot.whole(attention.q_norm),
@@ -138,87 +134,28 @@ class DsaParameters:
             }
         return {f"self_attn.{name}": slot for name, slot in slots.items()}
 
-    def _mlp_slots(self, layer: MlpParameters | MoeParameters) -> dict[str, Slot]:
-        if isinstance(layer, MlpParameters):
-            return self._gated_slots("mlp", layer.gate_up, layer.down)
-        slots = {
-            "mlp.gate.weight": Slot.whole(layer.router),
-            "mlp.gate.e_score_correction_bias": Slot.whole(layer.router_bias),
-            **self._gated_slots("mlp.shared_experts", layer.shared.gate_up, layer.shared.down),
-        }
-        whole = self.shard.whole_experts
-        for expert, gate_up, down in zip(layer.experts, _each(layer.gate_up), _each(layer.down), strict=True):
-            slots.update(self._gated_slots(f"mlp.experts.{expert}", gate_up, down, whole=whole))
-        return slots
 
-    def _gated_slots(self, prefix: str, gate_up: Weight, down: Weight, *, whole: bool = False) -> dict[str, Slot]:
-        """Slots of an MLP of which this rank has a part of the width, or all of it."""
-        share = down.shape[1]
-        start, size = (0, share) if whole else (self.shard.tp_rank * share, self.shard.tp_size * share)
-        gate, up = _split(gate_up, share)
-        return {
-            f"{prefix}.gate_proj.weight": Slot.part(gate, dim=0, start=start, size=size),
-            f"{prefix}.up_proj.weight": Slot.part(up, dim=0, start=start, size=size),
-            f"{prefix}.down_proj.weight": Slot.part(down, dim=1, start=start, size=size),
-        }
-
-
-def _split(matrix: Weight, *rows: int) -> tuple[Weight, ...]:
-    """Split off parts of these numbers of rows, and the rest, which may be empty."""
-    ends = list(accumulate(rows))
-    return tuple(matrix[start:end] for start, end in zip([0, *ends], [*ends, len(matrix)], strict=True))
-
-
-def _each(experts: Weight) -> Iterator[Weight]:
-    """The matrix of each expert."""
-    if isinstance(experts, BlockScaled):
-        for values, scales in zip(experts.values, experts.scales, strict=True):
-            yield BlockScaled(values, scales, experts.row_group)
-    else:
-        yield from experts
-
-
-class _Memory:
+class _Memory(WeightMemory):
     """Allocates the layers of one rank."""
 
-    def __init__(
-        self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype, fp8: Collection[str]
-    ) -> None:
-        assert config.dsa is not None
-        self._config, self._dsa, self._shard = config, config.dsa, shard
-        self._device, self._dtype = device, dtype
-        self._fp8 = fp8
-
-    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
-
-    def weight(
-        self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
-    ) -> Weight:
-        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 if all of them are.
-
-        `first_rows` are the rows where parts begin, in the matrix and in the checkpoint; its columns are those of the
-        checkpoint from `first_column` on.
-        """
-        offset, columns = first_column % BLOCK, shape[-1]
-        on_blocks = offset == 0 or offset + columns <= BLOCK
-        if not on_blocks or not all(name in self._fp8 for name in names):
-            return self.tensor(*shape)
-        return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self._device)
+    @property
+    def _dsa(self) -> DsaConfig:
+        assert self.config.dsa is not None
+        return self.config.dsa
 
     def layer(self, index: int) -> DsaLayerParameters:
         prefix = f"model.layers.{index}"
         return DsaLayerParameters(
-            input_norm=self.tensor(self._config.hidden_size),
+            input_norm=self.tensor(self.config.hidden_size),
             attention=self._attention(index, f"{prefix}.self_attn"),
             indexer=self._indexer() if self._dsa.indexed[index] else None,
-            mlp_norm=self.tensor(self._config.hidden_size),
-            mlp=self._mixture(f"{prefix}.mlp") if self._dsa.mixed[index] else self._dense(f"{prefix}.mlp"),
+            mlp_norm=self.tensor(self.config.hidden_size),
+            mlp=self.mlp(prefix) if (moe := self.config.moe_of(index)) is None else self.mixture(prefix, moe),
         )
 
     def _attention(self, index: int, prefix: str) -> MlaParameters:
-        dsa, hidden = self._dsa, self._config.hidden_size
-        heads = self._shard.attention.part("num_attention_heads", self._config.num_heads)
+        dsa, hidden = self._dsa, self.config.hidden_size
+        heads = self.shard.attention.part("num_attention_heads", self.config.num_heads)
         q_dim, indexed = dsa.nope_dim + dsa.rope_dim, dsa.indexed[index]
         q_size, compressed = len(heads) * q_dim, dsa.q_rank + dsa.latent_dim
         to_compress, to_expand = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
@@ -254,40 +191,5 @@ class _Memory:
         return IndexerParameters(
             key_norm=self.tensor(dsa.index_dim),
             key_norm_bias=self.tensor(dsa.index_dim),
-            weights=self.tensor(dsa.index_heads, self._config.hidden_size, dtype=torch.float32),
+            weights=self.tensor(dsa.index_heads, self.config.hidden_size, dtype=torch.float32),
         )
-
-    def _dense(self, prefix: str) -> MlpParameters:
-        size = len(self._shard.part("intermediate_size", self._config.intermediate_size))
-        return MlpParameters(*self._gated([prefix], size))
-
-    def _mixture(self, prefix: str) -> MoeParameters:
-        moe, hidden = self._dsa.moe, self._config.hidden_size
-        experts, size = moe.share(self._shard, hidden)
-        gate_up, down = self._gated(
-            [f"{prefix}.experts.{expert}" for expert in experts],
-            size,
-            len(experts),
-            whole=self._shard.whole_experts,
-        )
-        return MoeParameters(
-            router=self.tensor(moe.num_experts, hidden, dtype=torch.float32),
-            router_bias=self.tensor(moe.num_experts, dtype=torch.float32),
-            experts=experts,
-            gate_up=gate_up,
-            down=down,
-            shared=MlpParameters(*self._gated([f"{prefix}.shared_experts"], moe.shared_share(self._shard))),
-        )
-
-    def _gated(self, prefixes: Sequence[str], size: int, *experts: int, whole: bool = False) -> tuple[Weight, Weight]:
-        """The matrices of an MLP, or of several experts: a part of the width, `size` elements, or all of it."""
-        hidden, start = self._config.hidden_size, 0 if whole else self._shard.tp_rank * size
-        gate_up = self.weight(
-            *experts,
-            2 * size,
-            hidden,
-            names=[f"{prefix}.{part}_proj.weight" for prefix in prefixes for part in ("gate", "up")],
-            first_rows=(size, start),
-        )
-        names = [f"{prefix}.down_proj.weight" for prefix in prefixes]
-        return gate_up, self.weight(*experts, hidden, size, names=names, first_column=start)

@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from ...configs.errors import ClientError
 from ...configs.sampling import Grammar
 from .regex_size import regex_size
-from .structural_tags import structural_tag_to_lark
+from .structural_tags import reasoning_to_lark, structural_tag_to_lark
 
 MAX_CHARACTERS = 1 << 17
 MAX_REGEX_SIZE = 10_000
@@ -32,6 +32,17 @@ class GrammarError(ClientError):
 
 def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
     """The grammar as llguidance takes it; raises GrammarError. `special_tokens` maps texts to ids."""
+    made = _answer_to_llguidance(grammar, special_tokens)
+    if grammar.after is None:
+        return made
+    parsed = json.loads(made) if made.startswith("{") else {"grammars": [{"lark_grammar": made}]}
+    answer = {**parsed["grammars"][0], "name": "answer"}
+    start = {"lark_grammar": reasoning_to_lark(grammar.after, special_tokens)}
+    return json.dumps({**parsed, "grammars": [start, answer, *parsed["grammars"][1:]]})
+
+
+def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+    """The same without the reasoning before it."""
     text = grammar.text
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(f"has {len(text)} characters; at most {MAX_CHARACTERS} are allowed")
@@ -95,10 +106,12 @@ def _from_ebnf(text: str) -> str:
         raise GrammarError(f"is not a valid EBNF grammar: {error}") from None
 
 
-def _inline_schema(schema: object) -> str:
-    """A JSON schema as a part of a Lark grammar. It carries its options itself."""
+def _inline_schema(schema: object, lenient: bool) -> str:
+    """A JSON schema as a part of a Lark grammar. It carries its options itself. `lenient`: what cannot be enforced is
+    ignored.
+    """
     checked = check_schema(schema)
-    options = {"x-guidance": JSON_OPTIONS}
+    options = {"x-guidance": {**JSON_OPTIONS, "lenient": lenient}}
     return "%json " + json.dumps({**checked, **options} if isinstance(checked, dict) else checked)
 
 

@@ -2,7 +2,7 @@
 
 Two spellings, both of SGLang: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`, and the newer
 `{"type": "structural_tag", "format": {...}}`, whose formats are const_string, json_schema, regex, any_text, sequence,
-or, tag and triggered_tags.
+or, tag, triggered_tags and tags_with_separator.
 """
 
 import json
@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...configs.sampling import ReasoningTags
+
 _ANY = r"/(.|\n)*/"
+_SPACE = r"/[ \n]{0,8}/"
 
 
 def structural_tag_to_lark(
     tag: Any,
     special_tokens: Mapping[str, int],
-    inline_schema: Callable[[object], str],
+    inline_schema: Callable[[object, bool], str],
     check_regex: Callable[[str], str],
 ) -> str:
     """A Lark grammar; raises ValueError, KeyError or TypeError for anything else than the two spellings."""
@@ -44,7 +47,7 @@ class _Builder:
     def __init__(
         self,
         special_tokens: Mapping[str, int],
-        inline_schema: Callable[[object], str],
+        inline_schema: Callable[[object, bool], str],
         check_regex: Callable[[str], str],
     ) -> None:
         self.rules: list[str] = []
@@ -60,7 +63,7 @@ class _Builder:
             case "const_string":
                 return self._literal(given["value"])
             case "json_schema":
-                return self._rule(self._inline_schema(given["json_schema"]))
+                return self._rule(self._inline_schema(given["json_schema"], bool(given.get("lenient"))))
             case "regex":
                 return self._rule(f"/{_escaped(self._check_regex(given['pattern']))}/")
             case "any_text" if last:
@@ -76,6 +79,8 @@ class _Builder:
                 return self._tag(given["begin"], given)
             case "triggered_tags" if last:
                 return self.triggered(given)
+            case "tags_with_separator":
+                return self._separated(given)
             case kind:
                 raise ValueError(f"format {kind!r} is not supported here")
 
@@ -89,8 +94,9 @@ class _Builder:
             if trigger is None:
                 raise ValueError(f"no trigger begins {tag['begin']!r}")
             body = self._tag(tag["begin"][len(trigger) :], tag)
-            if trigger in self._special:
-                options.append(f"{self._text()} <[{self._special[trigger]}]> {body}")
+            parts = self._parts(trigger)
+            if len(parts) == 3:
+                options.append(f"{self._text(parts[0])} {self._literal(parts[1] + parts[2])} {body}")
             else:
                 name = self._rule(f"{_ANY} {json.dumps(trigger)}", lazy=True)
                 options.append(f"{name} {body}")
@@ -102,18 +108,37 @@ class _Builder:
             repeat = f"{tags}?"
         return repeat if given.get("stop_after_first") else f"{repeat} {self._text()}"
 
+    def _separated(self, given: Mapping[str, Any]) -> str:
+        """Tags and nothing else, with a string between two of them."""
+        if not given["tags"]:
+            raise ValueError("no tags")
+        tags = self._rule(" | ".join(self._tag(tag["begin"], tag) for tag in given["tags"]))
+        several = tags
+        if not given.get("stop_after_first"):
+            several = self._rule(f"{tags} ({self._literal(given['separator'])} {tags})*")
+        return several if given.get("at_least_one") else f"({several})?"
+
     def _tag(self, begin: str, tag: Mapping[str, Any]) -> str:
         """The begin string, the content and the end string."""
         content, end = tag["content"], tag["end"]
         if content["type"] == "any_text" and end:
-            if self._split is not None and self._split.search(end):
-                return f"{self._literal(begin)} {self._text()} {self._literal(end)}"
+            parts = self._parts(end)
+            if len(parts) == 3:
+                return f"{self._literal(begin)} {self._text(parts[0])} {self._literal(parts[1] + parts[2])}"
             name = self._rule(f"{_ANY} {json.dumps(end)}", lazy=True)
             return f"{self._literal(begin)} {name}"
         return f"{self._literal(begin)} {self.format(content, last=False)} {self._literal(end)}"
 
-    def _text(self) -> str:
-        return self._rule(_ANY)
+    def _text(self, end: str = "") -> str:
+        """Any text without special tokens, that ends with `end`."""
+        if not end:
+            return self._rule(_ANY)
+        self.rules.append(f"TEXT_{len(self.rules)}: {_ANY} {json.dumps(end)}")
+        return f"TEXT_{len(self.rules) - 1}"
+
+    def _parts(self, text: str) -> list[str]:
+        """The text before the first special token, the token and the text after it; or the text alone."""
+        return self._split.split(text, maxsplit=1) if self._split is not None else [text]
 
     def _literal(self, text: str) -> str:
         """Text in which special tokens, which are no text to the tokenizer, are written as tokens."""
@@ -131,3 +156,17 @@ class _Builder:
 def _escaped(pattern: str) -> str:
     r"""A pattern between slashes: a slash is written as \/."""
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
+
+
+def reasoning_to_lark(tags: ReasoningTags, special_tokens: Mapping[str, int]) -> str:
+    """A Lark grammar of an output whose reasoning precedes the rule `@answer`."""
+    builder = _Builder(special_tokens, lambda *_: "", str)
+    span = {
+        "type": "tag",
+        "begin": "" if tags.is_open else tags.open,
+        "content": {"type": "any_text"},
+        "end": tags.close,
+    }
+    after = f"{builder.format(span)} {_SPACE} @answer"
+    start = after if tags.is_open else f"@answer | {_SPACE} {after}"
+    return "\n".join(["%llguidance {}", f"start: {start}", *builder.rules]) + "\n"

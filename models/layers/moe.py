@@ -1,7 +1,7 @@
-"""A mixture of experts: a router that selects experts per token, their MLPs, and a shared MLP for every token.
+"""The feed-forward part of a layer: a gated MLP, or a mixture of experts with a router that selects some per token.
 
-    weights, selected  =  select_experts(x @ router.T)      in float32, kernels/moe/selection.py
-    mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x)
+    weights, selected  =  select_experts(x @ router.T)      kernels/moe/selection.py
+    mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x), if there is one
 
 With tensor parallelism a rank has a part of every expert's width
 or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
@@ -19,29 +19,46 @@ from ...kernels.linear.float_linear import float_linear
 from ...kernels.linear.linear import gated_linear, linear
 from ...kernels.moe.experts import grouped_experts
 from ...kernels.moe.selection import select_experts
-from ..config.dsa import MoeConfig
+from ..config.moe import MoeConfig
 
 
 @dataclass(frozen=True)
 class MlpParameters:
-    """A gated MLP; `size` is this rank's part of its width."""
+    """A gated MLP; `size` is this rank's part of its width. Biases are not those of block-scaled weights."""
 
     gate_up: Weight  # [2 * size, hidden]
     down: Weight  # [hidden, size]
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class MoeParameters:
-    """The router of all E experts, this rank's experts, and the shared one; `size` is the rank's part of an expert's
-    width.
+    """The router of all E experts, this rank's experts, and the shared one, if any; `size` is the rank's part of an
+    expert's width. A router with a bias computes in float32, one without in the model's dtype.
     """
 
-    router: torch.Tensor  # [E, hidden] float32
-    router_bias: torch.Tensor  # [E] float32
+    router: torch.Tensor  # [E, hidden]
+    router_bias: torch.Tensor | None  # [E] float32
     experts: range  # which of the E
     gate_up: Weight  # [len(experts), 2 * size, hidden]
     down: Weight  # [len(experts), hidden, size]
-    shared: MlpParameters
+    shared: MlpParameters | None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not block-scaled, does not
+        wait for the device in bfloat16 only.
+        """
+        return not isinstance(self.gate_up, torch.Tensor) or self.gate_up.dtype == torch.bfloat16
+
+
+def feed_forward(x: torch.Tensor, parameters: MlpParameters | MoeParameters, moe: MoeConfig | None) -> torch.Tensor:
+    """x [T, hidden] through the MLP or the mixture of a layer: this rank's part of the sum."""
+    if isinstance(parameters, MlpParameters):
+        return mlp(x, parameters)
+    assert moe is not None
+    return mixture(x, parameters, moe)
 
 
 def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
@@ -49,7 +66,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     gate_up, down = parameters.gate_up, parameters.down
     if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
         return block_scaled_mlp(x, gate_up, down)
-    return linear(gated_linear(x, gate_up), down)
+    return linear(gated_linear(x, gate_up, parameters.gate_up_bias), down, parameters.down_bias)
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
@@ -64,15 +81,15 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
         first=parameters.experts.start,
         num_experts=len(parameters.router),
     )
-    return routed + mlp(x, parameters.shared)
+    return routed if parameters.shared is None else routed + mlp(x, parameters.shared)
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor, config: MoeConfig
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, config: MoeConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
     return select_experts(
-        float_linear(x, router),
+        float_linear(x, router) if router.dtype == torch.float32 else linear(x, router).float(),
         bias,
         num_groups=config.num_groups,
         groups_per_token=config.groups_per_token,

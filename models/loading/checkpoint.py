@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..decoders.dense_parameters import Slot
+from ..decoders.slots import Slot
 
 
 class Checkpoint(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div
 from ...kernels.linear.block_format import BLOCK, FP8, LARGEST
-from ..decoders.dense_parameters import Slot
+from ..decoders.slots import Slot
 
 _BLOCK_ROWS = 1024
 """Rows per random seed: a rank generates few rows that it does not hold."""

@@ -9,10 +9,11 @@ from ...configs.schema import LoadFormat
 from ...kernels.linear.block_format import BLOCK, supports_fp8
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
-from ..decoders.dense_parameters import Slot
+from ..decoders.dense_parameters import DecoderParameters
 from ..decoders.dsa_parameters import DsaParameters
+from ..decoders.slots import Slot
+from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource
-from .dsa_checkpoint import DsaCheckpoint
 from .weights import open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -23,13 +24,12 @@ _IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weig
 
 def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
     """The tensors that are stored in blocks of 128 x 128; with dummy weights, those that a checkpoint would have."""
-    dsa = source.config.dsa
-    if dsa is None or dsa.weight_block != (BLOCK, BLOCK):
+    if source.config.weight_block != (BLOCK, BLOCK):
         return frozenset()
     if load_format == "dummy":
         return _usual_tensors(source.config)
     checkpoint = open_checkpoint(source)
-    return checkpoint.fp8 if isinstance(checkpoint, DsaCheckpoint) else frozenset()
+    return checkpoint.fp8 if isinstance(checkpoint, BlockScaledCheckpoint) else frozenset()
 
 
 def kept_in_fp8(stored: frozenset[str], device: torch.device) -> frozenset[str]:
@@ -43,7 +43,7 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
     expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
     if not expanded:
         return
-    reason = "kv_b_proj, and parts of ranks that begin or end inside a block of columns"
+    reason = "kv_b_proj, matrices with a bias, and parts of ranks that begin or end inside a block of columns"
     log.info(
         "fp8 weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
         len(expanded),
@@ -55,5 +55,6 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
 
 
 def _usual_tensors(config: ModelConfig) -> frozenset[str]:
-    slots = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
+    parameters = DecoderParameters if config.dsa is None else DsaParameters
+    slots = parameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
     return frozenset(name for name, slot in slots.items() if len(slot.shape) == 2 and not name.endswith(_IN_16_BITS))

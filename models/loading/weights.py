@@ -13,11 +13,11 @@ from ...configs.errors import StartupError
 from ...configs.progress import ProgressLog
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
-from ..decoders.dense_parameters import Slot
+from ..decoders.slots import Slot
 from ..formats.gguf_file import GgufFile
+from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
-from .dsa_checkpoint import DsaCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
         return GgufCheckpoint(GgufFile(source.path), source.config)
     files = SafetensorsCheckpoint(source.path)
-    return files if source.config.dsa is None else DsaCheckpoint(files, source.config.dsa)
+    plain = source.config.dsa is None and source.config.weight_block is None
+    return files if plain else BlockScaledCheckpoint(files, source.config)
 
 
 class SafetensorsCheckpoint:

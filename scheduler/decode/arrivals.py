@@ -191,10 +191,9 @@ class Arrivals:
         prompt.grant = None
         samples = prompt.waiting
         for request in samples:
-            request.lifecycle.advance(State.ARRIVED, now)
+            request.arrived(done, now)
             if received is not None:
                 self._memory.receive_rows(prompt, received, request)
-            request.done = request.done or done
             self._copy_tail(prompt, request, grant)
             if not prompt.output_tokens:
                 self._outbox.append(SendToFrontend(Prefilled(request.rid, done.cached_tokens, done.input_logprobs)))

@@ -55,6 +55,7 @@ class Submissions:
         prompt = self._dispatcher.new_prompt(
             submit.prompt_ids, endpoint=submit.endpoint, room=submit.room, priority=submit.priority, now=now
         )
+        prompt.traceparent = submit.traceparent
         for index, rid in enumerate(rids):
             sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
             self._endings.requests[rid] = request = Request(

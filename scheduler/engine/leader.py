@@ -72,7 +72,7 @@ def main() -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     introduction = json.loads(sys.stdin.buffer.readline())
     config = parse_config(introduction["config"])
-    configure_logging(config.log_level, config.role)
+    configure_logging(config.log_level, config.role, config.log_format)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_frontend, args=(inbox,), name="frontend-watch", daemon=True).start()
     frontend = FrontendLink(introduction["frontend"], inbox.put)

@@ -250,6 +250,7 @@ class EngineLoop(Generic[EngineT]):
     def _found_leak(self, problem: str) -> None:
         log.error("integrity check: %s", problem)
         self.engines[0].scheduler.counters["integrity_errors"] += 1
+        self._publish(force=True)  # a Status with the problem has the count too
         self._leak = f"integrity check: {problem}"
 
     def _publish(self, *, force: bool = False) -> None:

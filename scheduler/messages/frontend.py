@@ -22,7 +22,8 @@ class Submit(FrontendMessage, frozen=True):
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: they share prefill and
     transfer, and are separate requests after that, each with its own terminal message. A higher `priority` is served
     first. `client` is the address of the HTTP client. A call with several prompts sends one Submit each, in a row;
-    `follows` is the rid of the first one. If the first was accepted, the others are accepted too.
+    `follows` is the rid of the first one. If the first was accepted, the others are accepted too. `traceparent` (W3C)
+    is the span of the request, if it is traced.
     """
 
     rid: str
@@ -36,6 +37,7 @@ class Submit(FrontendMessage, frozen=True):
     priority: int = 0
     client: str = ""
     follows: str | None = None
+    traceparent: str | None = None
 
 
 class Cancel(FrontendMessage, frozen=True):
@@ -160,6 +162,20 @@ class Failed(FrontendMessage, frozen=True):
     retry_after_s: float | None = None
 
 
+class PromptSent(FrontendMessage, frozen=True):
+    """A traced prompt has been computed and sent (prefill). `transfer_s` is the time after its last step."""
+
+    rid: str
+    traceparent: str
+    prompt_tokens: int
+    cached_tokens: int
+    chunks: int
+    bytes_written: int
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+
+
 class PeerStatus(msgspec.Struct, frozen=True):
     """The connection to one peer server."""
 
@@ -201,6 +217,6 @@ class Status(FrontendMessage, frozen=True):
 
 
 ToLeader = Submit | Cancel | FlushCache | Stop
-ToFrontend = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | Status
+ToFrontend = Ready | StartupFailed | Tokens | Prefilled | Finished | Failed | PromptSent | Status
 ToFrontendBatch = list[ToFrontend]
 """The content of one ZMQ message, in order."""

@@ -8,7 +8,8 @@ from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
-from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, TransferKey
+from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
+from ..messages.frontend import PromptSent
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 
 DEADLINE_GRACE_S = 2.0
@@ -107,6 +108,21 @@ class PrefillRequest:
     @property
     def prompt_tokens(self) -> int:
         return len(self.prompt)
+
+
+def prompt_sent(request: PrefillRequest, done: PrefillDone, traceparent: str) -> PromptSent:
+    """The report of a traced prompt for the frontend."""
+    return PromptSent(
+        request.destination.rid,
+        traceparent,
+        prompt_tokens=done.prompt_tokens,
+        cached_tokens=done.cached_tokens,
+        chunks=done.chunks,
+        bytes_written=done.bytes_written,
+        queue_s=done.queue_s,
+        compute_s=done.compute_s,
+        transfer_s=done.transfer_tail_s,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

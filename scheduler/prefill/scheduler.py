@@ -35,14 +35,14 @@ from ...transfer.protocol.messages import (
 )
 from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
-from ..messages.effects import Effect, SendToPeer
+from ..messages.effects import Effect, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
 from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
-from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef
+from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef, prompt_sent
 from .staging import StagedSends
 
 MAX_MISFITS = 8
@@ -428,22 +428,22 @@ class PrefillScheduler:
         before_s = request.lifecycle.spent(PrefillState.WAITING, now) + request.lifecycle.spent(
             PrefillState.COMPUTING, now
         )
-        self._reply(
-            request,
-            PrefillDone(
-                key=request.key,
-                first_tokens=request.first_tokens,
-                prompt_tokens=request.prompt_tokens,
-                chunks=request.chunks,
-                writes=request.writes,
-                bytes_written=request.bytes_written,
-                queue_s=max(0.0, before_s - request.compute_s),
-                compute_s=request.compute_s,
-                transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
-                cached_tokens=request.cached,
-                input_logprobs=tuple(request.input_logprobs),
-            ),
+        done = PrefillDone(
+            key=request.key,
+            first_tokens=request.first_tokens,
+            prompt_tokens=request.prompt_tokens,
+            chunks=request.chunks,
+            writes=request.writes,
+            bytes_written=request.bytes_written,
+            queue_s=max(0.0, before_s - request.compute_s),
+            compute_s=request.compute_s,
+            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
+            cached_tokens=request.cached,
+            input_logprobs=tuple(request.input_logprobs),
         )
+        self._reply(request, done)
+        if request.destination.traceparent is not None:
+            self._outbox.append(SendToFrontend(prompt_sent(request, done, request.destination.traceparent)))
         self.counters["requests_finished"] += 1
         self._release(request, now)
 

@@ -143,7 +143,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
     introduction = json.loads(sys.stdin.buffer.readline())
     config, rank = parse_config(introduction["config"]), int(introduction["rank"])
-    configure_logging(config.log_level, f"{config.role} rank {rank}")
+    configure_logging(config.log_level, f"{config.role} rank {rank}", config.log_format)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
     link = LeaderLink(introduction["leader"], rank, keys)

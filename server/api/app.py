@@ -2,7 +2,7 @@
 
 A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
 router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/health`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
+`/`, `/health`, `/ping`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import Field
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
@@ -26,25 +27,36 @@ from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
+from ..text.chat_format import ChatFormat
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
+from .anthropic.models import CountTokensBody, CountTokensReply, MessageEvent, MessageReply, MessagesBody
+from .anthropic.replies import MessagesRendering
+from .anthropic.requests import count_tokens, parse_message
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
-from .generation import GenerationResponse, Rendering, prefill_leg, read_body
+from .generation import GenerationResponse, Rendering, prefill_leg
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
 from .lanes import Lanes
+from .live_page import add_page
 from .native.models import GenerateBody, GenerateReply, GenerateResult
 from .native.replies import GenerateRendering
 from .native.requests import Call, parse_generate
+from .openai.chat_requests import parse_chat
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
-from .openai.requests import parse_chat, parse_completion
+from .openai.requests import parse_completion
+from .request_body import read_body
+from .responses.models import ResponseEvent, ResponseObject, ResponsesBody
+from .responses.replies import ResponsesRendering
+from .responses.requests import parse_response
 from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
@@ -77,8 +89,18 @@ def create_app(routes: "Routes") -> ASGIApp:
     app.include_router(routes.public())
     app.include_router(routes.protected())
     add_documentation(app, routes.operations)
+    add_page(app)
     add_error_handlers(app, routes.metrics, log_requests=routes.config.log_requests)
-    return KeepsRequestIds(app)
+    served: ASGIApp = app
+    if routes.config.cors_origin:
+        served = CORSMiddleware(
+            app,
+            allow_origins=routes.config.cors_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # clients send headers of their own with the API key
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    return KeepsRequestIds(served)
 
 
 class Routes:
@@ -96,6 +118,7 @@ class Routes:
         self.metrics = metrics
         self.operations: list[Operation] = []
         self._tokenizer = tokenizer
+        self._chat = ChatFormat.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self._roles = roles
         self._lanes = Lanes()
         self._grammars = GrammarChecker(config.model, config.load_format)
@@ -110,7 +133,8 @@ class Routes:
 
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
-        self._add(router, "GET", "/health", self.health, reply=Health)
+        for path in ("/health", "/ping"):  # /ping: SageMaker's health check
+            self._add(router, "GET", path, self.health, reply=Health)
         self._add(router, "GET", "/metrics", self.render_metrics)
         return router
 
@@ -135,6 +159,9 @@ class Routes:
         self._add(router, "POST", "/generate", self.generate, GenerateBody, GenerateReply, GenerateResult)
         self._add(router, "POST", "/v1/completions", self.completions, CompletionBody, Completion, completion_event)
         self._add(router, "POST", "/v1/chat/completions", self.chat_completions, ChatBody, ChatCompletion, chat_event)
+        self._add(router, "POST", "/v1/responses", self.responses, ResponsesBody, ResponseObject, ResponseEvent)
+        self._add(router, "POST", "/v1/messages", self.messages, MessagesBody, MessageReply, MessageEvent)
+        self._add(router, "POST", "/v1/messages/count_tokens", self.count_tokens, CountTokensBody, CountTokensReply)
         return router
 
     def _add(self, router: APIRouter, method: str, path: str, handler: Handler, *models: Any, **named: Any) -> None:
@@ -148,7 +175,9 @@ class Routes:
         expected = self.config.api_key.get_secret_value().encode()
         # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(b" \t"), expected):
+        if scheme.lower() != b"bearer":
+            given = request.headers.get("x-api-key", "").encode("latin-1")  # Anthropic's clients
+        if not hmac.compare_digest(given.strip(b" \t"), expected):
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
 
     async def health(self) -> Response:
@@ -170,7 +199,7 @@ class Routes:
     async def _generate_one_token(self) -> str | None:
         """None, or the reason why no token was generated in time."""
         probe = Submit(
-            rid=f"health-{new_rid()}",
+            rid=f"{PROBE_PREFIX}{new_rid()}",
             prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
             sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
             timeout_s=HEALTH_GENERATE_TIMEOUT_S,
@@ -224,7 +253,9 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a chat."""
         return json_response(
-            await self._parse(request, lambda body: tokenize(body, self._limits(), self._tokenizer), is_prompt=False)
+            await self._parse(
+                request, lambda body: tokenize(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
+            )
         )
 
     async def detokenize(self, request: Request) -> Response:
@@ -276,8 +307,28 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         """Continue a chat, rendered with the model's own template."""
-        call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer))
+        call = await self._parse(request, lambda body: parse_chat(body, self._limits(), self._tokenizer, self._chat))
         return await self._respond(request, call, ChatRendering(call, self._info.model_name, self._tokenizer))
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's newer API of a chat: the output is a list of items. Responses are not stored."""
+        call, fields = await self._parse(
+            request, lambda body: parse_response(body, self._limits(), self._tokenizer, self._chat)
+        )
+        return await self._respond(request, call, ResponsesRendering(call, fields, self._info.model_name))
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's API of a chat."""
+        call = await self._parse(request, lambda body: parse_message(body, self._limits(), self._tokenizer, self._chat))
+        return await self._respond(request, call, MessagesRendering(call, self._info.model_name))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """The number of tokens of a prompt for `/v1/messages`."""
+        return json_response(
+            await self._parse(
+                request, lambda body: count_tokens(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
+            )
+        )
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
@@ -295,7 +346,14 @@ class Routes:
                 if (problem := await self._grammars.check(grammar)) is not None:
                     raise FieldError(name, problem)
         outputs = [
-            Output(rid, len(submit.prompt_ids), OutputText(self._tokenizer, rules), submit.logprobs, sample)
+            Output(
+                rid,
+                len(submit.prompt_ids),
+                OutputText(self._tokenizer, rules),
+                submit.logprobs,
+                sample,
+                None if call.new_parsed is None else call.new_parsed(),
+            )
             for submit, rules in zip(call.submits, call.text_rules, strict=True)
             for sample, rid in enumerate(rids_of(submit))
         ]

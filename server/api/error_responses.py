@@ -2,20 +2,34 @@
 
 import logging
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from ...configs.errors import RequestError
 from ..observability.metrics import Metrics
 from ..observability.request_log import refusal_line
+from .anthropic import errors as anthropic
 from .common.errors import EngineError, error_response, response_for
 
 log = logging.getLogger("pdserve.frontend")
 
-OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models")
+V1_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models")
 HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def in_dialect_of(request: Request, response: JSONResponse) -> Response:
+    """The response to an error, in the shape of the route that was called."""
+    if not request.url.path.startswith(anthropic.PATH):
+        return response
+    message = msgspec.json.decode(response.body)["error"]["message"]
+    body = anthropic.error_body(response.status_code, message)
+    headers = {
+        name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
+    }
+    return JSONResponse(body, response.status_code, headers)
 
 
 def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) -> None:
@@ -30,7 +44,7 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
     async def on_request_error(request: Request, error: RequestError) -> Response:
         if not isinstance(error, EngineError):
             refused(request, error.status, error.code, getattr(error, "param", None))
-        return response_for(error)
+        return in_dialect_of(request, response_for(error))
 
     @app.exception_handler(HTTPException)
     async def on_unknown_route_or_method(request: Request, error: HTTPException) -> Response:
@@ -41,7 +55,7 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
         message = f"{error.detail}: {request.method} {request.url.path}{question}"
         response = error_response(error.status_code, code, message)
         response.headers.update(error.headers or {})  # Allow, with 405
-        return response
+        return in_dialect_of(request, response)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
@@ -50,10 +64,11 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_response(500, "internal", "internal error; the server's log has the details")
+        response = error_response(500, "internal", "internal error; the server's log has the details")
+        return in_dialect_of(request, response)
 
 
 def near_path(path: str) -> str | None:
     """A similar route: with /v1 before it, or without a trailing slash."""
-    near = f"/v1{path}" if f"/v1{path}" in OPENAI_PATHS else path.rstrip("/")
+    near = f"/v1{path}" if f"/v1{path}" in V1_PATHS else path.rstrip("/")
     return near if near not in ("", path) else None

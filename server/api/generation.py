@@ -1,4 +1,4 @@
-"""Reads a bounded request body, and writes a generation response: JSON or an event stream.
+"""Writes a generation response: JSON or an event stream.
 
 A client's disconnect is noticed at any time, also while nothing is sent, and cancels its requests.
 """
@@ -6,53 +6,38 @@ A client's disconnect is noticed at any time, also while nothing is sent, and ca
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...configs.errors import ClientError, TooLargeError
 from ...scheduler.messages.frontend import Finished, FinishReason, Submit
 from ..engine.leader_client import Inbox, LeaderClient, Progress
-from ..observability.request_ids import client_request_id
+from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
-from .native.replies import GenerateRendering
-from .openai.replies import OpenAiRendering
 
-BODY_TIMEOUT_S = 60.0
 DONE_EVENT = b"data: [DONE]\n\n"
 
 ResultT = TypeVar("ResultT")
 
 
-Rendering = GenerateRendering | OpenAiRendering
+class Rendering(Protocol):
+    """Writes outputs in the shape of one route."""
 
+    named_events: bool
+    """Events of a stream have their `type` as name, and nothing follows the last one; otherwise `[DONE]` does."""
 
-class BodyTimeoutError(ClientError):
-    status = 408
-    code = "body_timeout"
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
+        """The events of a stream for what is new of one output."""
 
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
+        """The events after all outputs have ended."""
 
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The whole body. Enforces the limit while reading, regardless of Content-Length."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_body_bytes:
-        raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_body_bytes:
-                    raise TooLargeError(f"the body is over {max_body_bytes} bytes (max_body_bytes)")
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
-        ) from None
-    return bytes(body)
+    def result(self, outputs: Sequence[Output]) -> object:
+        """The whole response, as JSON."""
 
 
 class GenerationResponse(Response):
@@ -87,7 +72,8 @@ class GenerationResponse(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._leader.open(self._messages, self._group, client_request_id(scope)) as inbox:
+        headers = trace_context(scope)
+        with self._leader.open(self._messages, self._group, client_request_id(scope), headers) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
             with suppress(ClientDisconnect):
                 await run_until_disconnect(asyncio.ensure_future(work), receive)
@@ -111,9 +97,11 @@ class GenerationResponse(Response):
                 self._started = True
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": _encode_events(events), "more_body": True})
-        closing = _encode_events(self._rendering.closing_events(self._outputs))
-        await send({"type": "http.response.body", "body": closing + DONE_EVENT})
+            await send(
+                {"type": "http.response.body", "body": _encode_events(events, self._rendering), "more_body": True}
+            )
+        closing = _encode_events(self._rendering.closing_events(self._outputs), self._rendering)
+        await send({"type": "http.response.body", "body": closing + _end_of_stream(self._rendering)})
 
     async def _advance(self, inbox: Inbox) -> list[tuple[int, Delta]]:
         """Wait for events, add them to their outputs and return what is new, by index of the output.
@@ -148,11 +136,21 @@ def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool
     if not stream:
         return Response(msgspec.json.encode(rendering.result(outputs)), media_type="application/json")
     events += rendering.closing_events(outputs)
-    return Response(_encode_events(events) + DONE_EVENT, media_type="text/event-stream")
+    return Response(_encode_events(events, rendering) + _end_of_stream(rendering), media_type="text/event-stream")
 
 
-def _encode_events(events: Iterable[object]) -> bytes:
-    return b"".join([b"data: %b\n\n" % msgspec.json.encode(event) for event in events])
+def _encode_events(events: Iterable[object], rendering: Rendering) -> bytes:
+    encoded = []
+    for event in events:
+        if rendering.named_events:
+            assert isinstance(event, dict), "a named event has a type"
+            encoded.append(b"event: %b\n" % event["type"].encode())
+        encoded.append(b"data: %b\n\n" % msgspec.json.encode(event))
+    return b"".join(encoded)
+
+
+def _end_of_stream(rendering: Rendering) -> bytes:
+    return b"" if rendering.named_events else DONE_EVENT
 
 
 async def run_until_disconnect(working: "asyncio.Future[ResultT]", receive: Receive) -> ResultT:

@@ -15,6 +15,7 @@ from ...scheduler.messages.frontend import PeerStatus
 from ...scheduler.messages.lifecycle import PrefillState, State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
+from ..observability.recent_requests import RecentRequest
 
 WAITING_STATES = (State.QUEUED.value, PrefillState.WAITING.value)
 
@@ -118,6 +119,7 @@ class ServerReport(TypedDict):
     states: Annotated[Mapping[str, int], Field(description="Requests by state.")]
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
+    recent: Annotated[list[RecentRequest], Field(description="The last requests that have ended, on decode.")]
     dp_ranks: NotRequired[Annotated[list[DpRank], Field(description="With dp_attention; gauges above are totals.")]]
     disaggregation_bootstrap_port: NotRequired[int]
     instance: NotRequired[str]
@@ -231,6 +233,7 @@ class ServerInfo:
             "states": status.states if status else {},
             "gauges": status.gauges if status else {},
             "counters": status.counters if status else {},
+            "recent": self._leader.recent.list(),
         }
         if config.dp_size > 1:
             info["dp_ranks"] = self._dp_ranks()

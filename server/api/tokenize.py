@@ -2,17 +2,19 @@
 
 from typing_extensions import TypedDict
 
+from ..text.chat_format import ChatFormat
 from ..text.tokenizer import Tokenizer
 from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, optional, parse_body
 from .common.limits import Limits
 from .native.requests import check_text
+from .openai.chat_requests import check_known_format, encode_chat, render_chat
 from .openai.models import Messages, TemplateFields
-from .openai.requests import encode_chat, render_chat
+from .openai.tool_models import ToolFields
 
 LONG_TEXT_CHARACTERS = 1 << 20
 
 
-class TokenizeBody(TemplateFields):
+class TokenizeBody(TemplateFields, ToolFields):
     """Either `prompt`, as `/generate` and `/v1/completions` take it, or `messages`, as a chat."""
 
     prompt: Text | None = None
@@ -35,14 +37,16 @@ class DetokenizeReply(TypedDict):
     text: str
 
 
-def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer) -> TokenizeReply:
+def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> TokenizeReply:
     """Also of text that is too long for a prompt, so that clients can cut it, up to a megabyte."""
     fields = parse_body(TokenizeBody, body)
     if (fields.prompt is None) == (fields.messages is None):
         given = "both were" if fields.prompt is not None else "neither was"
         raise FieldError("prompt", f"or messages: give exactly one of them; {given} given")
     if fields.messages is not None:
-        text = render_chat(fields, fields.messages, tokenizer)
+        tools = fields.offered_tools()
+        check_known_format(tools, chat)
+        text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
         _check_size(text, "messages", limits, tokenizer)
         tokens = encode_chat(text, tokenizer)
     else:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ...configs.schema import AnyServerConfig, DecodeConfig
 from ..observability.metrics import Metrics
+from ..observability.tracing import Tracing
 from .leader_client import LeaderClient
 from .leader_process import LeaderProcess
 
@@ -15,9 +16,11 @@ REPORTED_EXIT_S = 2.0
 class Leader:
     """Owns the client, from the beginning, and the process, after `start()`. Needs a running event loop."""
 
-    def __init__(self, config: AnyServerConfig, metrics: Metrics, command: Sequence[str]) -> None:
+    def __init__(
+        self, config: AnyServerConfig, metrics: Metrics, command: Sequence[str], tracing: Tracing | None = None
+    ) -> None:
         self.config = config
-        self.client = LeaderClient(metrics, config)
+        self.client = LeaderClient(metrics, config, tracing)
         self.process: LeaderProcess | None = None
         self._command = command
         self._receiving = asyncio.create_task(self.client.run())
@@ -25,6 +28,11 @@ class Leader:
     def start(self) -> LeaderProcess:
         self.process = LeaderProcess(self.config, self.client.address, self._command)
         return self.process
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before it is started."""
+        return self.process.pid if self.process is not None else None
 
     def open_work(self) -> tuple[int, str]:
         """The work to drain: requests of clients on decode, transfers to decode servers on prefill."""

@@ -10,9 +10,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
@@ -27,6 +27,7 @@ from ...scheduler.messages.frontend import (
     Finished,
     FlushCache,
     Prefilled,
+    PromptSent,
     Ready,
     StartupFailed,
     Status,
@@ -38,7 +39,13 @@ from ...scheduler.messages.frontend import (
     ToLeader,
 )
 from ..observability.metrics import Metrics
+from ..observability.recent_requests import RecentRequests
 from ..observability.request_log import end_line, request_name
+from ..observability.stats_log import StatsLog
+from ..observability.tracing import Tracing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -78,6 +85,13 @@ class OpenRequest:
     overdue: asyncio.TimerHandle | None = None
     last_token_at: float | None = None
     stopped_early: bool = False
+    span: "tuple[Span, int] | None" = None
+    """Of a traced request, with the time of its begin."""
+
+    @property
+    def log_fields(self) -> dict[str, str | None]:
+        """For log lines in JSON."""
+        return {"rid": self.rid, "request_id": self.inbox.request_id}
 
 
 class Inbox:
@@ -121,9 +135,19 @@ class Inbox:
 class LeaderClient:
     """Owns the PAIR socket. All methods run on the event loop that created it."""
 
-    def __init__(self, metrics: Metrics, config: AnyServerConfig, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        config: AnyServerConfig,
+        tracing: Tracing | None = None,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
         self._metrics = metrics
+        self._tracing = tracing
         self._config = config
+        self.recent = RecentRequests()
+        self._stats = StatsLog(config.role, config.log_stats_interval_s)
         # in Linux's abstract namespace, so that a killed frontend leaves no file behind
         self.address = f"ipc://@pdserve-{os.getpid()}-{secrets.token_hex(8)}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -190,10 +214,14 @@ class LeaderClient:
 
     @contextlib.contextmanager
     def open(
-        self, messages: Iterable[Submit], group: str | None = None, request_id: str | None = None
+        self,
+        messages: Iterable[Submit],
+        group: str | None = None,
+        request_id: str | None = None,
+        headers: Mapping[str, str] = {},
     ) -> Iterator[Inbox]:
         """Submit requests to the leader. It admits all or none: the others follow the first. Leaving the block cancels
-        requests that have not ended.
+        requests that have not ended. `headers` of the client may have its trace context.
 
         Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
@@ -212,6 +240,8 @@ class LeaderClient:
             for rid in rids_of(message):
                 self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
                 inbox.open_rids.add(rid)
+            if self._tracing is not None:
+                message = self._trace(message, self._tracing, headers)
             if not self._send(message):
                 for rid in rids_of(message):
                     self._dispatch(_unavailable(rid, "the engine process is not connected"))
@@ -219,6 +249,15 @@ class LeaderClient:
             yield inbox
         finally:  # requests that were stopped early are cancelled already
             self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
+
+    def _trace(self, message: Submit, tracing: Tracing, headers: Mapping[str, str]) -> Submit:
+        """Begin the spans of a prompt, one for each sample. Returns the message with that of the first."""
+        now_ns = time.time_ns()
+        for rid in rids_of(message):
+            self._open[rid].span = tracing.begin(rid, headers), now_ns
+        first = self._open[message.rid].span
+        assert first is not None
+        return msgspec.structs.replace(message, traceparent=tracing.context_of(first[0]))
 
     def unavailable_reason(self) -> str | None:
         """Why the leader accepts no new requests; None when it does."""
@@ -345,8 +384,13 @@ class LeaderClient:
         match message:
             case Tokens() | Prefilled() | Finished() | Failed():
                 self._deliver(message)
+            case PromptSent():
+                if self._tracing is not None:
+                    self._tracing.prompt_sent(message)
             case Status():
                 self.status, self._status_at = message, time.monotonic()
+                if (line := self._stats.line(message)) is not None:
+                    log.info("%s", line)
             case Ready() if not self._started.done():
                 self.ready, self._status_at = message, time.monotonic()
                 self._started.set_result(message)
@@ -395,15 +439,18 @@ class LeaderClient:
                 elapsed_s = now - entry.opened_at
                 if isinstance(message, Failed) and message.status in LOGGED_STATUSES:
                     name = request_name(message.rid, entry.inbox.request_id)
-                    log.warning("%s failed with %d: %s", name, message.status, message.message)
+                    log.warning("%s failed with %d: %s", name, message.status, message.message, extra=entry.log_fields)
                 elif self._config.log_requests:
-                    log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id))
+                    log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id), extra=entry.log_fields)
+                self.recent.add(message, elapsed_s)
                 del self._open[message.rid]
                 if entry.overdue is not None:
                     entry.overdue.cancel()
                 entry.inbox.open_rids.discard(message.rid)
                 first_sample = entry.rid == entry.submitted_as
                 self._metrics.request_ended(message, elapsed_s, first_sample=first_sample)
+                if self._tracing is not None and entry.span is not None:
+                    self._tracing.end(entry.span[0], message, entry.span[1])
         entry.inbox.put(message)
 
 

@@ -55,7 +55,7 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
     config, answered = config._replace(decode=decode), False
     try:
         with running_pair(config, Console(stderr=True, highlight=False)) as pair:
-            prompt = chat_prompt(config.decode.model, question)
+            prompt = chat_prompt(pair.config.decode.model, question)
             pair.wait_ready()
             with pair.children.logs_held():
                 out = Console(highlight=False)

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -33,14 +34,18 @@ from ...configs.words import counted
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
+from ..api.info import package_version
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
+from ..observability.tracing import start_tracing
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .http_protocol import PatientHttpProtocol
+from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
 from .startup_checks import check_startup
+from .tls import check_tls
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -61,12 +66,14 @@ def run_frontend(
 
     `fixed_role` says why POST /role is refused.
     """
-    configure_logging(config.log_level, config.role)
+    configure_logging(config.log_level, config.role, config.log_format)
     raise_open_files_limit()
+    check_tls(config)
     if isinstance(config, PrefillConfig):
         # the leader binds it, minutes from now; the leader of the previous server may still be ending
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
+        config = with_local_model(config)
         source = locate_model(config.model, config.load_format)
         check_startup(config, source)
         sampling = default_sampling_of(config, source)
@@ -114,13 +121,14 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
-        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._tracing = start_tracing(config.otlp_endpoint, config.role, package_version(), os.environ)
+        self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
         self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
         self._metrics.set_role(config.role)
-        self._metrics.watch_leader(lambda: self._leader.client.status, lambda: self._leader.client.loop_age_s)
+        self._metrics.watch_leader(lambda: self._leader.client, lambda: self._leader.pid)
         self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
-        http = self._http_server()
+        http = self._http_server(config)
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         try:
             return await self._run()
@@ -133,10 +141,13 @@ class Frontend:
             http.should_exit = True
             await serving
             await self._leader.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _http_server(self) -> HttpServer:
+    def _http_server(self, config: AnyServerConfig) -> HttpServer:
+        password = config.ssl_keyfile_password
         return HttpServer(
             uvicorn.Config(
                 create_app(self._routes),
@@ -149,6 +160,9 @@ class Frontend:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=LAST_RESPONSES_S,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_keyfile_password=None if password is None else password.get_secret_value(),
             )
         )
 
@@ -178,7 +192,8 @@ class Frontend:
             if starting.done():
                 ready = starting.result()  # raises StartupError when the leader reported one
                 keep_for_good()
-                log.info("ready: %s at http://%s:%d", ready.model.name, leader.config.host, leader.config.port)
+                served = leader.config
+                log.info("ready: %s at %s://%s:%d", ready.model.name, served.http_scheme, served.host, served.port)
             if signalled.done():
                 return await self._drain(process, signalled.result())
             if not starting.done():
@@ -247,7 +262,7 @@ class Frontend:
         former = self._leader
         await former.wait_exit()
         former.kill(f"the server becomes {config.role}")
-        self._leader = Leader(config, self._metrics, self._leader_command)
+        self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
         self._roles.leader = self._leader
         self._metrics.set_role(config.role)

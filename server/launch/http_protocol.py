@@ -150,7 +150,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
         body = msgspec.json.encode({"error": error_object(status, code, message)})
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status_line, len(body)) + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not over TLS
+            self.transport.write_eof()
         # ignore what the client still sends: closing now would reset the connection before it reads the response
         self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
         self._stop_expecting_headers()

@@ -12,6 +12,7 @@ from ...configs.logs import configure_logging
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from ...scheduler.ranks.process import RankProcess, leader_address, meeting_point
+from .model_files import with_local_model
 from .startup_checks import check_startup
 
 log = logging.getLogger("pdserve.node")
@@ -24,7 +25,8 @@ def run_node(config: AnyServerConfig) -> int:
     """Returns 0 when the leader ends its ranks, 1 when a rank fails or this process gets a signal. Raises StartupError
     for mistakes of the user.
     """
-    configure_logging(config.log_level, f"{config.role} node {config.node_rank}")
+    configure_logging(config.log_level, f"{config.role} node {config.node_rank}", config.log_format)
+    config = with_local_model(config)
     check_startup(config, locate_model(config.model, config.load_format))
     meet_at = meeting_point(config)
     ended = threading.Event()

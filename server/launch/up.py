@@ -21,8 +21,10 @@ from ...configs.load import SECRET_VARIABLES
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from .children import ChildEndedError, Children
+from .model_files import with_local_model
 from .pair import PairConfig, check_ports
 from .startup_checks import check_startup
+from .tls import check_tls, own_server_context
 
 READY_TIMEOUT_S = 600.0
 """A large model on a cold disk takes minutes to load; a pair that takes longer than this is broken."""
@@ -53,7 +55,8 @@ class RunningPair:
         """An HTTP client of the decode server. It ignores the proxies in the environment: the server is on loopback."""
         key = self.config.decode.api_key
         headers = {"Authorization": f"Bearer {key.get_secret_value()}"} if key is not None else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False)
+        verify = own_server_context(self.config.decode) or True
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Return when both are healthy and have generated a token.
@@ -102,7 +105,9 @@ def running_pair(config: PairConfig, console: Console) -> Iterator[RunningPair]:
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
     check_ports(config)
+    config = PairConfig(with_local_model(config.prefill), with_local_model(config.decode))
     for server in config:
+        check_tls(server)
         check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)
     hurry = threading.Event()
@@ -154,7 +159,8 @@ def banner(config: PairConfig) -> Sequence[str]:
         f"  prefill  {base_url(config.prefill)}  (control port {config.prefill.bootstrap_port})",
         "",
         f"  {curl_command(config, 'The capital of France is')}",
-        f"  curl {url}/metrics",
+        f"  pdserve chat --url {url}",
+        f"  open {url}/ in a browser to see what they do",
         "",
         "  Ctrl-C stops both.",
         "",
@@ -165,13 +171,18 @@ def curl_command(config: PairConfig, text: str) -> str:
     """A curl command that generates; it takes the API key from the environment."""
     key = "" if config.decode.api_key is None else '-H "Authorization: Bearer $PDSERVE_API_KEY" '
     body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}, ensure_ascii=False)
-    return f"curl {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
+    return f"{curl_program(config)} {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
+
+
+def curl_program(config: PairConfig) -> str:
+    """`-k` with TLS: the certificate need not have the address that this machine uses."""
+    return "curl" if config.decode.ssl_certfile is None else "curl -k"
 
 
 def base_url(config: AnyServerConfig) -> str:
     """The URL of the server from this machine: a wildcard address becomes loopback."""
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+    return f"{config.http_scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
 
 
 def server_command(config: AnyServerConfig) -> list[str]:

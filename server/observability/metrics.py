@@ -1,58 +1,87 @@
-"""Prometheus metrics of one server: measured by the frontend, or reported by the leader in its Status.
+"""Prometheus metrics of one server: measured by the frontend, or reported by the leader (leader_metrics.py).
 
-`kv_pages_free` of the leader is exported as `pdserve_kv_pages_free`; counters end in `_total`.
+docs/metrics.md lists all of them.
 """
 
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...scheduler.messages.frontend import DpRankStatus, Failed, Finished, Status
+from ...scheduler.messages.frontend import Failed, Finished
+from .catalog import COUNTERS
+from .leader_metrics import LeaderCollector, LeaderView, build_info, leader_process_collector
 
-PREFIX = "pdserve_"
-LABELLED = {"path_bytes": "path"}
-"""Counters of the leader that are one metric with this label: the rest of their name is its value."""
-METRIC_NAME = re.compile(r"^[a-zA-Z_][a-zA-Z0-9_]*$")
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
+STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
+TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
+STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit", "retracted", "decode")
+"""Stages of a timeline, in order."""
 
 
 class Metrics:
-    """Owns the registry. After `watch_leader`, every scrape reads `status` and `loop_age_s`."""
+    """Owns the registries: one of every server, one of what only a decode server measures. After `watch_leader`, every
+    scrape reads the leader's latest report.
+    """
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped there; *_created doubles the series
         self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        latency = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=self.registry)
+        self._of_decode = CollectorRegistry()
+        self._decodes = True
+        counter = partial(Counter, registry=self._of_decode)
+        latency = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=self._of_decode)
         self._requests = counter("pdserve_requests", "Requests that have ended, by outcome.", ["outcome"])
         refused = "HTTP requests refused before they reached the engine, by error code."
-        self._refused = counter("pdserve_requests_refused", refused, ["code"])
+        self._refused = Counter("pdserve_requests_refused", refused, ["code"], registry=self.registry)
         to_first_token = "From acceptance to the first output token."
         self._first_token = latency("pdserve_time_to_first_token_seconds", to_first_token)
         self._tokens = _TokenCollector()
-        self.registry.register(self._tokens)
+        self._of_decode.register(self._tokens)
         to_end = "From acceptance to the end of a request that finished."
         self._end_to_end = latency("pdserve_e2e_request_latency_seconds", to_end)
-        self._prompt_tokens = counter("pdserve_prompt_tokens", "Prompt tokens of finished requests.")
+        queued = "Time of a finished request in queues: for KV memory, and behind other prompts."
+        self._queued = latency("pdserve_request_queue_time_seconds", queued)
+        self._stages = _stage_histograms(self._of_decode)
+        per_token = "Mean time per output token after the first, of each finished request."
+        self._per_token = latency(
+            "pdserve_request_time_per_output_token_seconds", per_token, buckets=INTER_TOKEN_BUCKETS_S
+        )
+        sizes = partial(Histogram, buckets=TOKEN_BUCKETS, registry=self._of_decode)
+        self._prompt_sizes = sizes("pdserve_request_prompt_tokens", "Prompt tokens of finished requests.")
+        self._output_sizes = sizes("pdserve_request_generation_tokens", "Output tokens of finished requests.")
+        self._prompt_tokens = counter("pdserve_prompt_tokens", COUNTERS["prompt_tokens"].help)
         self._role = Gauge("pdserve_role", "1 for the role of this server.", ["role"], registry=self.registry)
         switches = "Role switches that have ended, by the requested role and outcome: done or failed."
-        self._switches = counter("pdserve_role_switches", switches, ["role", "outcome"])
+        self._switches = Counter("pdserve_role_switches", switches, ["role", "outcome"], registry=self.registry)
+        self.registry.register(_Constant([build_info()]))
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
 
-    def watch_leader(self, status: Callable[[], Status | None], loop_age_s: Callable[[], float]) -> None:
-        """Export the leader's latest Status from now on."""
-        taken = frozenset(family.name for family in self.registry.collect())
-        self.registry.register(_LeaderCollector(status, loop_age_s, taken))
+    def watch_leader(self, leader: Callable[[], LeaderView], pid: Callable[[], int | None] = lambda: None) -> None:
+        """Export the latest report of the current leader from now on, and its process."""
+        measured = frozenset(family.name for family in self._of_decode.collect())
+        self.registry.register(LeaderCollector(leader, lambda: measured if self._decodes else frozenset()))
+        self.registry.register(leader_process_collector(pid))
 
     def tokens_arrived(self, count: int, opened_at: float, last_token_at: float | None, now: float) -> None:
         """Count `count` output tokens that arrived together; they share the latency evenly."""
@@ -70,10 +99,22 @@ class Metrics:
             return
         self._requests.labels(end.reason.type).inc()
         self._end_to_end.observe(elapsed_s)
+        self._output_sizes.observe(end.completion_tokens)
+        self._stages_ended(end.timeline, end.completion_tokens)
         if first_sample:
             self._prompt_tokens.inc(end.prompt_tokens)
+            self._prompt_sizes.observe(end.prompt_tokens)
+
+    def _stages_ended(self, timeline: Mapping[str, float], tokens: int) -> None:
+        for stage, histogram in self._stages.items():
+            histogram.observe(timeline.get(stage, 0.0))
+        self._queued.observe(timeline.get("queue", 0.0) + timeline.get("prefill_queue", 0.0))
+        if tokens > 1:
+            after_first_s = sum(timeline.get(stage, 0.0) for stage in ("admit", "retracted", "decode"))
+            self._per_token.observe(after_first_s / (tokens - 1))
 
     def set_role(self, role: str) -> None:
+        self._decodes = role == "decode"
         self._role.clear()
         self._role.labels(role).set(1)
 
@@ -86,20 +127,45 @@ class Metrics:
     def render(self, accept: str) -> tuple[bytes, str]:
         """The metrics and their content type, in the format that the scraper accepts."""
         encoder, content_type = choose_encoder(accept)
-        return encoder(_WithSamples(self.registry)), content_type
+        return encoder(_WithSamples(self.families)), content_type
+
+    def families(self) -> Iterable[Metric]:
+        """All metric families of this server in its role."""
+        yield from self.registry.collect()
+        if self._decodes:
+            yield from self._of_decode.collect()
+
+
+def _stage_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
+    """The histogram of each stage. All exist from the start."""
+    text = (
+        "Time of finished requests in each stage, as in `meta_info.timeline`. 0 counts for a stage that was not needed."
+    )
+    by_stage = Histogram("pdserve_request_stage_seconds", text, ["stage"], buckets=STAGE_BUCKETS_S, registry=registry)
+    return {stage: by_stage.labels(stage) for stage in STAGES}
+
+
+class _Constant(Collector):
+    """Metric families that do not change."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _WithSamples(CollectorRegistry):
-    """The metric families of another registry that have samples. sglang-router sums the metrics of all servers, and
+    """The given metric families that have samples. sglang-router sums the metrics of all servers, and
     fails when a family has labels on one server and, because it is empty, no labels on another.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         super().__init__()
-        self._registry = registry
+        self._all = families
 
     def collect(self) -> Iterable[Metric]:
-        return (family for family in self._registry.collect() if family.samples)
+        return (family for family in self._all() if family.samples)
 
 
 class _TokenCollector(Collector):
@@ -131,75 +197,3 @@ class _TokenCollector(Collector):
             sum_value=self._latency_sum_s,
         )
         yield CounterMetricFamily("pdserve_generation_tokens", "Output tokens.", self._count)
-
-
-class _LeaderCollector(Collector):
-    """Turns the leader's Status into metric families at scrape time. Names that the frontend uses are left out."""
-
-    def __init__(
-        self, status: Callable[[], Status | None], loop_age_s: Callable[[], float], taken: frozenset[str]
-    ) -> None:
-        self._status = status
-        self._loop_age_s = loop_age_s
-        self._taken = taken
-
-    def collect(self) -> Iterable[Metric]:
-        status = self._status()
-        if status is None:
-            return
-        age = GaugeMetricFamily("pdserve_loop_age_seconds", "How long ago the engine loop last turned.")
-        age.add_metric([], self._loop_age_s())
-        yield age
-        seen = {*self._taken, age.name}
-        families = ((GaugeMetricFamily, "", status.gauges), (CounterMetricFamily, "_total", status.counters))
-        for metric, label in LABELLED.items():
-            labelled = CounterMetricFamily(PREFIX + metric, f"Reported by the engine, by {label}.", labels=[label])
-            for name, value in status.counters.items():
-                if name.startswith(f"{metric}_"):
-                    labelled.add_metric([name.removeprefix(f"{metric}_")], value)
-                    seen.add(PREFIX + name)
-            if labelled.samples:
-                yield labelled
-        for family, suffix, reported in families:
-            for name, value in reported.items():
-                full_name = PREFIX + name.removeprefix(PREFIX).removesuffix(suffix)
-                if full_name not in seen and METRIC_NAME.match(name):
-                    seen.add(full_name)
-                    yield family(full_name, f"Reported by the engine: {name}.", value)
-        states = GaugeMetricFamily("pdserve_requests_in_state", "Live requests by state.", labels=["state"])
-        for state, count in status.states.items():
-            states.add_metric([state], count)
-        yield states
-        yield from _dp_rank_families(status.dp_ranks)
-        labels = ["endpoint", "instance_id"]  # prefill knows only the address, which several decode servers may share
-        paired = GaugeMetricFamily("pdserve_peer_paired", "1 while the peer is paired.", labels=labels)
-        round_trip = GaugeMetricFamily(
-            "pdserve_peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=labels
-        )
-        for names, peer in {(peer.endpoint, peer.instance or ""): peer for peer in status.peers}.items():
-            paired.add_metric(names, float(peer.state == "paired"))
-            if peer.round_trip_ms is not None:
-                round_trip.add_metric(names, peer.round_trip_ms / 1000)
-        yield paired
-        yield round_trip
-
-
-def _dp_rank_families(ranks: Sequence[DpRankStatus]) -> Iterable[Metric]:
-    """The gauges of each data-parallel rank, and its requests by state."""
-    families: dict[str, GaugeMetricFamily] = {}
-    for rank in ranks:
-        for name, value in rank.gauges.items():
-            if name not in families:
-                help_text = f"Of each data-parallel rank: {name}."
-                families[name] = GaugeMetricFamily(f"{PREFIX}dp_rank_{name}", help_text, labels=["dp_rank"])
-            families[name].add_metric([str(rank.dp_rank)], value)
-    yield from families.values()
-    states = GaugeMetricFamily(
-        "pdserve_dp_rank_requests_in_state",
-        "Live requests of each data-parallel rank by state.",
-        labels=["dp_rank", "state"],
-    )
-    for rank in ranks:
-        for state, count in rank.states.items():
-            states.add_metric([str(rank.dp_rank), state], count)
-    yield states

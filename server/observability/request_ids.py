@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 LONGEST = 256
+TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def client_request_id(scope: Scope) -> str | None:
@@ -16,6 +17,11 @@ def client_request_id(scope: Scope) -> str | None:
             text = str(value, "latin-1")
             return text if 0 < len(text) <= LONGEST and text.isascii() and text.isprintable() else None
     return None
+
+
+def trace_context(scope: Scope) -> dict[str, str]:
+    """The headers of W3C trace context that the client has sent."""
+    return {str(name, "latin-1"): str(value, "latin-1") for name, value in scope["headers"] if name in TRACE_HEADERS}
 
 
 class KeepsRequestIds:

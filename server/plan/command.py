@@ -3,13 +3,19 @@
 import dataclasses
 import json
 
+from ...configs.errors import StartupError
 from ...models.loading.catalog import ModelSource, locate_geometry
+from ...models.loading.hub import find_on_hub
 from .options import GIB, PlanOptions
 from .sizes import Sizes, plan_sizes
 
 
 def run_plan(options: PlanOptions) -> int:
-    source = locate_geometry(options.config.model)
+    model, revision = options.config.model, options.config.revision
+    found_on_hub = find_on_hub(model, revision)
+    source = locate_geometry(model) if found_on_hub is None else found_on_hub.source()
+    if source is None:
+        raise StartupError(f"model {model!r}: plan needs a config.json; give the model in its original format")
     device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
     found = plan_sizes(
         options.config,

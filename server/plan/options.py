@@ -28,6 +28,7 @@ RESERVE_GIB = 4.0
 
 PLAN_SETTINGS = (
     "model",
+    "revision",
     "tp",
     "pp",
     "expert_parallel",

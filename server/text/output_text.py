@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .stop_conditions import StopConditions
 from .stop_strings import StopStrings
 from .tokenizer import TextStream, Tokenizer
 
@@ -10,14 +11,17 @@ from .tokenizer import TextStream, Tokenizer
 class TextRules:
     """Which text ends an output, and which part of the output is shown.
 
-    A stop string counts only when it is completed by token number `min_new_tokens` or a later one. With `show_stop` it
-    stays in the text.
+    A stop string or stop regular expression counts only when it is completed by token number `min_new_tokens` or a
+    later one. With `show_stop` it stays in the text.
     """
 
     stop_strings: tuple[str, ...] = ()
+    stop_regexes: tuple[str, ...] = ()
     show_stop: bool = False
     hidden_token_ids: frozenset[int] = frozenset()
     skip_special_tokens: bool = True
+    kept_token_ids: frozenset[int] = frozenset()
+    """Special tokens that are shown in any case: parsers need them."""
     min_new_tokens: int = 0
 
 
@@ -25,8 +29,12 @@ class OutputText:
     """Turns the tokens of one request into text that never shrinks."""
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
-        self._stream = TextStream(tokenizer, rules.skip_special_tokens)
-        self._stops = StopStrings(rules.stop_strings, rules.show_stop)
+        self._stream = TextStream(tokenizer, rules.skip_special_tokens, rules.kept_token_ids)
+        self._stops = (
+            StopConditions(rules.stop_strings, rules.stop_regexes, rules.show_stop)
+            if rules.stop_regexes
+            else StopStrings(rules.stop_strings, rules.show_stop)
+        )
         self._rules = rules
         self._tokens = 0
         self.decoded_characters = 0
@@ -34,7 +42,7 @@ class OutputText:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the text."""
+        """The stop string, or the pattern of the stop regular expression, that has ended the text."""
         return self._stops.matched
 
     def push(self, token: int) -> str:

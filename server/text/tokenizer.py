@@ -5,14 +5,16 @@ their metadata (models/formats/gguf_tokenizer.py).
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -80,6 +82,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.special_tokens = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.chat_template = chat_template
         self._template = None if chat_template is None else _compile_template(chat_template)
         token_bytes = TokenBytes(backend)
         self._special = token_bytes.special
@@ -92,6 +95,24 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads."""
+        if self.chat_template is None:
+            return frozenset()
+        return frozenset(jinja2.meta.find_undeclared_variables(_template_environment().parse(self.chat_template)))
+
+    @cached_property
+    def template_tests_content(self) -> bool:
+        """Whether the chat template tests if a message has content. Others would write `None`."""
+        return re.search(r"content(['\"]\])? is (not )?none", self.chat_template or "", re.IGNORECASE) is not None
+
+    def special_tokens_in(self, texts: Sequence[str]) -> frozenset[int]:
+        """The special tokens that are a part of one of these texts."""
+        return frozenset(
+            token for token in self._special if (own := self.token_text(token)) and any(own in text for text in texts)
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the BOS that the post-processor adds. A rendered chat has one: pass False.
@@ -117,6 +138,7 @@ class Tokenizer:
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """`messages` rendered with the model's template; raises ClientError when the template refuses them.
 
@@ -130,7 +152,7 @@ class Tokenizer:
                     **self.special_tokens,
                     **(variables or {}),
                     # as in transformers: templates test `tools is not none`, which is true for an undefined name
-                    "tools": None,
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
                     "documents": None,
                     "messages": [dict(message) for message in messages],
                     "add_generation_prompt": add_generation_prompt,
@@ -147,9 +169,14 @@ class TextStream:
     a bounded number of tokens for any output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept_token_ids: frozenset[int] = frozenset()
+    ) -> None:
+        """`kept_token_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept = kept_token_ids
+        self._decode_skips = skip_special_tokens and not kept_token_ids  # otherwise push leaves them out
         self._window: list[int] = []  # [context) is emitted, kept because a decoder treats the first token differently
         self._context = 0
         self._emitted = 0  # characters of the window's text that were returned
@@ -157,7 +184,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly none."""
         for token in token_ids:
-            if not self._tokenizer.is_silent(token, self._skip_special_tokens):
+            if token in self._kept or not self._tokenizer.is_silent(token, self._skip_special_tokens):
                 self._window.append(token)
         text = self._decode(self._window)
         # an unfinished character decodes to one replacement, or to one per byte with byte fallback: at most 3
@@ -193,7 +220,7 @@ class TextStream:
                 return
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip_special_tokens)
+        return self._tokenizer.decode(token_ids, self._decode_skips)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -206,7 +233,8 @@ class _GenerationBlock(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile_template(text: str) -> jinja2.Template:
+@cache
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that Hugging Face templates expect; sandboxed, because they come with the weights."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
@@ -214,8 +242,12 @@ def _compile_template(text: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _compile_template(text: str) -> jinja2.Template:
     try:
-        return environment.from_string(text)
+        return _template_environment().from_string(text)
     except jinja2.TemplateError as error:
         raise StartupError(f"the model's chat template cannot be compiled: {error}") from error
 

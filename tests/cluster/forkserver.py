@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from pdserve.configs.gc_tuning import keep_for_good
+from tests.small_products import multiply_without_onednn
 
 LEADER, RANK = "pdserve.scheduler.engine.leader", "pdserve.scheduler.ranks.main"
 PRELOADED = (
@@ -63,6 +64,8 @@ NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
 """In the environment of a server that has its own network namespace: the name of the namespace."""
 HOOKS_VARIABLE = "PDSERVE_TEST_HOOKS"
 """In the environment of a server that `tests/faults` pauses: the path of the test's socket."""
+FIRST_SCRIPT = "PDSERVE_TEST_FIRST_SCRIPT"
+"""Environment variable: a Python file to execute first. Leaders and ranks are forked afterwards."""
 MAX_REQUEST_BYTES = 1 << 20
 _STATUS = struct.Struct("i")
 
@@ -276,6 +279,8 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     if NETNS_VARIABLE in os.environ:
         importlib.import_module("tests.faults.namespaces").enter(os.environ[NETNS_VARIABLE])
     sys.argv[1:] = request["arguments"]
+    if (script := os.environ.get(FIRST_SCRIPT)) is not None:
+        exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "first_script"})
     waiting: list[ForkedChild] = []
     for _ in range(request["leaders"]):
         waiting.append(ForkedChild(functools.partial(_become_leader, request["ranks"]), waiting))
@@ -332,6 +337,7 @@ def _main() -> int:
     for (module, constant), interval_s in INTERVALS.items():
         assert hasattr(sys.modules[module], constant)
         setattr(sys.modules[module], constant, interval_s)
+    multiply_without_onednn()
     torch = importlib.import_module("torch")
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(torch.device("cpu"), torch.float32)
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"

@@ -46,6 +46,9 @@ CASES = {
     ),
     "qwen2-bias": Case("qwen2", {}, decode_page=5),
     "qwen3-qk-norm": Case("qwen3", {}, decode_page=1),
+    "mistral": Case("mistral", {}, decode_page=8),
+    "mixtral": Case("mixtral", {}, decode_page=16),
+    "qwen3-moe": Case("qwen3_moe", {"norm_topk_prob": True}, decode_page=16),
 }
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
 """`make test-matrix`: every model; otherwise those that no other test in this folder serves."""
@@ -58,7 +61,7 @@ class Pair(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias"])
+@pytest.fixture(scope="module", params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias", "qwen3-moe"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     case = CASES[request.param]
     model = make_checkpoint(tmp_path_factory.mktemp("model"), case.architecture, **case.config)

@@ -92,8 +92,8 @@ def to_body(request: dict[str, Any], rid: str) -> dict[str, Any]:
     return result
 
 
-ALLOWED = {200, 413, 429, 499, 504}
-"""Finished, too large for the pool, queue full, aborted, deadline."""
+ALLOWED = {200, 413, 429, 504}
+"""Finished or aborted, too large for the pool, queue full, deadline."""
 
 
 def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) -> None:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
-from tests.checkpoints import load_smollm2_reference, reference_greedy
+from tests.checkpoints import is_reference_greedy, load_smollm2_reference
 from tests.cluster.servers import HTTP, Server, body, cluster
 
 QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Write a haiku about the sea.")
@@ -18,7 +20,9 @@ NEW_TOKENS = 16
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
         pool = ("--kv-tokens", "2048")
-        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), pool)
+        # the model has no reasoning of its own: the beginning of a message that a client sends stands for it
+        flags = ("--reasoning-parser", "qwen3", *pool)
+        prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), flags)
         yield decode
         prefill.check_clean()
         decode.check_clean()
@@ -40,10 +44,12 @@ def test_greedy_tokens_equal_transformers(decode: Server, tokenizer: Tokenizer, 
         tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]), add_special_tokens=False)
         for question in QUESTIONS
     ]
-    expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
     response = HTTP.post(f"{decode.url}/generate", json=body(prompts, NEW_TOKENS), timeout=120).raise_for_status()
-    assert [result["output_ids"] for result in response.json()] == expected
-    assert decode.generate(prompts[-1], NEW_TOKENS) == expected[-1]
+    outputs = [result["output_ids"] for result in response.json()]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == NEW_TOKENS
+        assert is_reference_greedy(reference, prompt, output)
+    assert decode.generate(prompts[-1], NEW_TOKENS) == outputs[-1]
 
 
 def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
@@ -51,3 +57,64 @@ def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
     answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
     assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
     assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_clients_of_other_dialects_get_the_same_answer(decode: Server) -> None:
+    """OpenAI's /v1/responses and Anthropic's /v1/messages."""
+    direct: Any = {"max_retries": 0, "timeout": 60}
+    with openai.OpenAI(
+        base_url=f"{decode.url}/v1", api_key="any", http_client=openai.DefaultHttpxClient(trust_env=False), **direct
+    ) as client:
+        response = client.responses.create(model="any", input=QUESTIONS[0], temperature=0, max_output_tokens=40)
+        with client.responses.stream(model="any", input=QUESTIONS[0], temperature=0, max_output_tokens=40) as stream:
+            streamed = stream.get_final_response()
+    assert (response.output_text, response.status) == ("The capital of France is Paris.", "completed")
+    assert streamed.output_text == response.output_text
+    with anthropic.Anthropic(
+        base_url=decode.url, api_key="any", http_client=anthropic.DefaultHttpxClient(trust_env=False), **direct
+    ) as other:
+        messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+        greedy = {"temperature": 0}  # not a parameter of the client
+        message = other.messages.create(model="any", messages=messages, max_tokens=40, extra_body=greedy)
+        counted = other.messages.count_tokens(model="any", messages=messages)
+    usage = message.usage
+    assert (message.content[0].to_dict()["text"], message.stop_reason) == (response.output_text, "end_turn")
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_matched_stop(decode: Server, tokenizer: Tokenizer) -> None:
+    """As SGLang's tests of matched_stop: a stop string, an expression, the end token, the length limit."""
+    for stop, matched, text in (
+        ({"stop_regex": "cap|tal"}, "cap|tal", "The "),
+        ({"stop": " of"}, " of", "The capital"),
+        ({}, tokenizer.eos_token_ids[0], "The capital of France is Paris."),
+        ({"max_tokens": 3}, None, None),
+    ):
+        request = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 40, **stop}
+        answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=60).raise_for_status().json()
+        choice = answer["choices"][0]
+        if "max_tokens" in stop:
+            assert (choice["finish_reason"], choice["matched_stop"]) == ("length", None)
+        else:
+            assert (choice["message"]["content"], choice["matched_stop"]) == (text, matched)
+            assert choice["finish_reason"] == "stop"
+
+
+def test_grammar_begins_after_the_reasoning(decode: Server, tokenizer: Tokenizer) -> None:
+    """The model is made to close its reasoning; only then the grammar holds."""
+    bias = dict.fromkeys(map(str, tokenizer.encode("</think>", add_special_tokens=False)), 100)
+    request = {
+        "messages": [
+            {"role": "user", "content": "What is the weather in Rome for the next 3 days?"},
+            {"role": "assistant", "content": "<think>\nIs it true? Let me close the tag: </think"},
+        ],
+        "continue_final_message": True,
+        "json_schema": {"type": "boolean"},
+        "logit_bias": bias,
+        "temperature": 0,
+        "max_tokens": 100,
+    }
+    answer = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=120).raise_for_status().json()
+    assert answer["choices"][0]["message"]["content"] in ("true", "false")
+    reasoning_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert len(bias) <= reasoning_tokens < answer["usage"]["completion_tokens"]

@@ -1,4 +1,4 @@
-"""Structured output of the embedded model through a real pair: the openai client, SGLang's and vLLM's fields."""
+"""Structured output and tools of the embedded model through a real pair: the fields of OpenAI, SGLang and vLLM."""
 
 import json
 import re
@@ -235,3 +235,106 @@ def test_output_without_a_grammar_is_unchanged(decode: Server) -> None:
     mixed = HTTP.post(f"{decode.url}/generate", json={"text": texts, "sampling_params": both}, timeout=60).json()
     assert mixed[0]["output_ids"] == free["output_ids"]
     assert re.fullmatch("[0-9]{8,}", mixed[1]["text"])
+
+
+class GetWeather(pydantic.BaseModel):
+    """Get the weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+    days: int = pydantic.Field(ge=1, le=7)
+
+
+class Add(pydantic.BaseModel):
+    """Add two numbers."""
+
+    a: int = pydantic.Field(ge=0, le=99)
+    b: int = pydantic.Field(ge=0, le=99)
+
+
+MODELS = {model.__name__: model for model in (GetWeather, Add)}
+STRICT = [openai.pydantic_function_tool(model) for model in MODELS.values()]
+LENIENT: list[Any] = [
+    {"type": "function", "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+    for tool in STRICT
+]
+WEATHER: list[Any] = [{"role": "user", "content": "What is the weather in Rome for the next 3 days?"}]
+
+
+def check_calls(message: Any) -> list[pydantic.BaseModel]:
+    """The arguments of the calls, which match the schemas of their functions."""
+    calls = message.tool_calls or []
+    assert len({call.id for call in calls}) == len(calls)
+    return [MODELS[call.function.name].model_validate_json(call.function.arguments) for call in calls]
+
+
+def test_required_call(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any",
+        messages=WEATHER,
+        tools=LENIENT,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0.8,
+        seed=4,
+        n=2,
+        max_tokens=80,
+    )
+    for choice in answer.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert len(check_calls(choice.message)) == 1
+
+
+def test_result_of_a_tool_continues_the_chat(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "GetWeather"}}
+    asked = client.chat.completions.create(
+        model="any", messages=WEATHER, tools=LENIENT, tool_choice=named, temperature=0, max_tokens=80
+    )
+    message: Any = asked.choices[0].message
+    (arguments,) = check_calls(message)
+    assert isinstance(arguments, GetWeather)
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sunny, 25 degrees."}
+    answer = client.chat.completions.create(
+        model="any", messages=[*WEATHER, message, result], tools=LENIENT, temperature=0, max_tokens=30
+    )
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+    assert answer.usage is not None
+    assert asked.usage is not None
+    assert answer.usage.prompt_tokens > asked.usage.prompt_tokens
+
+
+def test_parse_of_tools(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="any", messages=WEATHER, tools=STRICT, tool_choice="required", temperature=0, max_tokens=200
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert calls
+    for call in calls:
+        assert isinstance(call.function.parsed_arguments, GetWeather | Add)
+
+
+async def test_streamed_call_of_the_async_client(decode: Server) -> None:
+    """The helper assembles the call from its deltas and checks them."""
+    named: Any = {"type": "function", "function": {"name": "Add"}}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{decode.url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+        client.chat.completions.stream(
+            model="any", messages=WEATHER, tools=STRICT, tool_choice=named, temperature=0, max_tokens=80
+        ) as stream,
+    ):
+        deltas = [e.arguments_delta async for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        choice = (await stream.get_final_completion()).choices[0]
+    (arguments,) = check_calls(choice.message)
+    assert Add.model_validate_json("".join(deltas)) == arguments
+    assert len(deltas) > 3
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_strict_functions_and_the_models_own_choice(client: openai.OpenAI) -> None:
+    """Whatever the model decides: calls match their schemas."""
+    answer = client.chat.completions.create(
+        model="any", messages=WEATHER, tools=STRICT, temperature=0.7, seed=1, n=3, max_tokens=60
+    )
+    for choice in answer.choices:
+        assert choice.message.content or choice.message.tool_calls
+        if choice.finish_reason == "tool_calls":
+            assert check_calls(choice.message)

@@ -1,10 +1,12 @@
-"""Messages that unauthenticated peers can cause are logged once a second."""
+"""Messages that unauthenticated peers can cause are logged once a second. Lines are text or JSON."""
 
+import json
 import logging
+import sys
 
 import pytest
 
-from pdserve.configs.logs import CLIENT_LOGGERS, RateLimit, configure_logging, rate_limited
+from pdserve.configs.logs import CLIENT_LOGGERS, JsonFormatter, RateLimit, configure_logging, rate_limited
 
 logger = logging.getLogger("test-logs")
 
@@ -52,3 +54,35 @@ def test_loggers_of_the_http_port_are_rate_limited(name: str) -> None:
     finally:
         root.setLevel(level)
         root.handlers[:], logger.filters[:] = handlers, filters
+
+
+def test_json_lines_have_time_role_and_request_ids() -> None:
+    record = logging.makeLogRecord(
+        {
+            "name": "pdserve.frontend",
+            "levelname": "WARNING",
+            "msg": "request %s failed",
+            "args": ("r1",),
+            "created": 1_800_000_000.25,
+            "rid": "r1",
+            "request_id": None,
+        }
+    )
+    assert json.loads(JsonFormatter("decode").format(record)) == {
+        "time": "2027-01-15T08:00:00.250Z",
+        "level": "warning",
+        "role": "decode",
+        "logger": "pdserve.frontend",
+        "message": "request r1 failed",
+        "rid": "r1",
+    }
+
+
+def test_json_lines_are_single_lines_with_the_traceback() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.getLogger("x").makeRecord("x", logging.ERROR, "f", 1, "text\nmore", (), sys.exc_info())
+    line = JsonFormatter("prefill").format(record)
+    assert "\n" not in line
+    assert "ValueError: two\nlines" in json.loads(line)["exception"]

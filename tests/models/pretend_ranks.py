@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.kernels.interpreter  # noqa: F401 (rank processes run no conftest.py; its lookups are a third of the time)
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.sharding import Shard
 from pdserve.models.layers.parallel import Parallel
@@ -72,7 +73,7 @@ def _run(
 ) -> GraphedResult:
     parallel, cache = runner.parallel, runner.make_cache(NUM_PAGES, PAGE_SIZE)
     assert runner.capture_graphs(cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT) is not None
-    runner.capture_chunk_graphs(cache, max_tokens=MAX_TOKENS, max_slices=4, max_context=MAX_CONTEXT)
+    runner.capture_chunk_graphs(cache, max_tokens=MAX_TOKENS, max_slices=2, max_context=MAX_CONTEXT)
     parallel.start_serving()
     result = GraphedResult([], [], [])
     for each in passes:

@@ -23,6 +23,7 @@ from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.ports import free_port
+from tests.small_products import multiply_without_onednn
 
 if TYPE_CHECKING:
     from tests.models.pretend_ranks import GraphedResult
@@ -181,6 +182,7 @@ def _serve_all(pipes: list[Connection]) -> None:
 def _serve(pipe: Connection) -> None:
     """A rank process: executes commands until its pipe closes."""
     torch.set_num_threads(1)
+    multiply_without_onednn()
     warnings.simplefilter("error")
     parallel: Parallel | None = None
     while True:

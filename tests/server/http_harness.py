@@ -119,8 +119,9 @@ async def running_server(
     """Everything but the leader process. When the block ends, all requests must have ended and no task failed."""
     config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
-    client = LeaderClient(metrics, config, Watch(lambda: 0.0))  # the scripted leader may be silent
-    metrics.watch_leader(lambda: client.status, lambda: client.loop_age_s)
+    client = LeaderClient(metrics, config, watch=Watch(lambda: 0.0))  # the scripted leader may be silent
+    metrics.set_role(config.role)
+    metrics.watch_leader(lambda: client)
     app = create_app(Routes(config, tokenizer, client, metrics, default_sampling, FixedRole(config.role)))
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio then sets TCP_NODELAY
     listener.bind(("127.0.0.1", 0))

@@ -28,6 +28,8 @@ Transport = Literal["tcp", "nvlink", "rdma"]
 engine from the environment when the engine is initialised, so a process may have engines of several transports.
 """
 
+WHEELS: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13")
+"""Distributions of Mooncake. All own the import name `mooncake`, so only one may be installed."""
 PROGRESS_TIMEOUT_S: Final = 5
 """A receive engine closes a connection on which a write has made no progress for this long: it cannot land later."""
 SENDER_TIMEOUT_S: Final = 600

@@ -160,7 +160,8 @@ class KvDestination(Message, frozen=True):
     pool, to the hot indices. There are no hot indices otherwise. `timeout_s` is the time left until the request's
     deadline. `samples` first tokens are sampled, the i-th with seed + i. The last `output_tokens` of the ids are
     already output: a request that lost its KV on decode is computed again, and its "first" token is the next one.
-    Waiting prompts with a higher `priority` are served first.
+    Waiting prompts with a higher `priority` are served first. `traceparent` (W3C) is the span of the request, if it is
+    traced.
     """
 
     key: TransferKey
@@ -176,6 +177,7 @@ class KvDestination(Message, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     enable_hisparse: bool = False
+    traceparent: str | None = None
 
 
 class ChunkArrived(Message, frozen=True):

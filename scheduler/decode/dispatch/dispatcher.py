@@ -128,6 +128,7 @@ class PrefillDispatcher:
             output_tokens=len(request.output_ids),
             now=now,
         )
+        request.prompt.traceparent = old.traceparent
         request.prompt.members.append(request)
         self.enqueue(request.prompt, now, again=True)
         if old.endpoint is not None:
@@ -340,6 +341,7 @@ class PrefillDispatcher:
             logprobs=first.logprobs,
             priority=prompt.priority,
             enable_hisparse=choice.path == "host",
+            traceparent=prompt.traceparent,
         )
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
         self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))

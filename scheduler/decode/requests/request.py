@@ -120,6 +120,8 @@ class Prompt:
         """Since when it waits for a prefill server to begin; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
         """The last so many of `token_ids` are output of a request whose KV is computed again."""
+        self.traceparent: str | None = None
+        """The span of its first request, if it is traced."""
         self.members: list[Request] = []
         """One request per sample, in the order of their seeds."""
         self.grant: PageGrant[KvPage] | None = None
@@ -215,6 +217,8 @@ class Request:
         self.saved_pages = 0
         """Pages of its KV in host memory, while it is RETRACTED."""
         self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
+        self._before_first_arrival: tuple[float, float, float] | None = None
+        """Seconds in QUEUED, seconds in the states of prefill, and `prefill_wait_s` when its KV arrived first."""
 
     @property
     def state(self) -> State:
@@ -263,6 +267,18 @@ class Request:
         """Whether the tokens in flight leave it below its `max_new_tokens`."""
         return len(self.output_ids) + self.in_flight < self.sampling.max_new_tokens
 
+    def arrived(self, done: PrefillDone, now: float) -> None:
+        """Its KV is here: for the first time or, after a retraction, computed again."""
+        self.lifecycle.advance(State.ARRIVED, now)
+        if self.done is None:
+            self.done = done
+            self._before_first_arrival = self._spent_before_arrival(now)
+
+    def _spent_before_arrival(self, now: float) -> tuple[float, float, float]:
+        spent = self.lifecycle.spent
+        prefilling = sum(spent(state, now) for state in (State.RESERVED, State.PREFILLING, State.COMPUTING))
+        return spent(State.QUEUED, now), prefilling, self.prefill_wait_s
+
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
         token = self.output_ids[-1]
@@ -278,18 +294,19 @@ class Request:
 
         `queue` is the wait for memory of this server. `prefill_queue` is the wait behind other prompts, in our queue
         and on prefill. `control` is the part of the prefill round trip that prefill does not report itself: messages,
-        polling, and failed attempts.
+        polling, and failed attempts. `retracted` is the time without KV, until it was copied back or computed again.
         """
-        spent = {state: self.lifecycle.spent(state, now) for state in State}
+        spent = self.lifecycle.spent
+        total = self._spent_before_arrival(now)
+        queued, prefilling, waited = self._before_first_arrival or total
         remote = (self.done.queue_s, self.done.compute_s, self.done.transfer_tail_s) if self.done else (0.0, 0.0, 0.0)
-        prefilling = spent[State.RESERVED] + spent[State.PREFILLING] + spent[State.COMPUTING]
         return {
-            "queue": max(0.0, spent[State.QUEUED] - self.prefill_wait_s),
-            "prefill_queue": min(spent[State.QUEUED], self.prefill_wait_s) + remote[0],
+            "queue": max(0.0, queued - waited),
+            "prefill_queue": min(queued, waited) + remote[0],
             "prefill": remote[1],
             "transfer": remote[2],
             "control": max(0.0, prefilling - sum(remote)),
-            "admit": spent[State.ARRIVED] + spent[State.READY],
-            "retracted": spent[State.RETRACTED],
-            "decode": spent[State.RUNNING],
+            "admit": spent(State.ARRIVED, now) + spent(State.READY, now),
+            "retracted": spent(State.RETRACTED, now) + (total[0] - queued) + (total[1] - prefilling),
+            "decode": spent(State.RUNNING, now),
         }

@@ -58,6 +58,8 @@ def error_response(
         headers["X-Should-Retry"] = "false"
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if status == 415:
+        headers["Accept-Encoding"] = "gzip"
     return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
 
 

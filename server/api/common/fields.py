@@ -126,11 +126,22 @@ def decode_object(body: bytes) -> dict[str, object]:
     return value
 
 
-def validate(model: type[BodyT], value: Mapping[str, object], vocab_size: int = 0) -> BodyT:
+def validate(model: type[BodyT], value: Mapping[str, object], vocab_size: int = 0, within: str = "") -> BodyT:
+    """The checked fields of an object; `within` is its path in the body."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise _field_error(error, vocab_size) from None
+        raise _field_error(error, vocab_size, within) from None
+
+
+def validate_item(models: Mapping[str, type[BodyT]], value: object, within: str, default: str | None = None) -> BodyT:
+    """The checked fields of an object whose `type` says what it is; `within` is its path in the body."""
+    if not isinstance(value, dict):
+        raise FieldError(within, f"must be an object, got {shown(value)}")
+    kind = value.get("type") or default
+    if not isinstance(kind, str) or kind not in models:
+        raise FieldError(f"{within}.type", f"must be one of {', '.join(models)}, got {shown(kind)}")
+    return validate(models[kind], value, within=within)
 
 
 _EXPECTED = {
@@ -144,11 +155,11 @@ _EXPECTED = {
 }
 
 
-def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
+def _field_error(error: ValidationError, vocab_size: int, within: str = "") -> FieldError:
     """The first of pydantic's errors, with the texts of this API."""
     first = error.errors(include_url=False)[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
-    path = _path(first["loc"])
+    path = _path(first["loc"], within)
     prefix = f"{path}." if path else ""
     name = path if context.get("field") is None else prefix + context["field"]
     if kind == "problem":
@@ -170,9 +181,8 @@ def _field_error(error: ValidationError, vocab_size: int) -> FieldError:
     return FieldError(name, f"must be {_EXPECTED.get(kind, kind)}, got {shown(value)}")
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """`sampling_params[1].top_p`, without the tags of unions."""
-    path = ""
+def _path(location: tuple[int | str, ...], path: str = "") -> str:
+    """`sampling_params[1].top_p`, without the tags of unions; `path` goes before it."""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"

@@ -3,18 +3,22 @@
 import time
 from dataclasses import dataclass
 
+from ....configs.errors import AbortedError
 from ....configs.sampling import LogprobParams, TokenLogprob
 from ....scheduler.messages.frontend import Failed, Finished
 from ...engine.leader_client import Progress
 from ...text.output_text import OutputText
+from ...text.parsers.events import Event, merged
+from .parsed_output import ParsedOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of an output: text, and the tokens from `first_token` on."""
+    """The new part of an output: text, the tokens from `first_token` on, and of a chat what its text consists of."""
 
     text: str
     first_token: int
+    events: tuple[Event, ...] = ()
 
 
 class Output:
@@ -31,6 +35,7 @@ class Output:
         text: OutputText,
         logprobs: LogprobParams | None = None,
         sample: int = 0,
+        parsed: ParsedOutput | None = None,
     ) -> None:
         self.rid = rid
         self.sample = sample
@@ -42,6 +47,8 @@ class Output:
         self.input_logprobs: tuple[TokenLogprob, ...] = ()
         self.cached_tokens = 0
         self.terminal: Finished | Failed | None = None
+        self.parsed = parsed
+        """Of a chat: content, reasoning and calls of tools."""
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._pieces: list[str] = []
@@ -54,7 +61,7 @@ class Output:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that completed the output."""
+        """The stop string, or the pattern of the stop regular expression, that completed the output."""
         return self._text.stop_string
 
     @property
@@ -67,8 +74,23 @@ class Output:
 
     @property
     def failed(self) -> Failed | None:
-        """The failure that ended it. A failure of an output that was complete does not count."""
-        return self.terminal if isinstance(self.terminal, Failed) and not self.complete else None
+        """The failure that ended it. A failure of an output that was complete does not count, nor does an abort."""
+        return self.terminal if isinstance(self.terminal, Failed) and not self.complete and not self.aborted else None
+
+    @property
+    def aborted(self) -> str | None:
+        """Why it was aborted. As in SGLang, the response is then the output so far, not an error."""
+        terminal = self.terminal
+        if isinstance(terminal, Failed) and terminal.code == AbortedError.code and not self.complete:
+            return terminal.message
+        return None
+
+    @property
+    def matched_stop(self) -> str | int | None:
+        """What ended it: a stop string, the pattern of a stop regular expression, or a token."""
+        if self.ended and not self.complete and isinstance(self.terminal, Finished):
+            return self.terminal.reason.matched
+        return self.stop_string
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,18 +120,22 @@ class Output:
         if progress.prefilled is not None:
             self.input_logprobs = progress.prefilled.input_logprobs
             self.cached_tokens = progress.prefilled.cached_tokens
-        text = self._take_tokens(progress)
+        events: list[Event] = []
+        text = self._take_tokens(progress, events)
         if progress.terminal is not None:
-            text += self._text.finish()
+            rest = self._text.finish()
+            text += rest
+            if self.parsed is not None:
+                events += self.parsed.push(rest) + self.parsed.finish()
             self.terminal = progress.terminal
             if isinstance(self.terminal, Finished):
                 self.cached_tokens = self.terminal.cached_tokens
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)
-        return Delta(text, first_token)
+        return Delta(text, first_token, tuple(merged(events)))
 
-    def _take_tokens(self, progress: Progress) -> str:
+    def _take_tokens(self, progress: Progress, events: list[Event]) -> str:
         with_logprobs = self.wanted_logprobs is not None
         assert not with_logprobs or len(progress.logprobs) == len(progress.token_ids), "a token without its logprob"
         visible = ""
@@ -120,5 +146,8 @@ class Output:
             if with_logprobs:
                 self.logprobs.append(progress.logprobs[index])
                 self.text_offsets.append(self._text.decoded_characters)
-            visible += self._text.push(token)
+            piece = self._text.push(token)
+            visible += piece
+            if self.parsed is not None:
+                events += self.parsed.push(piece, tokens=1)
         return visible

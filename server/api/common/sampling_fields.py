@@ -16,6 +16,7 @@ from pydantic import PlainValidator
 from ....configs.sampling import SamplingParams
 from ....configs.words import counted, shown
 from ...text.output_text import TextRules
+from ...text.stop_regexes import StopRegexError, compile_stop_regex
 from .fields import (
     Body,
     Boolean,
@@ -36,25 +37,37 @@ MAX_SAMPLES = 16
 MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_STOP_REGEXES = 8
 MAX_LOGIT_BIASES = 1024
 MAX_SEED = (1 << 63) - 1
 
 
-def _stop_strings(value: object) -> list[str] | None:
+def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | None:
     """A string or a list of them, in which null is skipped."""
     strings = [value] if isinstance(value, str) else value
     if strings is None:
         return None
     if not isinstance(strings, list):
         raise problem(f"must be an array, got {shown(strings)}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise problem(f"holds {len(strings)} items; at most {MAX_STOP_STRINGS} are allowed")
+    if len(strings) > most:
+        raise problem(f"holds {len(strings)} items; at most {most} are allowed")
     checked = [text for text in strings if text is not None]
     for text in checked:
         if not isinstance(text, str):
             raise problem(f"must be a string, got {shown(text)}")
         if not 0 < len(text) <= MAX_STOP_CHARACTERS:
             raise problem(f"must have 1 to {MAX_STOP_CHARACTERS} characters, got {len(text)}")
+    return checked
+
+
+def _stop_regexes(value: object) -> list[str] | None:
+    """As `stop_strings`, of regular expressions that can be followed."""
+    checked = stop_strings(value, MAX_STOP_REGEXES)
+    for pattern in checked or ():
+        try:
+            compile_stop_regex(pattern)
+        except StopRegexError as error:
+            raise problem(f"{shown(pattern)} {error}") from None
     return checked
 
 
@@ -88,7 +101,6 @@ class SamplingFields(DistributionFields, GrammarFields):
     """What both dialects share; `max_new_tokens` and `min_new_tokens` have other names in OpenAI's."""
 
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
-        "stop_regex": ([],),
         "custom_params": ({},),
         "spaces_between_special_tokens": (True, False),  # our tokenizers make no difference
     }
@@ -101,8 +113,13 @@ class SamplingFields(DistributionFields, GrammarFields):
         "The same seed gives the same tokens, in any batch. Default: random."
     )
     sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("SGLang's name of `seed`.")
-    stop: Annotated[list[str] | None, PlainValidator(_stop_strings, json_schema_input_type=str | list[str] | None)] = (
+    stop: Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = (
         optional(f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
+    )
+    stop_regex: Annotated[
+        list[str] | None, PlainValidator(_stop_regexes, json_schema_input_type=str | list[str] | None)
+    ] = optional(
+        f"Up to {MAX_STOP_REGEXES} regular expressions in Python's syntax, without look-around and back-references."
     )
     stop_token_ids: Annotated[TokenIds, MaxLen(MAX_STOP_TOKEN_IDS)] | None = optional("Token ids that end the output.")
     ignore_eos: Boolean | None = optional("Continue after the model's end token. Default false.")
@@ -152,6 +169,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         ends = set(sampling.stop_token_ids) | (limits.eos_token_ids if eos_ends else set())
         return TextRules(
             stop_strings=tuple(self.stop or ()),
+            stop_regexes=tuple(self.stop_regex or ()),
             show_stop=keep_stop,
             hidden_token_ids=frozenset() if keep_stop else frozenset(ends),
             skip_special_tokens=self.skip_special_tokens is not False,

@@ -18,6 +18,8 @@ class GenerateRendering:
     With `token_text`, log-probabilities show each token's text, otherwise null.
     """
 
+    named_events = False
+
     def __init__(self, listed: bool, token_text: TokenText | None = None) -> None:
         self._listed = listed
         self._token_text = token_text
@@ -126,6 +128,8 @@ def _finish_reason(output: Output) -> dict[str, object] | None:
         return None
     if output.stop_string is not None:
         return {"type": "stop", "matched": output.stop_string}
+    if output.aborted is not None:
+        return {"type": "abort", "message": output.aborted}
     if isinstance(terminal, Failed):
         failure = {"message": terminal.message, "status_code": terminal.status, "err_type": terminal.code}
         return {"type": "abort", **failure}

@@ -1,6 +1,6 @@
 """A `/generate` body as checked, tokenized prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,6 +14,7 @@ from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, check_token_ids, check_within, parse_body
 from ..common.grammar_fields import NamedGrammar
 from ..common.limits import ContextLengthError, Limits
+from ..common.parsed_output import ParsedOutput
 from ..common.routing import CallShape, RoutingFields
 from ..common.sampling_fields import SamplingFields, check_samples
 from .models import GenerateBody, NativeSampling, is_id_batch
@@ -33,8 +34,17 @@ class Call:
     """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
     text_in_logprobs: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    top_logprobs: int | None = None
+    """OpenAI: alternatives of each output token; None without log-probabilities of the output."""
+    prompt_logprobs: int | None = None
+    """OpenAI: alternatives of each prompt token; None without log-probabilities of the prompt."""
     grammars: tuple[NamedGrammar, ...] = ()
     """The grammars of its prompts."""
+    new_parsed: Callable[[], ParsedOutput] | None = None
+    """Of a chat: what collects the message of one output."""
+    include_reasoning: bool = True
     echoes: tuple[Echo, ...] = ()
     """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 

@@ -7,7 +7,7 @@ fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` 
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from annotated_types import MaxLen, MinLen
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
@@ -30,6 +30,7 @@ from ..common.grammar_fields import OpenAiGrammarFields
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import SamplingFields
 from ..native.models import MAX_TOP_LOGPROBS
+from .tool_models import MAX_TOOLS, EarlierCall, ToolCall, ToolCallDelta, ToolFields
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -38,6 +39,7 @@ RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generatio
 
 class StreamOptions(Body):
     include_usage: Boolean | None = optional("A last chunk with `usage`. Default false.")
+    continuous_usage_stats: Boolean | None = optional("`usage` so far in every chunk (vLLM). Default false.")
 
 
 class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
@@ -47,8 +49,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **SamplingFields.unsupported,
         "suffix": ("",),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -60,7 +60,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "guided_regex": (),
         "guided_choice": (),
         "guided_grammar": (),
-        "prompt_logprobs": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
@@ -86,6 +85,10 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     best_of: Annotated[Integer, Within(1)] | None = optional("1 or `n`: every sample is returned.")
     stream: Boolean | None = optional("Reply with server-sent events. Default false.")
     stream_options: StreamOptions | None = None
+    return_token_ids: Boolean | None = optional("Token ids of the prompt and of the output (vLLM). Default false.")
+    prompt_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
+        "Log-probabilities of the prompt, with so many alternatives (vLLM). Not in streams."
+    )
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
         newer = self.max_completion_tokens is not None
@@ -108,7 +111,12 @@ Prompts = Annotated[
 
 
 class CompletionBody(OpenAiBody):
-    unsupported = {**OpenAiBody.unsupported, "add_special_tokens": (True,)}  # noqa: RUF012 (a ClassVar of Body)
+    unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        **OpenAiBody.unsupported,
+        "add_special_tokens": (True,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
 
     prompt: Prompts = Field(description="A string, a list of strings, token ids or a list of lists of them.")
     echo: Boolean | None = optional("Begin the text with the prompt. Default false.")
@@ -130,28 +138,48 @@ def _check_role(role: str) -> str:
 
 
 def _check_content(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise problem(f"must be a string or an array of text parts, got {shown(value)}")
+    if not isinstance(value, str | list | None):
+        raise problem(_CONTENT_PROBLEM.format(shown(value)))
     return value
 
 
-class Message(Body):
-    """A message of text; other content parts and calls of tools are refused."""
+_CONTENT_PROBLEM = "must be a string or an array of text parts, got {}"
 
-    unsupported = {"tool_calls": ([],), "function_call": ()}  # noqa: RUF012 (a ClassVar of Body)
+
+class Message(Body):
+    """A message of text; other content parts are refused. An assistant's message with calls may have no content."""
+
+    unsupported = {"function_call": ()}  # noqa: RUF012 (a ClassVar of Body)
 
     role: Annotated[
         Text, Characters(64), AfterValidator(_check_role), WithJsonSchema({"type": "string", "enum": list(ROLES)})
     ]
     content: Annotated[
-        Annotated[Text, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
+        Annotated[Text | None, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
         Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
         BeforeValidator(_check_content),
-    ]
+    ] = None
+    tool_calls: Annotated[list[EarlierCall], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
+        "Of an assistant's message: the calls that it made."
+    )
+    tool_call_id: Text | None = optional("Of a tool's message: the call that it answers.")
+    name: Text | None = optional("Of a tool's message: the function.")
+    reasoning_content: Text | None = optional("Of an assistant's message: its reasoning, for templates that use it.")
+    reasoning: Text | None = optional("vLLM's name of `reasoning_content`.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise problem(f"are for messages of the assistant, not of {self.role}", "tool_calls")
+        if self.content is None and not self.tool_calls:
+            given = "content" in self.model_fields_set
+            raise problem(_CONTENT_PROBLEM.format("null") if given else "is required", "content")
+        return self
 
     @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    def text(self) -> str | None:
+        parts = self.content
+        return parts if isinstance(parts, str | None) else "".join(part.text for part in parts)
 
 
 Messages = Annotated[list[Message], FirstError(), MinLen(1), MaxLen(MAX_MESSAGES)]
@@ -177,7 +205,7 @@ class TemplateFields(Body):
     )
 
 
-class ChatBody(OpenAiBody, TemplateFields):
+class ChatBody(OpenAiBody, TemplateFields, ToolFields):
     default_new_tokens: ClassVar[int] = 1024
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
@@ -190,10 +218,18 @@ class ChatBody(OpenAiBody, TemplateFields):
     top_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
         "Alternatives for each token; needs `logprobs`. Default 0."
     )
+    separate_reasoning: Boolean | None = optional(
+        "Return reasoning in `reasoning_content`; false: in `content`, with its tags. Default true."
+    )
+    include_reasoning: Boolean | None = optional("Return `reasoning_content`. Default true.")
 
 
 class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Prompt tokens whose KV was in a prefix cache.")]
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: Annotated[int, Field(description="Output tokens up to the end of the reasoning.")]
 
 
 class Usage(TypedDict):
@@ -203,9 +239,10 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class CompletionLogprobs(TypedDict):
@@ -222,11 +259,37 @@ class Reply(TypedDict):
 
 
 class Choice(TypedDict):
+    """In a stream, `matched_stop` and `stop_reason` are in the last chunk of a choice."""
+
     index: int
     finish_reason: FinishReason | None
+    matched_stop: NotRequired[
+        Annotated[
+            int | str | None, Field(description="SGLang: the stop token, stop string or stop regex that ended it.")
+        ]
+    ]
+    stop_reason: NotRequired[
+        Annotated[int | str | None, Field(description="vLLM: the same, but null for the model's own end token.")]
+    ]
+    token_ids: NotRequired[Annotated[list[int], Field(description="With `return_token_ids`.")]]
 
 
-class CompletionChoice(Choice):
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: Annotated[int | None, Field(description="1 for the most likely token; null if it is none of those given.")]
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the first token. With `prompt_logprobs`."""
+
+
+class PromptEcho(TypedDict):
+    prompt_token_ids: NotRequired[Annotated[list[int], Field(description="With `return_token_ids`.")]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class CompletionChoice(Choice, PromptEcho):
     text: str
     logprobs: CompletionLogprobs | None
 
@@ -256,7 +319,9 @@ class ChatLogprobs(TypedDict):
 
 class AssistantMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Choice):
@@ -264,7 +329,7 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Reply):
+class ChatCompletion(Reply, PromptEcho):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -272,7 +337,9 @@ class ChatCompletion(Reply):
 
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
+    content: NotRequired[str | None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(Choice):
@@ -280,7 +347,7 @@ class ChatChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Reply):
+class ChatChunk(Reply, PromptEcho):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]

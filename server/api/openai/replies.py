@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
+from ...text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
@@ -21,6 +22,7 @@ from ..native.requests import Call
 class OpenAiRendering(ABC):
     """What the two routes share: the envelope, usage, errors."""
 
+    named_events = False
     id_prefix: str
     whole_object: str
     chunk_object: str
@@ -28,41 +30,78 @@ class OpenAiRendering(ABC):
     def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
         first = call.group or call.submits[0].rid
         self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
-        self._include_usage = call.include_usage
+        self._call = call
         self._tokenizer = tokenizer
+        self._prompt_of = {rid: submit.prompt_ids for submit in call.submits for rid in rids_of(submit)}
         self._sent_tokens: dict[int, int] = {}
 
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
         if output.failed is not None:
             return [{"error": failure_object(output.failed), "index": index}]
         first = self._sent_tokens.get(index, 0)
-        choices = self._chunk_choices(index, output, delta.text, first)
-        if delta.text or output.ended:
+        choices = self._chunk_choices(index, output, delta, first)
+        if self._has_text(delta) or output.ended:
             self._sent_tokens[index] = len(output.token_ids)
-        return [self._chunk(choice) for choice in choices]
+        return [self._chunk(choice, output) for choice in choices]
+
+    def _has_text(self, delta: Delta) -> bool:
+        """Whether log-probabilities are sent with this delta."""
+        return bool(delta.text)
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
-        if not self._include_usage:
+        if not self._call.include_usage:
             return ()
         return [self._envelope | {"object": self.chunk_object, "choices": [], "usage": _usage(outputs)}]
 
-    def result(self, outputs: Sequence[Output]) -> object:
+    def result(self, outputs: Sequence[Output]) -> dict[str, object]:
         choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
         return self._envelope | {"object": self.whole_object, "choices": choices, "usage": _usage(outputs)}
 
-    def _chunk(self, choice: dict[str, object]) -> dict[str, object]:
+    def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk: dict[str, object] = {**self._envelope, "object": self.chunk_object, "choices": [choice]}
-        if self._include_usage:
+        if self._call.continuous_usage:
+            chunk["usage"] = _usage([output])
+        elif self._call.include_usage:
             chunk["usage"] = None  # as in OpenAI's API: null in every chunk but the last
         return chunk
 
     @abstractmethod
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
-        """The choices for new text; tokens from `first` on have not been sent yet."""
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
+        """The choices for a delta; tokens from `first` on have not been sent yet."""
 
     @abstractmethod
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
         """The choice of a response that is not streamed."""
+
+    def _ending(self, output: Output, finish_reason: str | None) -> dict[str, object]:
+        """The fields of a choice that say how it ended. vLLM's `stop_reason` does not name the model's end token."""
+        matched = output.matched_stop
+        wanted = isinstance(matched, str) or matched in self._call.submits[0].sampling.stop_token_ids
+        return {"finish_reason": finish_reason, "matched_stop": matched, "stop_reason": matched if wanted else None}
+
+    def _token_ids(self, output: Output, first: int) -> dict[str, object]:
+        return {"token_ids": output.token_ids[first:]} if self._call.return_token_ids else {}
+
+    def _prompt_fields(self, output: Output) -> dict[str, object]:
+        fields: dict[str, object] = {}
+        if self._call.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt_of[output.rid]
+        if self._call.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [
+                self._prompt_logprob(entry, self._call.prompt_logprobs) for entry in output.input_logprobs
+            ]
+        return fields
+
+    def _prompt_logprob(self, entry: TokenLogprob, top: int) -> dict[str, object] | None:
+        """vLLM's shape: the given token and the most likely ones by id; None for the first token."""
+        if entry.logprob is None:
+            return None
+        ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+        logprobs = {entry.token: entry.logprob, **dict(entry.top[:top])}
+        return {
+            str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": self._token(token)}
+            for token, logprob in logprobs.items()
+        }
 
     def _token(self, token_id: int) -> str:
         """The text of a token. A part of a character is written as in OpenAI's API: `bytes:\\xf0\\x9f`."""
@@ -86,71 +125,123 @@ class CompletionRendering(OpenAiRendering):
             rid: echo for submit, echo in zip(call.submits, echoes, strict=True) for rid in rids_of(submit)
         }
 
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
-        return [self._choice(index, output, text, first)] if text or output.ended else ()
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
+        return [self._choice(index, output, delta.text, first)] if delta.text or output.ended else ()
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
         return self._choice(index, output, output.text, 0)
 
     def _choice(self, index: int, output: Output, text: str, first: int) -> dict[str, object]:
         begin = self._echo_of[output.rid].text if first == 0 else ""
-        logprobs = self._logprobs(output, first)
-        return {"index": index, "text": begin + text, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
+        choice: dict[str, object] = {"index": index, "text": begin + text, "logprobs": self._logprobs(output, first)}
+        choice |= self._ending(output, _finish_reason(output)) if output.ended else {"finish_reason": None}
+        return choice | (self._prompt_fields(output) if first == 0 else {}) | self._token_ids(output, first)
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
-        if output.wanted_logprobs is None:
+        top = self._call.top_logprobs
+        if top is None:
             return None
         echo, entries = self._echo_of[output.rid], output.logprobs[first:]
         offsets = [len(echo.text) + offset for offset in output.text_offsets[first:]]
-        if first == 0:
+        if first == 0 and self._call.echoes:
             entries, offsets = [*output.input_logprobs, *entries], [*echo.offsets, *offsets]
         return {
             "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries] if output.wanted_logprobs.top else None,
+            "top_logprobs": [self._top(entry, top) for entry in entries] if top else None,
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
+    def _top(self, entry: TokenLogprob, count: int) -> dict[str, float] | None:
         """Log-probabilities of the most likely tokens and the chosen one, by text; None for a prompt's first token."""
         if entry.logprob is None:
             return None
-        top = {self._token(token): logprob for token, logprob in entry.top}
+        top = {self._token(token): logprob for token, logprob in entry.top[:count]}
         top.setdefault(self._token(entry.token), entry.logprob)
         return top
 
 
 class ChatRendering(OpenAiRendering):
+    """Content, reasoning and calls are those of `Output.parsed`."""
+
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
+        self._include_reasoning = call.include_reasoning
         self._started: set[int] = set()
 
-    def _chunk_choices(self, index: int, output: Output, text: str, first: int) -> Sequence[dict[str, object]]:
+    def _has_text(self, delta: Delta) -> bool:
+        return any(self._is_sent(event) for event in delta.events)
+
+    def _is_sent(self, event: Event) -> bool:
+        return not isinstance(event, CallEnd) and (self._include_reasoning or not isinstance(event, Reasoning))
+
+    def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
         choices = []
         if index not in self._started:
             self._started.add(index)
             choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
-        if text or (output.ended and output.logprobs[first:]):
-            choices.append(_delta_choice(index, {"content": text}, self._logprobs(output, first)))
+        deltas = [self._delta(event, output) for event in delta.events if self._is_sent(event)]
+        logprobs = self._logprobs(output, first)
+        token_ids = self._token_ids(output, first)
+        if output.ended and not deltas and (logprobs is not None or token_ids) and output.token_ids[first:]:
+            deltas = [{"content": ""}]
+        for made in deltas:
+            choices.append(_delta_choice(index, made, logprobs) | token_ids)
+            logprobs, token_ids = None, {}
         if output.ended:
-            choices.append(_delta_choice(index, {}, finish_reason=_finish_reason(output)))
+            choices.append(_delta_choice(index, {}) | self._ending(output, _chat_finish_reason(output)))
         return choices
 
+    def _delta(self, event: Event, output: Output) -> dict[str, object]:
+        match event:
+            case Content(text=text):
+                return {"content": text}
+            case Reasoning(text=text):
+                return {"reasoning_content": text}
+            case CallBegin(index=index, name=name):
+                assert output.parsed is not None
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": output.parsed.calls[index].id, "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case CallArguments(index=index, text=text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        raise AssertionError(f"{event} has no delta")
+
+    def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
+        chunk = super()._chunk(choice, output)
+        delta = choice["delta"]
+        assert isinstance(delta, dict)
+        return chunk | (self._prompt_fields(output) if "role" in delta else {})
+
+    def result(self, outputs: Sequence[Output]) -> dict[str, object]:
+        return super().result(outputs) | self._prompt_fields(outputs[0])
+
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
-        message = {"role": "assistant", "content": output.text}
+        parsed = output.parsed
+        assert parsed is not None, "an output of a chat has a parser"
+        message: dict[str, object] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
+        if parsed.reasoning and self._include_reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in parsed.calls
+            ]
         logprobs = self._logprobs(output, 0)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": _finish_reason(output)}
+        ending = self._ending(output, _chat_finish_reason(output))
+        return {"index": index, "message": message, "logprobs": logprobs, **ending, **self._token_ids(output, 0)}
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
-        if output.wanted_logprobs is None:
+        top = self._call.top_logprobs
+        if top is None:
             return None
         content = [
             self._entry(entry.token, entry.logprob)
-            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top]}
+            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top[:top]]}
             for entry in output.logprobs[first:]
         ]
         return {"content": content, "refusal": None}
@@ -159,10 +250,8 @@ class ChatRendering(OpenAiRendering):
         return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
 
 
-def _delta_choice(
-    index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None, finish_reason: str | None = None
-) -> dict[str, object]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _delta_choice(index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None) -> dict[str, object]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
 
 def _finish_reason(output: Output) -> str | None:
@@ -170,17 +259,26 @@ def _finish_reason(output: Output) -> str | None:
         return None
     if isinstance(output.terminal, Finished) and not output.complete:
         return output.terminal.reason.type
-    return "stop"
+    return "stop" if output.aborted is None else "abort"
+
+
+def _chat_finish_reason(output: Output) -> str | None:
+    reason = _finish_reason(output)
+    return "tool_calls" if reason == "stop" and output.parsed is not None and output.parsed.calls else reason
 
 
 def _usage(outputs: Sequence[Output]) -> dict[str, object]:
     """Samples of a prompt share it: it counts once."""
-    firsts = [output for output in outputs if output.sample == 0]
+    firsts = [output for output in outputs if output.sample == 0] or outputs[:1]
     prompt_tokens = sum(output.prompt_tokens for output in firsts)
     completion_tokens = sum(output.completion_tokens for output in outputs)
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in firsts)},
     }
+    chats = [output.parsed for output in outputs if output.parsed is not None]
+    if chats:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(chat.reasoning_tokens for chat in chats)}
+    return usage

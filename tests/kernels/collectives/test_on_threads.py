@@ -4,8 +4,10 @@ PTX is replaced by what it does; everything else is the kernel. This finds ranks
 early, which a test of one rank at a time cannot.
 """
 
+import functools
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,28 +38,40 @@ PTX = {
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
-def compile_ranks(folder: Path, ranks: int, **changes: str) -> Path:
-    """A program of main.cc and a kernel of each kind for each rank; `changes` are made to the kernels' source."""
+def command(**constants: object) -> list[str]:
+    defined = [f"-D{name}={value}" for name, value in (SIZES | constants).items()]
+    return [str(COMPILER), "-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", *defined]
+
+
+@pytest.fixture(scope="module")
+def compiled_main(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """main.cc for this many ranks. Its headers take two seconds to compile."""
+
+    @functools.cache
+    def compiled(ranks: int) -> Path:
+        path = tmp_path_factory.mktemp("main") / "main.o"
+        subprocess.run([*command(RANKS=ranks), "-c", str(SOURCES / "main.cc"), "-o", str(path)], check=True)
+        return path
+
+    return compiled
+
+
+def compile_ranks(folder: Path, main: Path, ranks: int, **changes: str) -> Path:
+    """A program of main.o and a kernel of each kind for each rank; `changes` are made to the kernels' source."""
     code = (SOURCE_FOLDER / "all_reduce.cu").read_text(encoding="utf-8")
     for old, new in (*PTX.items(), *changes.items()):
         assert old in code, old
         code = code.replace(old, new)
     kernels = folder / "all_reduce.cc"
     kernels.write_text(f'#include "cuda_on_threads.h"\n{code}')
-    constants = {"RANKS": ranks, **SIZES}
-
-    def command(**more: object) -> list[str]:
-        defined = [f"-D{name}={value}" for name, value in (constants | more).items()]
-        return [str(COMPILER), "-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", *defined]
-
-    objects = []
+    objects = [main]
     for rank in range(ranks):
         for kind, (kernel, more) in KERNELS.items():
             objects.append(folder / f"{kind}_{rank}.o")
-            options = command(RANK=rank, **more, **{kernel: f"{kind}_{rank}"})
+            options = command(RANKS=ranks, RANK=rank, **more, **{kernel: f"{kind}_{rank}"})
             subprocess.run([*options, "-c", str(kernels), "-o", str(objects[-1])], check=True)
     program = folder / "ranks"
-    subprocess.run([*command(), str(SOURCES / "main.cc"), *map(str, objects), "-o", str(program)], check=True)
+    subprocess.run([*command(), *map(str, objects), "-o", str(program)], check=True)
     return program
 
 
@@ -67,15 +81,17 @@ def run(program: Path, *arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_random_calls_give_the_right_results(tmp_path: Path, ranks: int) -> None:
-    program = compile_ranks(tmp_path, ranks)
+def test_random_calls_give_the_right_results(tmp_path: Path, compiled_main: Callable[[int], Path], ranks: int) -> None:
+    program = compile_ranks(tmp_path, compiled_main(ranks), ranks)
     assert run(program) == ["wrong 0"] + ["calls 500 missing -1 at 0"] * ranks
     wrong, *reports = run(program, "100")  # the last rank stops; the others end their calls without it
     assert wrong == "wrong 0"
     assert reports == [f"calls 500 missing {ranks - 1} at 101"] * (ranks - 1) + ["calls 100 missing -1 at 0"]
 
 
-def test_the_test_finds_memory_that_is_overwritten_too_early(tmp_path: Path) -> None:
-    program = compile_ranks(tmp_path, 2, **{"(call & 1) * HALF_BYTES": "0"})
+def test_the_test_finds_memory_that_is_overwritten_too_early(
+    tmp_path: Path, compiled_main: Callable[[int], Path]
+) -> None:
+    program = compile_ranks(tmp_path, compiled_main(2), 2, **{"(call & 1) * HALF_BYTES": "0"})
     wrong, *_ = run(program)
     assert int(wrong.removeprefix("wrong ")) > 0

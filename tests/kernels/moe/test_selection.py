@@ -12,8 +12,15 @@ here = each_of(("triton", "cpu"), ("triton", "cuda"))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "groups", "groups_per_token", "per_token", "normalised"),
-    [(6, 256, 8, 4, 8, True), (9, 160, 1, 1, 6, False), (5, 24, 3, 2, 3, True), (1, 8, 2, 1, 1, True)],
+    ("tokens", "experts", "groups", "groups_per_token", "per_token", "normalised", "softmax"),
+    [
+        (6, 256, 8, 4, 8, True, False),
+        (9, 160, 1, 1, 6, False, False),
+        (5, 24, 3, 2, 3, True, False),
+        (1, 8, 2, 1, 1, True, False),
+        (6, 128, 1, 1, 8, True, True),
+        (3, 60, 1, 1, 4, False, True),
+    ],
 )
 def test_kernel_selects_the_reference_experts(
     here: tuple[Impl, torch.device],
@@ -23,11 +30,12 @@ def test_kernel_selects_the_reference_experts(
     groups_per_token: int,
     per_token: int,
     normalised: bool,
+    softmax: bool,
 ) -> None:
     impl, device = here
     generator = torch.Generator().manual_seed(experts)
     logits = torch.randn(tokens, experts, generator=generator).to(device)
-    bias = (0.2 * torch.randn(experts, generator=generator)).to(device)
+    bias = None if softmax else (0.2 * torch.randn(experts, generator=generator)).to(device)
 
     def select(used: Impl | None) -> tuple[torch.Tensor, torch.Tensor]:
         options = {"num_groups": groups, "groups_per_token": groups_per_token, "per_token": per_token}
@@ -44,10 +52,17 @@ def test_kernel_selects_the_reference_experts(
     )
 
 
-def test_logits_of_another_type_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be float32 rows of 8 experts"):
+@pytest.mark.parametrize(
+    ("logits", "said"),
+    [
+        (torch.zeros(1, 8, dtype=torch.bfloat16), "must be contiguous float32 rows"),
+        (torch.zeros(1, 6), "must be rows of 8 experts"),
+    ],
+)
+def test_logits_of_another_type_or_size_are_refused(logits: torch.Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         select_experts(
-            torch.zeros(1, 8, dtype=torch.bfloat16),
+            logits,
             torch.zeros(8),
             num_groups=1,
             groups_per_token=1,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS
-from pdserve.server.observability.metrics import LABELLED
+from pdserve.server.observability.catalog import COUNTERS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "hisparse.md").read_text(encoding="utf-8")
@@ -53,8 +53,8 @@ def test_every_named_metric_exists() -> None:
         "kv_pages_held",
         "kv_pages_available",
     }
-    exported = {f"pdserve_{name}_total" for name in DECODE_COUNTERS} | {f"pdserve_{name}" for name in gauges}
-    exported |= {f"pdserve_{name}_total" for name in LABELLED}
+    exported = {f"pdserve_{COUNTERS[name].name}_total" for name in DECODE_COUNTERS}
+    exported |= {f"pdserve_{name}" for name in gauges}
     named = set(re.findall(r"pdserve_\w+", PAGE)) - {"pdserve_requests_in_state"}
     assert named - exported == set()
     assert {f"pdserve_{name}" for name in gauges} <= named, "an undocumented gauge"

@@ -51,9 +51,10 @@ def test_sparse_model_config_is_read(checkpoints: Path) -> None:
     assert (config.head_dim, config.rotary_dim) == (64, 16)
     sparse = dsa(config)
     assert (sparse.index_heads, sparse.index_dim, sparse.index_topk) == (16, 32, 16)
-    assert sparse.mixed == (False, True, True, True)
+    assert config.mixed == (False, True, True, True)
     assert sparse.indexed == (True, True, True, True)
-    assert (sparse.moe.num_groups, sparse.moe.scale, sparse.weight_block) == (2, 2.5, None)
+    assert config.moe is not None
+    assert (config.moe.num_groups, config.moe.scale, config.weight_block) == (2, 2.5, None)
 
 
 def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> 
         num_nextn_predict_layers=1,
     )
     assert (config.rope.kind, config.rope.factor, config.context_length) == ("yarn", 40.0, 163840)
-    assert (config.dtype, dsa(config).weight_block, dsa(config).mixed) == (
+    assert (config.dtype, config.weight_block, config.mixed) == (
         "bfloat16",
         (128, 128),
         (False, True, True, True),

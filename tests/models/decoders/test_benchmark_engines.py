@@ -15,8 +15,8 @@ from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import dsa
-from pdserve.models.decoders.dense_parameters import Slot
 from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.slots import Slot
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import StepGraphs
 from pdserve.scheduler.ranks.executor import Executor
@@ -36,10 +36,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def sparse_config() -> ModelConfig:
     config = dsa_engine.deepseek_v32(2, 1, mlp=64, max_context=96)
     assert config.dsa is not None
-    moe = replace(config.dsa.moe, num_experts=16, expert_size=16, shared_size=16)
+    assert config.moe is not None
+    moe = replace(config.moe, num_experts=16, expert_size=16, shared_size=16)
     sizes: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
     sizes |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
-    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, dsa=replace(config.dsa, moe=moe, **sizes))
+    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=moe, dsa=replace(config.dsa, **sizes))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -140,18 +141,16 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
 
     rows = torch.randn(3, config.hidden_size)
     decoder_module: Any = dsa
-    before = decoder_module.mixture
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_module, "mlp", mlp)
+        patch.setattr(decoder_module, "feed_forward", mlp)
         with one_rank.exchanging(layout, CPU):
-            result = decoder_module.mlp(rows, None)
-        assert decoder_module.mlp is mlp
+            result = decoder_module.feed_forward(rows, None)
+        assert decoder_module.feed_forward is mlp
     (gathered,) = seen
     assert gathered[:3].equal(rows)
     assert gathered.view(8, 3, -1).sort(dim=-1).values.equal(rows.sort(dim=-1).values.expand(8, 3, -1))
     assert not gathered[3:6].equal(rows)
     torch.testing.assert_close(result, gathered.view(8, 3, -1).sum(dim=0))
-    assert decoder_module.mixture is before
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
@@ -165,8 +164,7 @@ def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("pdserve.models.runner.fill_with_noise", fill)  # there is no generator of a pretended GPU
     config = rank_of_eight.model_config(1, tiny=True)
-    assert config.dsa is not None
-    config = replace(config, dtype="float16", dsa=replace(config.dsa, mixed=(False,)))
+    config = replace(config, dtype="float16", mixed=(False,))
     layout = one_rank.Layout.of("dp8", config)
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)

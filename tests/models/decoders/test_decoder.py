@@ -105,6 +105,10 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-yarn": ("qwen3", {"rope_parameters": ROPES["yarn"]}),
+    "mistral": ("mistral", {"head_dim": 24}),
+    "mixtral": ("mixtral", {}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3-moe-some-layers": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
 

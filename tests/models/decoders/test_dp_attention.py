@@ -119,11 +119,11 @@ def test_a_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> 
     )
     assert tensor_parallel < own < whole
     config = source.config
-    assert config.dsa is not None
-    mixtures = sum(config.dsa.mixed)
-    experts = mixtures * config.dsa.moe.num_experts * 3 * config.hidden_size * config.dsa.moe.expert_size * 4
-    shared = mixtures * 3 * config.hidden_size * config.dsa.moe.shared_size * 4
-    dense = (len(config.dsa.mixed) - mixtures) * 3 * config.hidden_size * config.intermediate_size * 4
+    assert config.moe is not None
+    mixtures = sum(config.mixed)
+    experts = mixtures * config.moe.num_experts * 3 * config.hidden_size * config.moe.expert_size * 4
+    shared = mixtures * 3 * config.hidden_size * config.moe.shared_size * 4
+    dense = (len(config.mixed) - mixtures) * 3 * config.hidden_size * config.intermediate_size * 4
     assert whole - own == (experts + shared + dense) * 3 // 4
 
 

@@ -1,15 +1,17 @@
 """The router and the experts against transformers' modules."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV32Config
+from transformers import DeepseekV32Config, Qwen3MoeConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Experts, DeepseekV32TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from pdserve.kernels.moe.experts import grouped_experts
-from pdserve.models.config.dsa import MoeConfig
+from pdserve.models.config.moe import MoeConfig
 from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, route
 
 HIDDEN, SIZE = 48, 24
@@ -62,6 +64,28 @@ def test_router_equals_transformers(experts: int, groups: int, groups_per_token:
     )
     changed = (unbiased.sort(-1).values != chosen.sort(-1).values).any(dim=1)
     assert changed.float().mean() > 0.3  # the bias matters here
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_softmax_router_equals_transformers(normalised: bool, dtype: torch.dtype) -> None:
+    """Also in bfloat16, in which transformers rounds the logits of these routers."""
+    ours = replace(configs(16, 1, 1, 4, normalised)[0], scoring="softmax", scale=1.0)
+    theirs = Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_experts=16, num_experts_per_tok=4, norm_topk_prob=normalised, num_hidden_layers=1
+    )
+    generator = torch.Generator().manual_seed(5)
+    router = Qwen3MoeTopKRouter(theirs).to(dtype)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(16, HIDDEN, generator=generator) / HIDDEN**0.5)
+        x = torch.randn(200, HIDDEN, generator=generator).to(dtype)
+        _, expected_weights, expected = router(x)
+        weights, chosen = route(x, router.weight, None, ours)
+    order, expected_order = chosen.argsort(-1), expected.argsort(-1)
+    assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
+    torch.testing.assert_close(
+        weights.gather(1, order).to(dtype), expected_weights.gather(1, expected_order), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 50])

@@ -119,7 +119,7 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
         ),
         ({"architectures": None, "model_type": "bert"}, "architecture bert is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq\)"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq"),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window of 64 from layer 1"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),

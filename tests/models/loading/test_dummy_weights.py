@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdserve.models.config.sharding import WHOLE, Shard
-from pdserve.models.decoders.dense_parameters import Slot
+from pdserve.models.decoders.slots import Slot
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdserve.configs.schema import LocalPrefillSetting
+from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 
@@ -143,13 +144,13 @@ class PairMachine(RuleBasedStateMachine):
 
 
 TestPair = PairMachine.TestCase
-TestPair.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestPair.settings = settings(max_examples=examples(100, 50), stateful_step_count=60, deadline=None)
 
 
 def test_random_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(7 * len(MODES)):
+    for seed in range(examples(7, 2) * len(MODES)):
         simulator = MODES[seed % len(MODES)].simulator()
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)
@@ -180,4 +181,4 @@ def test_random_workloads_reach_every_state() -> None:
         "written back",
         "copied within a page",
     ):
-        assert seen[event] >= 10, f"{event} happened {seen[event]} times"
+        assert seen[event] >= examples(10, 5), f"{event} happened {seen[event]} times"

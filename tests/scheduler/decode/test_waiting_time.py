@@ -78,3 +78,18 @@ def test_timeline_shows_whether_prefill_or_memory_is_the_limit(limit: str) -> No
     waited = {"prefill": "prefill_queue", "memory": "queue"}[limit]
     assert last[waited] == pytest.approx(9.0, rel=0.1)
     assert sum(last.values()) - last[waited] < 1.7
+
+
+def test_computing_a_retracted_request_again_counts_as_retracted() -> None:
+    """Its second prefill used to count as `control`."""
+    simulator = TimedSimulator(tokens_per_s=1000, pool_tokens=1600, limits=decode_limits(growth_tokens=16))
+    simulator.run_for(1.0)
+    began = simulator.now
+    for number in range(4):
+        simulator.ask(f"r{number}", 300, 300)
+    simulator.run(lambda: not simulator.decode.requests)
+    assert simulator.decode.counters["retractions_recomputed"] > 0
+    for rid, stages in simulator.timelines.items():
+        assert sum(stages.values()) == pytest.approx(simulator.ended_at[rid] - began)
+        assert stages["control"] == pytest.approx(0.0, abs=8 * LATENCY_S)
+    assert max(stages["retracted"] for stages in simulator.timelines.values()) > 0.3, "300 tokens and more"

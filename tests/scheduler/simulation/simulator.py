@@ -234,11 +234,7 @@ class Simulator:
         if hot is not None:
             self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).evicting for rid in evicting)
         self.act()
-        requests = self.decode.requests.values()
-        late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
-        assert not late, f"the deadline of {late} has passed, but they are still open"
-        self.hot_seen["lost hot buffer"] += any(lost_hot_buffer(request) for request in requests)
-        self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
+        self._look_at_requests()
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.commands.append(step)
@@ -246,6 +242,14 @@ class Simulator:
         if lending is not None:
             self.hot_seen["lent"] += lending.borrowed > 0
             self.hot_seen["reclaimed"] += lending.borrowed < borrowed
+
+    def _look_at_requests(self) -> None:
+        """Assert that no deadline has passed, and count what happens to requests."""
+        requests = self.decode.requests.values()
+        late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
+        assert not late, f"the deadline of {late} has passed, but they are still open"
+        self.hot_seen["lost hot buffer"] += any(lost_hot_buffer(request) for request in requests)
+        self.hot_seen["waited"] += any(request.state is State.ARRIVED for request in requests)
 
     def rank_turn(self, eos: bool, *, fail: bool = False) -> None:
         """The ranks run their next command, and report; a step may fail."""

@@ -67,6 +67,7 @@ class TimedSimulator(Simulator):
         """Without `reports`, prefill servers report no window, like those of an older release."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._turns = itertools.count()
         self._tokens_per_s = tokens_per_s
         self._step_s = step_s
         self._least_step_s = least_step_s
@@ -176,6 +177,11 @@ class TimedSimulator(Simulator):
                 server.steps.append(step)
             self._compute_next(server)
         self.act()
+
+    def _look_at_requests(self) -> None:
+        """In every sixteenth turn: a simulation has thousands, and `simulator.py` looks in every turn."""
+        if next(self._turns) % 16 == 0:
+            super()._look_at_requests()
 
     def _seconds_of(self, step: DecodeStep) -> float:
         """Prompt tokens take as long as on prefill, beside the decode step."""

@@ -32,6 +32,7 @@ from pdserve.transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
+from tests.examples import examples
 
 CELL_BYTES = 128  # two cells fill a unit of the ring
 QUARANTINE_S = 5.0
@@ -513,5 +514,5 @@ class LossyStaging(RuleBasedStateMachine):
             assert transfer.landed or transfer.broken
 
 
-LossyStaging.TestCase.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+LossyStaging.TestCase.settings = settings(max_examples=examples(80, 40), stateful_step_count=80, deadline=None)
 TestLossyStaging = LossyStaging.TestCase

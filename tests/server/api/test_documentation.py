@@ -48,6 +48,9 @@ async def test_openapi_describes_every_route(tokenizer: Tokenizer) -> None:
         "/generate": "GenerateBody",
         "/v1/completions": "CompletionBody",
         "/v1/chat/completions": "ChatBody",
+        "/v1/responses": "ResponsesBody",
+        "/v1/messages": "MessagesBody",
+        "/v1/messages/count_tokens": "CountTokensBody",
         "/tokenize": "TokenizeBody",
         "/detokenize": "DetokenizeBody",
         "/abort_request": "AbortBody",
@@ -57,7 +60,7 @@ async def test_openapi_describes_every_route(tokenizer: Tokenizer) -> None:
         for operation in item.values():
             assert operation["summary"], path
             assert operation["responses"]["200"]["content"], path
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 

@@ -176,7 +176,7 @@ def _samples(exposition: bytes) -> set[str]:
 async def test_silent_leader_is_named_and_refuses_requests_until_it_reports_again() -> None:
     now = 100.0
     watch = Watch(lambda: now)
-    client = LeaderClient(Metrics(), DecodeConfig(), watch)
+    client = LeaderClient(Metrics(), DecodeConfig(), watch=watch)
     leader = ScriptedLeader(client.address)
     receiving = asyncio.create_task(client.run())
     try:

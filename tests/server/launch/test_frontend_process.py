@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,13 @@ from typing import IO, Any
 
 import httpx
 import pytest
+import trustme
 
+from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
+from pdserve.server.launch.tls import own_server_context
 from tests.cluster.forkserver import ForkedProcess
 from tests.cluster.servers import fork_server, wait_until
 from tests.ports import free_port
@@ -46,12 +50,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class RunningFront:
     def __init__(
-        self, process: ForkedProcess | subprocess.Popen[bytes], port: int, temp: Path, stderr: IO[str]
+        self,
+        process: ForkedProcess | subprocess.Popen[bytes],
+        port: int,
+        temp: Path,
+        stderr: IO[str],
+        scheme: str = "http",
     ) -> None:
         self.process = process
         self.port = port
         self.temp = temp
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{scheme}://127.0.0.1:{port}"
         self._stderr = stderr
 
     def wait_healthy(self) -> None:
@@ -109,7 +118,7 @@ def frontend(
             command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
             process = subprocess.Popen(command, env=env, stderr=stderr)
         try:
-            yield RunningFront(process, port, temp, stderr)
+            yield RunningFront(process, port, temp, stderr, "https" if "ssl_certfile" in config else "http")
         finally:
             process.kill()
             process.wait()
@@ -142,6 +151,32 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
         for words in (f"ready: bytes at http://127.0.0.1:{running.port}", "SIGTERM: draining"):
             assert words in stderr
         assert "frontend-secret" not in stderr
+
+
+def test_serves_tls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    files, temp = tmp_path_factory.mktemp("certificate"), tmp_path_factory.mktemp("temporary")
+    certificate = trustme.CA().issue_cert("server.example.com")
+    certificate.cert_chain_pems[0].write_to_path(files / "cert.pem")
+    certificate.private_key_pem.write_to_path(files / "key.pem")
+    settings: Any = {"ssl_certfile": str(files / "cert.pem"), "ssl_keyfile": str(files / "key.pem")}
+    with frontend(model, temp, "serve", **settings) as running:
+        running.wait_healthy()
+        trusted = own_server_context(DecodeConfig(**settings))
+        assert trusted is not None
+        with httpx.Client(base_url=running.url, verify=trusted, trust_env=False) as client:
+            answer = client.post("/generate", json={"text": "a", "stream": True}, headers=AUTHORIZED)
+            assert (answer.status_code, answer.text.endswith("data: [DONE]\n\n")) == (200, True)
+            assert client.get("/health", headers={"X-Long": "x" * (80 << 10)}).status_code == 431
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            httpx.get(f"{running.url}/health", verify=ssl.create_default_context(), trust_env=False)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{running.port}/health", **DIRECT)
+        running.process.send_signal(signal.SIGTERM)
+        code, stderr = running.end()
+    assert code == 0, stderr
+    assert f"ready: bytes at https://127.0.0.1:{running.port}" in stderr
+    assert " E " not in stderr
+    assert "Traceback" not in stderr
 
 
 def test_request_fails_when_the_leader_is_killed(model: Path, tmp_path: Path) -> None:

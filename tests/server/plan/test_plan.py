@@ -1,5 +1,6 @@
 """`pdserve plan`: flags, built-in geometries, and sizes that follow from the model's shapes."""
 
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 import transformers
+from rich.console import Console
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
+from pdserve.models.config.model import ARCHITECTURES
 from pdserve.models.loading.catalog import GEOMETRIES, ModelSource, locate_geometry
 from pdserve.server.cli import main
+from pdserve.server.plan.models import kv_token_bytes, listing, weight_bytes
 from pdserve.server.plan.options import GIB, GPU_GIB, Gpus, parse_gpus, parse_tokens
 from pdserve.server.plan.sizes import Sizes, plan_sizes
 
@@ -89,12 +93,42 @@ def test_sparse_geometries_equal_the_defaults_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("deepseek-v3.2", 671), ("glm-5", 744), ("qwen3-8b", 8.19), ("qwen3-32b", 32.76)]
+    ("name", "billions"),
+    [
+        ("deepseek-v3.2", 671),
+        ("glm-5", 744),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.76),
+        ("qwen3-30b-a3b", 30.53),
+        ("qwen3-235b-a22b", 235.09),
+    ],
 )
 def test_geometries_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     """In bfloat16, but for a few float32 matrices (router, index weights)."""
     found = sizes(name, gib=1.0, context=1024).weight_bytes / 2 / 1e9
     assert found == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "qwen3-8b", "qwen3-32b"])
+def test_listed_memory_is_that_of_a_plan(name: str) -> None:
+    """`pdserve models` computes it without torch."""
+    config = locate_geometry(name).config
+    planned = sizes(name, gib=1.0, context=1024)
+    assert config.parameters == pytest.approx(planned.weight_bytes / 2, rel=0.005)
+    share = weight_bytes(config) / planned.weight_bytes
+    assert 0.5 < share < 0.52 if config.dsa is not None else share == pytest.approx(1, rel=0.001)
+    with_keys = 61 * (256 - 132) if name == "deepseek-v3.2" else 78 * (256 - 132) if name == "glm-5" else 0
+    assert kv_token_bytes(config) == planned.device_token_bytes - with_keys
+
+
+def test_models_are_listed_with_families_and_memory() -> None:
+    out = io.StringIO()
+    Console(width=80, file=out).print(listing())
+    text = out.getvalue()
+    for name in (*ARCHITECTURES, *ARCHITECTURES.values(), "smollm2 (embedded)", "deepseek-v3.2", "glm-5"):
+        assert name in text
+    (row,) = [line for line in text.splitlines() if line.startswith("qwen3-8b")]
+    assert row.split() == ["qwen3-8b", "qwen3", "8.2", "B", "15.3", "GiB", "141", "MiB", "40,960"]
 
 
 def test_weights_stay_in_fp8_where_the_gpu_has_it() -> None:

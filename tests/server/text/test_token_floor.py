@@ -17,6 +17,7 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.token_floor import CUT_TOKENS, SLICE_CHARACTERS, TokenFloor
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.cluster.servers import python_path
+from tests.examples import examples
 
 WORDS = [
     "the ",
@@ -55,7 +56,7 @@ def fallback_tokenizer(normalizer: normalizers.Normalizer | None = None) -> Toke
     return Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200, 70), deadline=None)
 @given(text=texts, limit=st.integers(0, 40))
 @pytest.mark.parametrize("kind", ["smollm2", "fallback"])
 def test_bound_never_exceeds_the_number_of_tokens(kind: str, text: str, limit: int, smollm2: Tokenizer) -> None:
@@ -64,7 +65,7 @@ def test_bound_never_exceeds_the_number_of_tokens(kind: str, text: str, limit: i
     assert found is None or limit < found <= len(tokenizer.encode(text, add_special_tokens=False))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200, 70), deadline=None)
 @given(first=texts, second=texts)
 @pytest.mark.parametrize("kind", ["smollm2", "fallback"])
 def test_cut_adds_few_tokens(kind: str, first: str, second: str, smollm2: Tokenizer) -> None:

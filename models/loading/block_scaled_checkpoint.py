@@ -1,4 +1,4 @@
-"""DeepSeek and GLM checkpoints: reads or expands block-scaled fp8 and leaves out unused tensors."""
+"""Checkpoints in block-scaled fp8, which is read or expanded; those of DeepSeek and GLM without unused tensors."""
 
 import re
 
@@ -8,30 +8,31 @@ from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...kernels.linear.block_format import BLOCK
 from ..config.dsa import DsaConfig
-from ..decoders.dense_parameters import Slot
+from ..config.model import ModelConfig
+from ..decoders.slots import Slot
 from .checkpoint import Checkpoint
 
 _SCALES = "_scale_inv"
 
 
-class DsaCheckpoint:
+class BlockScaledCheckpoint:
     """Wraps a checkpoint. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
 
         value[i, j] = stored[i, j] * scales[i // block rows, j // block columns]
 
     It is expanded, unless its slot is block-scaled too: then values and scales are copied.
 
-    Layers behind the model's own, for multi-token prediction, and indexers of layers that do not select are left out,
-    because nothing uses them.
+    Of DeepSeek and GLM, layers behind the model's own, for multi-token prediction, and indexers of layers that do not
+    select are left out, because nothing uses them.
     """
 
-    def __init__(self, files: Checkpoint, config: DsaConfig) -> None:
+    def __init__(self, files: Checkpoint, config: ModelConfig) -> None:
         self._files = files
         self._block = config.weight_block
         self.shapes = {
             name: shape
             for name, shape in files.shapes.items()
-            if not self._is_scale(name) and not _is_unused(name, config)
+            if not self._is_scale(name) and not (config.dsa is not None and _is_unused(name, config.dsa))
         }
 
     @property

@@ -1,0 +1,170 @@
+"""The weights of one rank's MLPs and experts, and the checkpoint tensors that fill them.
+
+Tensor parallelism divides the width of MLPs and of every expert or, with expert parallelism, distributes whole experts.
+Every rank has the router whole. Matrices that a checkpoint stores in fp8 stay fp8 with their scales
+(kernels/linear/block_format.py), except those of which a rank's columns begin or end inside a block: they are expanded.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
+from ..config.model import ModelConfig
+from ..config.moe import MoeConfig
+from ..config.sharding import Shard
+from ..layers.moe import MlpParameters, MoeParameters
+from .slots import Slot
+
+
+@dataclass(frozen=True)
+class MlpNames:
+    """What checkpoints call the parts of a layer's MLP or mixture."""
+
+    mlp: str = "mlp"
+    mixture: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def of_experts(self, experts: range) -> list[str]:
+        return [f"{self.mixture}.experts.{expert}" for expert in experts]
+
+    @property
+    def shared(self) -> str:
+        return f"{self.mixture}.shared_experts"
+
+
+MIXTRAL_NAMES = MlpNames(mixture="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def names_of(config: ModelConfig) -> MlpNames:
+    return MIXTRAL_NAMES if config.architecture == "mixtral" else MlpNames()
+
+
+class WeightMemory:
+    """Allocates the weights of one rank."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fp8: Collection[str] = frozenset(),
+    ) -> None:
+        """`fp8` are the checkpoint tensors to keep in block-scaled fp8 where possible."""
+        self.config, self.shard = config, shard
+        self.device, self.dtype = device, dtype
+        self._fp8 = fp8
+        self._names = names_of(config)
+
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def weight(
+        self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
+    ) -> Weight:
+        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 if all of them are.
+
+        `first_rows` are the rows where parts begin, in the matrix and in the checkpoint; its columns are those of the
+        checkpoint from `first_column` on.
+        """
+        offset, columns = first_column % BLOCK, shape[-1]
+        on_blocks = offset == 0 or offset + columns <= BLOCK
+        if not on_blocks or not self.in_fp8(names):
+            return self.tensor(*shape)
+        return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self.device)
+
+    def in_fp8(self, names: Collection[str]) -> bool:
+        """Whether all of these tensors are to be kept in fp8."""
+        return all(name in self._fp8 for name in names)
+
+    def mlp(self, layer: str) -> MlpParameters:
+        """The MLP of a layer, whose checkpoint tensors begin with `layer`."""
+        size = len(self.shard.part("intermediate_size", self.config.intermediate_size))
+        return MlpParameters(*self._gated([f"{layer}.{self._names.mlp}"], size))
+
+    def mixture(self, layer: str, moe: MoeConfig) -> MoeParameters:
+        """The mixture of experts of a layer."""
+        hidden = self.config.hidden_size
+        experts, size = moe.share(self.shard, hidden)
+        gate_up, down = self._gated(
+            [f"{layer}.{name}" for name in self._names.of_experts(experts)],
+            size,
+            len(experts),
+            whole=self.shard.whole_experts,
+        )
+        shared = None
+        if moe.shared_size:
+            shared = MlpParameters(*self._gated([f"{layer}.{self._names.shared}"], moe.shared_share(self.shard)))
+        return MoeParameters(
+            router=self.tensor(moe.num_experts, hidden, dtype=torch.float32 if moe.biased else None),
+            router_bias=self.tensor(moe.num_experts, dtype=torch.float32) if moe.biased else None,
+            experts=experts,
+            gate_up=gate_up,
+            down=down,
+            shared=shared,
+        )
+
+    def _gated(self, prefixes: Sequence[str], size: int, *experts: int, whole: bool = False) -> tuple[Weight, Weight]:
+        """The matrices of an MLP, or of several experts: a part of the width, `size` elements, or all of it."""
+        names, hidden, start = self._names, self.config.hidden_size, 0 if whole else self.shard.tp_rank * size
+        gate_up = self.weight(
+            *experts,
+            2 * size,
+            hidden,
+            names=[f"{prefix}.{part}.weight" for prefix in prefixes for part in (names.gate, names.up)],
+            first_rows=(size, start),
+        )
+        down = [f"{prefix}.{names.down}.weight" for prefix in prefixes]
+        return gate_up, self.weight(*experts, hidden, size, names=down, first_column=start)
+
+
+def mlp_slots(layer: MlpParameters | MoeParameters, config: ModelConfig, shard: Shard) -> dict[str, Slot]:
+    """Slots of a layer's matrices and router, by their names within the layer; biases of an MLP are not among them."""
+    names = names_of(config)
+    if isinstance(layer, MlpParameters):
+        return _gated_slots(names.mlp, layer.gate_up, layer.down, names, shard)
+    slots = {f"{names.mixture}.gate.weight": Slot.whole(layer.router)}
+    if layer.router_bias is not None:
+        slots[f"{names.mixture}.gate.e_score_correction_bias"] = Slot.whole(layer.router_bias)
+    if layer.shared is not None:
+        slots |= _gated_slots(names.shared, layer.shared.gate_up, layer.shared.down, names, shard)
+    for prefix, gate_up, down in zip(
+        names.of_experts(layer.experts), _each(layer.gate_up), _each(layer.down), strict=True
+    ):
+        slots |= _gated_slots(prefix, gate_up, down, names, shard, whole=shard.whole_experts)
+    return slots
+
+
+def _gated_slots(
+    prefix: str, gate_up: Weight, down: Weight, names: MlpNames, shard: Shard, *, whole: bool = False
+) -> dict[str, Slot]:
+    """Slots of an MLP of which this rank has a part of the width, or all of it."""
+    share = down.shape[1]
+    start, size = (0, share) if whole else (shard.tp_rank * share, shard.tp_size * share)
+    gate, up = split_rows(gate_up, share)
+    return {
+        f"{prefix}.{names.gate}.weight": Slot.part(gate, dim=0, start=start, size=size),
+        f"{prefix}.{names.up}.weight": Slot.part(up, dim=0, start=start, size=size),
+        f"{prefix}.{names.down}.weight": Slot.part(down, dim=1, start=start, size=size),
+    }
+
+
+def split_rows(matrix: Weight, *rows: int) -> tuple[Weight, ...]:
+    """Split off parts of these numbers of rows, and the rest, which may be empty."""
+    ends = list(accumulate(rows))
+    return tuple(matrix[start:end] for start, end in zip([0, *ends], [*ends, len(matrix)], strict=True))
+
+
+def _each(experts: Weight) -> Iterator[Weight]:
+    """The matrix of each expert."""
+    if isinstance(experts, BlockScaled):
+        for values, scales in zip(experts.values, experts.scales, strict=True):
+            yield BlockScaled(values, scales, experts.row_group)
+    else:
+        yield from experts

@@ -1,0 +1,49 @@
+"""Maps parts of checkpoint tensors to parts of a rank's weights."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...configs.arithmetic import ceil_div
+from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
+
+
+@dataclass(frozen=True)
+class Slot:
+    """`target` is filled with the part of a checkpoint tensor of `shape` that begins at index `start`."""
+
+    target: torch.Tensor
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
+
+    @staticmethod
+    def whole(target: Weight) -> "Slot":
+        """Filled with all of a checkpoint tensor."""
+        return Slot.part(target, dim=0, start=0, size=len(target))
+
+    @staticmethod
+    def part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
+        """Filled with a range of a checkpoint tensor that has `size` elements in dimension `dim`, from `start` on."""
+        shape, first = list(target.shape), [0] * len(target.shape)
+        shape[dim], first[dim] = size, start
+        if isinstance(target, BlockScaled):
+            return Slot(target.values, tuple(shape), tuple(first), target)
+        return Slot(target, tuple(shape), tuple(first))
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes if self.block_scaled is None else self.block_scaled.nbytes
+
+    def fill_scales(self, scales: torch.Tensor) -> None:
+        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
+        assert self.block_scaled is not None
+        row_group, target = self.block_scaled.row_group, self.block_scaled.scales
+        rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
+        first = self.start[1] // BLOCK
+        blocks = ceil_div(self.target.shape[1], BLOCK)
+        target[:, :blocks].copy_(scales[rows, first : first + blocks])
+
+    @property
+    def fills_whole(self) -> bool:
+        return self.shape == tuple(self.target.shape)

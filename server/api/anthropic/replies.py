@@ -1,0 +1,122 @@
+"""Replies of `/v1/messages`: whole, or as the events that Anthropic's clients assemble."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ....scheduler.messages.frontend import Finished
+from ..common.blocks import Block, BlockBegin, BlockEnd, BlockEvent, BlockStream, BlockText, blocks_of
+from ..common.outputs import Delta, Output
+from ..native.requests import Call
+from .errors import error_body
+
+Json = dict[str, Any]
+
+
+class MessagesRendering:
+    """One output: a list of content blocks."""
+
+    named_events = True
+
+    def __init__(self, call: Call, model_name: str) -> None:
+        (submit,) = call.submits
+        self._stream = BlockStream()
+        self._started = False
+        self._envelope = {
+            "id": f"msg_{submit.rid}",
+            "type": "message",
+            "role": "assistant",
+            "model": model_name,
+        }
+
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:  # noqa: ARG002 (Rendering)
+        assert output.parsed is not None, "an output of a chat has a parser"
+        events: list[object] = []
+        if not self._started:
+            self._started = True
+            begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(output)}
+            events.append({"type": "message_start", "message": self._envelope | begun})
+        for event in self._stream.add(delta.events, output.parsed):
+            events += _block_events(event)
+        if output.failed is not None:
+            return [*events, error_body(output.failed.status, output.failed.message)]
+        if output.ended:
+            for event in self._stream.finish():
+                events += _block_events(event)
+            events.append({"type": "message_delta", "delta": _ending(output), "usage": _usage(output)})
+            events.append({"type": "message_stop"})
+        return events
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (Rendering)
+        return ()
+
+    def result(self, outputs: Sequence[Output]) -> object:
+        (output,) = outputs
+        assert output.parsed is not None, "an output of a chat has a parser"
+        content = [_content(block, block.text) for block in blocks_of(output.parsed)]
+        return self._envelope | {"content": content, **_ending(output), "usage": _usage(output)}
+
+
+def _block_events(event: BlockEvent) -> Iterator[Json]:
+    block = event.block
+    match event:
+        case BlockBegin():
+            yield {"type": "content_block_start", "index": block.index, "content_block": _content(block, "")}
+        case BlockText(text=text):
+            yield {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
+        case BlockEnd():
+            yield {"type": "content_block_stop", "index": block.index}
+
+
+def _delta(block: Block, text: str) -> Json:
+    match block.kind:
+        case "text":
+            return {"type": "text_delta", "text": text}
+        case "reasoning":
+            return {"type": "thinking_delta", "thinking": text}
+        case "call":
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _content(block: Block, text: str) -> Json:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
+
+
+def _arguments(text: str) -> Json:
+    """The arguments of a call; empty if the output ended in the middle of them."""
+    try:
+        arguments: Json = msgspec.json.decode(text or "{}", type=dict)
+    except msgspec.MsgspecError:
+        return {}
+    return arguments
+
+
+def _ending(output: Output) -> Json:
+    return {"stop_reason": _stop_reason(output), "stop_sequence": output.stop_string}
+
+
+def _stop_reason(output: Output) -> str:
+    if output.aborted is not None:
+        return "abort"
+    if output.stop_string is not None:
+        return "stop_sequence"
+    if isinstance(output.terminal, Finished) and output.terminal.reason.type == "length":
+        return "max_tokens"
+    return "tool_use" if output.parsed is not None and output.parsed.calls else "end_turn"
+
+
+def _usage(output: Output) -> Json:
+    """Anthropic counts tokens of the prompt that were cached beside the others."""
+    return {
+        "input_tokens": output.prompt_tokens - output.cached_tokens,
+        "cache_read_input_tokens": output.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": output.completion_tokens,
+    }

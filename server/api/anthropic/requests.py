@@ -1,0 +1,130 @@
+"""Bodies of `/v1/messages` as chats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ...text.chat_format import ChatFormat
+from ...text.tokenizer import Tokenizer
+from ..common.fields import FieldError, parse_body, validate, validate_item
+from ..common.limits import Limits
+from ..native.requests import Call, check_text
+from ..openai.chat_requests import check_known_format, encode_chat, make_chat_call, renamed_grammars, render_chat
+from ..openai.models import ChatBody
+from .models import (
+    BLOCKS_OF_ROLE,
+    CountTokensBody,
+    CountTokensReply,
+    InputMessage,
+    MessagesBody,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+
+SAME_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stream", "max_tokens"),
+    *("rid", "priority", "timeout_s", "timeout", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
+)
+"""Fields with the same name and meaning in a chat."""
+LONG_TEXT_CHARACTERS = 1 << 20
+
+
+def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call:
+    fields = parse_body(MessagesBody, body)
+    others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
+    same = {name: getattr(fields, name) for name in SAME_FIELDS}
+    body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)
+    return renamed_grammars(make_chat_call(body_of_chat, limits, tokenizer, chat), "output_config.format")
+
+
+def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> CountTokensReply:
+    """The length of a prompt, also of one that is too long, up to a million characters."""
+    fields = validate(ChatBody, _chat_fields(parse_body(CountTokensBody, body)))
+    tools = fields.offered_tools()
+    check_known_format(tools, chat)
+    text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
+    if len(text) > LONG_TEXT_CHARACTERS:
+        check_text(text, "messages", limits, tokenizer)
+    return {"input_tokens": len(encode_chat(text, tokenizer))}
+
+
+def _chat_fields(fields: CountTokensBody) -> dict[str, Any]:
+    """The fields of a chat that its prompt depends on."""
+    messages = [] if fields.system is None else [{"role": "system", "content": _text(fields.system)}]
+    for index, message in enumerate(fields.messages):
+        messages += _messages(message, f"messages[{index}]")
+    choice = fields.tool_choice
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": schema}}
+        for tool in fields.tools or ()
+        for schema in (tool.input_schema,)
+    ]
+    thinking = {} if fields.thinking is None else {"enable_thinking": fields.thinking.type != "disabled"}
+    return {
+        "messages": messages,
+        "continue_final_message": fields.messages[-1].role == "assistant",
+        "tools": tools or None,
+        "tool_choice": _choice(fields),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "chat_template_kwargs": {**thinking, **(fields.chat_template_kwargs or {})} or None,
+    }
+
+
+def _choice(fields: CountTokensBody) -> object:
+    choice = fields.tool_choice
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return {"any": "required"}.get(choice.type, choice.type)
+    if choice.name is None:
+        raise FieldError("tool_choice.name", "is required with tool")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _response_format(fields: MessagesBody) -> dict[str, Any] | None:
+    wanted = None if fields.output_config is None else fields.output_config.format
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+        raise FieldError("output_config.format", 'must be {"type": "json_schema", "schema": {...}}')
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
+
+
+def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
+    """A message, and before it one for each result of a tool, which OpenAI's dialect has in messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    blocks = [
+        validate_item(BLOCKS_OF_ROLE[message.role], block, f"{path}.content[{index}]")
+        for index, block in enumerate(message.content)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
+        for block in blocks
+        if isinstance(block, ToolResultBlock)
+    ]
+    made: dict[str, Any] = {"role": message.role}
+    if thinking := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+        made["reasoning_content"] = thinking
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()},
+        }
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if calls:
+        made["tool_calls"] = calls
+    if texts or not (calls or results):
+        made["content"] = _text(texts)
+    return [*results, made] if "content" in made or calls else results
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)

@@ -1,0 +1,81 @@
+"""The grammar of a chat: calls that `tool_choice` requires, calls of strict functions, `response_format` and others.
+
+A grammar begins after the reasoning of the model.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ....configs.sampling import Grammar, ReasoningTags
+from ...text.chat_format import ChatFormat
+from ...text.parsers.call_grammars import FunctionSchema
+from ..common.fields import FieldError
+from ..common.grammar_fields import NamedGrammar
+from .models import ChatBody
+from .tool_models import NamedChoice, ToolDefinition
+
+
+def chat_grammar(
+    fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat, prompt: str, begun: str
+) -> NamedGrammar | None:
+    """The grammar of the output, if there is one, with the name of its field; raises FieldError. `prompt`, `begun`:
+    as for `ReasoningStyle.is_open`.
+    """
+    found = _with_calls(fields, tools, chat)
+    style = chat.reasoning
+    if found is None or style is None or style.is_closed(prompt):
+        return found
+    tags = ReasoningTags(style.open, style.close, style.is_open(prompt, begun))
+    return found[0], msgspec.structs.replace(found[1], after=tags)
+
+
+def _with_calls(fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> NamedGrammar | None:
+    given, choice, parallel = fields.grammar(), fields.tool_choice, fields.parallel_tool_calls is not False
+    if not tools or chat.family is None:
+        return given
+    tags = chat.family.tags
+    functions = [
+        FunctionSchema(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict)) for tool in tools
+    ]
+    if choice == "required" or isinstance(choice, NamedChoice):
+        if given is not None and given[0].partition(".")[0] != "response_format":
+            raise FieldError(given[0], "cannot be combined with a tool_choice that requires a call")
+        if isinstance(choice, NamedChoice):
+            functions = [function for function in functions if function.name == choice.function.name]
+            parallel = False
+        return "tools", _structural_tag(tags.calls(functions, parallel=parallel))
+    if given is not None:
+        alternatives = [tags.calls(functions, parallel=parallel), _as_format(*given)]
+        return given[0], _structural_tag({"type": "or", "elements": alternatives})
+    if any(function.strict for function in functions):
+        return "tools", _structural_tag(tags.text_with_calls(functions))
+    return None
+
+
+def _as_format(name: str, grammar: Grammar) -> dict[str, Any]:
+    """The grammar of an answer without a call, as a part of a structural tag."""
+    match grammar.kind:
+        case "regex":
+            return {"type": "regex", "pattern": grammar.text}
+        case "choice":
+            return {
+                "type": "or",
+                "elements": [{"type": "const_string", "value": text} for text in _parsed(name, grammar)],
+            }
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": _parsed(name, grammar)}
+    raise FieldError(name, "cannot be combined with tools, unless tool_choice is none")
+
+
+def _parsed(name: str, grammar: Grammar) -> Any:
+    try:
+        return json.loads(grammar.text)
+    except ValueError as error:
+        raise FieldError(name, f"is not valid JSON: {error}") from None
+
+
+def _structural_tag(content: dict[str, Any]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": content}))

@@ -1,0 +1,161 @@
+"""Replies of `/v1/responses`: whole, or as the events that OpenAI's clients assemble."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from ....scheduler.messages.frontend import Finished
+from ..common.blocks import Block, BlockBegin, BlockEnd, BlockEvent, BlockStream, BlockText, blocks_of
+from ..common.outputs import Delta, Output
+from ..native.requests import Call
+from .models import ResponsesBody
+
+Json = dict[str, Any]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
+FINAL_EVENTS = {"completed": "completed", "failed": "failed", "incomplete": "incomplete", "cancelled": "incomplete"}
+
+
+class ResponsesRendering:
+    """One output: a list of items, which are its blocks."""
+
+    named_events = True
+
+    def __init__(self, call: Call, fields: ResponsesBody, model_name: str) -> None:
+        (submit,) = call.submits
+        self._rid = submit.rid
+        self._stream = BlockStream()
+        self._sequence = 0
+        given = fields.model_dump(mode="json", exclude_none=True, by_alias=True)
+        self._settings: Json = {
+            "id": f"resp_{submit.rid}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model_name,
+            "instructions": fields.instructions,
+            "max_output_tokens": submit.sampling.max_new_tokens,
+            "temperature": submit.sampling.temperature,
+            "top_p": submit.sampling.top_p,
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
+            "metadata": fields.metadata or {},
+            "previous_response_id": None,
+            "background": False,
+            "store": False,
+            "truncation": "disabled",
+        }
+
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:  # noqa: ARG002 (Rendering)
+        assert output.parsed is not None, "an output of a chat has a parser"
+        events: list[object] = []
+        if self._sequence == 0:
+            events += [self._event(name, response=self._response("in_progress")) for name in ("created", "in_progress")]
+        for event in self._stream.add(delta.events, output.parsed):
+            events += self._block_events(event, "completed")
+        if output.ended:
+            status = _status(output)
+            for event in self._stream.finish():
+                events += self._block_events(event, "completed" if status == "completed" else "incomplete")
+            final = self._response(status, self._items(self._stream.blocks, status), output)
+            events.append(self._event(FINAL_EVENTS[status], response=final))
+        return events
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (Rendering)
+        return ()
+
+    def result(self, outputs: Sequence[Output]) -> object:
+        (output,) = outputs
+        assert output.parsed is not None, "an output of a chat has a parser"
+        status = _status(output)
+        return self._response(status, self._items(blocks_of(output.parsed), status), output)
+
+    def _event(self, name: str, /, **fields: object) -> Json:
+        event = {"type": f"response.{name}", "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+    def _block_events(self, event: BlockEvent, end_status: ItemStatus) -> Iterator[Json]:
+        block = event.block
+        place = {"output_index": block.index, "item_id": self._item_id(block)}
+        part_place = place | {"content_index": 0}
+        match event:
+            case BlockBegin():
+                item = self._item(block, "in_progress")
+                yield self._event("output_item.added", output_index=block.index, item=item)
+                if block.kind != "call":
+                    yield self._event("content_part.added", **part_place, part=_part(block, ""))
+            case BlockText(text=text) if block.kind == "call":
+                yield self._event("function_call_arguments.delta", **place, delta=text)
+            case BlockText(text=text) if block.kind == "reasoning":
+                yield self._event("reasoning_text.delta", **part_place, delta=text)
+            case BlockText(text=text):
+                yield self._event("output_text.delta", **part_place, delta=text, logprobs=[])
+            case BlockEnd():
+                if block.kind == "call":
+                    done = {"name": block.name, "arguments": block.text}
+                    yield self._event("function_call_arguments.done", **place, **done)
+                elif block.kind == "reasoning":
+                    yield self._event("reasoning_text.done", **part_place, text=block.text)
+                else:
+                    yield self._event("output_text.done", **part_place, text=block.text, logprobs=[])
+                if block.kind != "call":
+                    yield self._event("content_part.done", **part_place, part=_part(block, block.text))
+                yield self._event("output_item.done", output_index=block.index, item=self._item(block, end_status))
+
+    def _response(self, status: str, items: Sequence[Json] = (), output: Output | None = None) -> Json:
+        failed = None if output is None else output.failed
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return self._settings | {
+            "status": status,
+            "output": items,
+            "error": None if failed is None else {"code": "server_error", "message": failed.message},
+            "incomplete_details": cut,
+            "usage": None if output is None else _usage(output),
+        }
+
+    def _items(self, blocks: Sequence[Block], status: str) -> list[Json]:
+        *whole, last = blocks
+        last_status: ItemStatus = "completed" if status == "completed" else "incomplete"
+        return [*(self._item(block, "completed") for block in whole), self._item(last, last_status)]
+
+    def _item(self, block: Block, status: ItemStatus) -> Json:
+        """The item of a block; it is empty as long as its status is in_progress."""
+        item: Json = {"id": self._item_id(block), "status": status}
+        text = "" if status == "in_progress" else block.text
+        if block.kind == "call":
+            return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": text}
+        content = [] if status == "in_progress" else [_part(block, text)]
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": content}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{ITEM_PREFIX[block.kind]}_{self._rid}_{block.index}"
+
+
+def _part(block: Block, text: str) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _status(output: Output) -> str:
+    if output.failed is not None:
+        return "failed"
+    if output.aborted is not None:
+        return "cancelled"
+    cut = isinstance(output.terminal, Finished) and output.terminal.reason.type == "length" and not output.complete
+    return "incomplete" if cut else "completed"
+
+
+def _usage(output: Output) -> Json:
+    reasoning_tokens = 0 if output.parsed is None else output.parsed.reasoning_tokens
+    return {
+        "input_tokens": output.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": output.cached_tokens},
+        "output_tokens": output.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": output.prompt_tokens + output.completion_tokens,
+    }

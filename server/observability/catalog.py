@@ -1,0 +1,160 @@
+"""The metrics that the leader reports: its name of each in Status, and the exported name, labels and HELP text.
+
+Exported names follow Prometheus' rules: base units (seconds, bytes, ratio), `_total` for counters, and what differs
+between series of one metric (rank, reason, path) is a label. /server_info has the leader's names.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+PREFIX = "pdserve_"
+METRIC_NAME = re.compile(r"^[a-zA-Z_][a-zA-Z0-9_]*$")
+_RANK_BUSY = re.compile(r"^rank_(\d+)_busy_seconds$")
+
+
+class Exported(NamedTuple):
+    """A metric without its prefix and without `_total`. `labels` are those of the reported value."""
+
+    name: str
+    help: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def _same_names(texts: Mapping[str, str]) -> dict[str, Exported]:
+    return {name: Exported(name, text) for name, text in texts.items()}
+
+
+GAUGES: Mapping[str, Exported] = _same_names(
+    {
+        "kv_pages": "Pages of the KV pool. With HiSparse, pages in host memory.",
+        "kv_pages_held": "Pages of the KV pool that requests hold. Cached prefixes are not held.",
+        "kv_pages_available": "Pages of the KV pool that are free or only cached.",
+        "cached_pages": "Pages in the prefix cache.",
+        "running_requests": "Requests in the decode batch; on prefill, in steps in flight.",
+        "waiting_requests": "Prompts that are in no step (prefill).",
+        "waiting_tokens": "Prompt tokens that are not computed yet (prefill).",
+        "quarantined_pages": "KV pages that a remote writer may still touch.",
+        "quarantined_hot_pages": "Pages of the hot pool that a remote writer may still touch (HiSparse).",
+        "saved_requests": "Retracted requests whose KV is in host memory.",
+        "staging_parts": "Parts of chunks that wait for the staging ring of a decode server, or are in it (prefill).",
+        "staging_parts_waiting": "Parts of chunks that wait for room in a staging ring of this server.",
+        "staging_ring_bytes": "Size of all staging rings.",
+        "local_prefill_tokens_per_second": "Measured rate at which this decode server computes prompts.",
+        "remote_prefill_tokens_per_second": "Measured rate at which prefill servers compute prompts.",
+        "remote_prefill_overhead_seconds": "Measured time that a remote prefill takes beside queueing and computing.",
+        "local_prefill_crossover_tokens": "Longest prompt that is faster to compute on this decode server.",
+        "local_prefill_waiting_tokens": "Tokens of prompts that this decode server has yet to compute.",
+        "decode_step_seconds": "Measured time of a decode step without prompt tokens.",
+        "last_step_seconds": "Time of the last step, from its start to its results.",
+        "hot_pages": "Pages of the hot pool (HiSparse).",
+        "hot_pages_available": "Free pages of the hot pool (HiSparse).",
+        "hot_pages_borrowed": "Pages lent by the index pool to hot buffers (HiSparse).",
+        "hot_buffers": "Hot buffers in use (HiSparse).",
+        "hot_buffers_resident": "Hot buffers that hold all rows of their request (HiSparse).",
+        "hot_buffers_unsaved": "Hot buffers whose rows are not in host memory yet (HiSparse).",
+    }
+) | {"staging_ring_bytes_granted": Exported("staging_ring_granted_bytes", "Bytes of staging rings in use.")}
+
+_PLACEMENTS = "Prompts by the place that computes them (local: this decode server) and the reason."
+_PLACEMENT_REASONS = {
+    "local": ("always", "absent", "failed", "refused", "short", "queue"),
+    "remote": ("never", "unmeasured", "faster", "hot_rows"),
+}
+_KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."
+_KV_PATH_REASONS = {"gpu": ("resident",), "host": ("peer", "samples", "one_token", "hot_rows", "in_use")}
+_PATH_BYTES = "Bytes of KV transferred, by the memory they were written to on decode: gpu or host."
+
+COUNTERS: Mapping[str, Exported] = (
+    _same_names(
+        {
+            "requests_finished": "Requests that the engine has finished; on prefill, sent completely.",
+            "requests_failed": "Requests that have failed in the engine.",
+            "requests_aborted": "Requests that were aborted.",
+            "redispatches": "Prompts that were queued again after a failed attempt on a prefill server.",
+            "retractions": "Times that a request gave up its memory to others.",
+            "retractions_recomputed": "Retractions whose KV is computed again instead of copied.",
+            "overtakes": "Prompts that were dispatched before an earlier one that waits for memory.",
+            "transfers": "Transfers of KV that have completed.",
+            "transfers_failed": "Transfers of KV that have failed, been refused or been given up by prefill.",
+            "transfer_bytes": "Bytes of KV transferred.",
+            "transfer_writes": "Write operations of KV transfers.",
+            "chunks": "Chunks of KV transferred.",
+            "chunks_verified": "Chunks whose checksum was compared (--verify-kv).",
+            "checksum_errors": "Chunks whose checksum differed (--verify-kv).",
+            "staged_parts": "Parts of chunks sent through a staging ring.",
+            "staged_bytes": "Bytes sent through a staging ring.",
+            "staged_grants_waited": "Parts that waited for room in the staging ring of decode (prefill).",
+            "prompt_tokens": "Prompt tokens: on decode, of finished requests; on prefill, computed tokens.",
+            "prefix_tokens_reused": "Prompt tokens that were found in the prefix cache.",
+            "generation_tokens": "Output tokens.",
+            "decode_steps": "Steps with running requests.",
+            "prefill_steps": "Steps of a prefill server.",
+            "steps_failed": "Steps that have failed.",
+            "peers_lost": "Times that a peer was lost.",
+            "stale_messages": "Messages about requests that have ended.",
+            "event_errors": "Events that the engine loop could not handle.",
+            "integrity_errors": "Errors in the accounting of memory, found by the check of an idle server.",
+            "hot_hits": "Rows of evicting sequences found in their hot buffers (HiSparse).",
+            "hot_misses": "Rows of evicting sequences fetched from host memory (HiSparse).",
+            "hot_write_backs": "Rows written to host memory (HiSparse).",
+            "control_authentication_failures": "Control connections with a wrong cluster key.",
+            "control_refused": "Pairings that were refused.",
+            "control_messages_sent": "Control messages sent.",
+            "control_messages_received": "Control messages received.",
+            "control_messages_resent": "Control messages sent again after a connection was lost.",
+            "control_messages_out_of_order": "Control messages received twice or out of order, and dropped.",
+            "control_heartbeats_received": "Heartbeats received.",
+            "control_peers_up": "Times that a peer was paired.",
+            "control_peers_lost": "Times that the control thread lost a peer.",
+            "control_peers_closed": "Control connections that peers have closed.",
+            "control_complaints_received": "Error messages received from peers.",
+            "control_malformed": "Control messages that could not be decoded.",
+            "control_unknown_peer": "Control messages from peers that are not paired.",
+            "control_connections_cut": "Unauthenticated control connections that were closed because of a limit.",
+            "control_sends_to_unknown_instance": "Control messages to peers that are gone.",
+            "control_sends_over_limit": "Control messages that were dropped because too many are unacknowledged.",
+            "control_sends_dropped_by_zmq": "Control messages that ZMQ did not take.",
+            "control_handler_errors": "Control messages whose handler failed.",
+            "control_event_errors": "Events that the control thread could not handle.",
+        }
+    )
+    | {
+        "requests": Exported("requests_accepted", "Requests that the engine has accepted."),
+        "requests_refused": Exported("engine_requests_refused", "Requests that the engine has refused."),
+        "hot_bytes_swapped_in": Exported(
+            "hot_swapped_in_bytes", "Bytes fetched from host memory for misses (HiSparse)."
+        ),
+    }
+    | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("gpu", "host")}
+    | {
+        f"{place}_prefill_{reason}": Exported("prefill_placements", _PLACEMENTS, (("place", place), ("reason", reason)))
+        for place, reasons in _PLACEMENT_REASONS.items()
+        for reason in reasons
+    }
+    | {
+        f"kv_path_{path}_{reason}": Exported("kv_path_choices", _KV_PATHS, (("path", path), ("reason", reason)))
+        for path, reasons in _KV_PATH_REASONS.items()
+        for reason in reasons
+    }
+)
+
+
+def exported_gauge(reported: str) -> Exported:
+    """How a gauge of the leader is exported. One that is not in the catalogue keeps its name."""
+    name = reported.removeprefix(PREFIX)
+    return GAUGES.get(name) or Exported(name, f"Reported by the engine: {name}.")
+
+
+def exported_counter(reported: str) -> Exported:
+    """How a counter of the leader is exported. One that is not in the catalogue keeps its name."""
+    name = reported.removeprefix(PREFIX).removesuffix("_total")
+    return COUNTERS.get(name) or Exported(name, f"Reported by the engine: {name}.")
+
+
+def rank_counter(gauge: str) -> Exported | None:
+    """How a value of one rank, which the leader reports among the gauges, is exported as a counter. None for others."""
+    found = _RANK_BUSY.match(gauge)
+    if found is None:
+        return None
+    return Exported("rank_busy_seconds", "Time that each rank has spent on steps.", (("rank", found[1]),))

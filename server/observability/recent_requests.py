@@ -1,0 +1,56 @@
+"""The last requests of a server, for /server_info: how they ended and the time of each stage. No prompts or outputs."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from ...scheduler.messages.frontend import Failed, Finished
+
+KEPT = 32
+PROBE_PREFIX = "health-"
+"""Of the rid of requests that /health_generate makes."""
+
+
+class RecentRequest(TypedDict):
+    rid: str
+    ended_at: Annotated[float, Field(description="Unix time.")]
+    outcome: Annotated[str, Field(description="stop, length, or the code of an error.")]
+    elapsed_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    kv_path: str
+    timeline: Annotated[Mapping[str, float], Field(description="Seconds in each stage, in order.")]
+
+
+class RecentRequests:
+    """The newest last."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[Finished | Failed, float, float]] = deque(maxlen=KEPT)
+
+    def add(self, end: Finished | Failed, elapsed_s: float) -> None:
+        if not end.rid.startswith(PROBE_PREFIX):  # probes may come every few seconds
+            self._ended.append((end, time.time(), elapsed_s))
+
+    def list(self) -> list[RecentRequest]:
+        return [_shown(*entry) for entry in self._ended]
+
+
+def _shown(end: Finished | Failed, ended_at: float, elapsed_s: float) -> RecentRequest:
+    done = end if isinstance(end, Finished) else None
+    return {
+        "rid": end.rid,
+        "ended_at": ended_at,
+        "outcome": end.code if isinstance(end, Failed) else end.reason.type,
+        "elapsed_s": elapsed_s,
+        "prompt_tokens": done.prompt_tokens if done else 0,
+        "cached_tokens": done.cached_tokens if done else 0,
+        "completion_tokens": done.completion_tokens if done else 0,
+        "kv_path": done.kv_path if done else "",
+        "timeline": done.timeline if done else {},
+    }

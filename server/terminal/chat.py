@@ -1,0 +1,188 @@
+"""`pdserve chat`: a conversation with a running server, streamed through /v1/chat/completions.
+
+On a terminal it asks for messages and Ctrl-C stops an answer. Otherwise every line of stdin is a message, and stdout
+has only the answers.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Generator
+from typing import Any, TextIO
+
+import httpx
+from rich.console import Console
+
+from ...configs.errors import StartupError
+from ...configs.words import counted
+from .options import ChatOptions
+
+CONNECT_TIMEOUT_S = 5.0
+HELP = """\
+/system TEXT   set the system message; without TEXT, remove it
+/reset         forget the conversation
+/quit          end; so does Ctrl-D
+Ctrl-C stops an answer."""
+
+
+class ChatError(Exception):
+    """The server did not answer; the message is for the user."""
+
+
+def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = sys.stdout) -> int:
+    """Exit code 0, or 1 when a message of a pipe was not answered. Raises StartupError without a server."""
+    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+    with httpx.Client(base_url=options.url, headers=headers, timeout=timeout) as client:
+        model = served_model(client)
+        chat = Chat(client, options, stdout)
+        if stdin.isatty() and stdout.isatty():
+            return _converse(chat, model)
+        answered = True
+        for line in stdin:
+            if line.strip():
+                answered &= chat.take(line.rstrip("\n"))
+            if chat.ended:
+                break
+    return 0 if answered else 1
+
+
+class Chat:
+    """The conversation so far. `take` handles one line of the user."""
+
+    def __init__(self, client: httpx.Client, options: ChatOptions, stdout: TextIO) -> None:
+        self._client = client
+        self._options = options
+        self._stdout = stdout
+        self._notes = Console(stderr=not stdout.isatty(), highlight=False, style="dim")
+        self.system = options.system
+        self.messages: list[dict[str, str]] = []
+        self.ended = False
+
+    def take(self, line: str) -> bool:
+        """Whether the line was a known command, or a message with an answer. Ctrl-C ends an answer early."""
+        if not line.startswith("/"):
+            return self._answer(line)
+        command, _, rest = line.partition(" ")
+        match command:
+            case "/quit" | "/exit":
+                self.ended = True
+            case "/reset":
+                self.messages.clear()
+                self.note("The conversation begins again.")
+            case "/system":
+                self.system = rest.strip() or None
+                self.note("The system message is set." if self.system else "There is no system message.")
+            case "/help":
+                self.note(HELP)
+            case _:
+                self.note(f"unknown command {command}\n{HELP}")
+                return False
+        return True
+
+    def _answer(self, line: str) -> bool:
+        self.messages.append({"role": "user", "content": line})
+        parts: list[str] = []
+        started, first_s, tokens = time.monotonic(), 0.0, 0
+        try:
+            with contextlib.closing(self._stream()) as events:
+                for event in events:
+                    text, usage = _content_of(event), event.get("usage")
+                    tokens = usage["completion_tokens"] if usage else tokens
+                    if text:
+                        first_s = first_s or time.monotonic() - started
+                        parts.append(text)
+                        self._stdout.write(text)
+                        self._stdout.flush()
+        except KeyboardInterrupt:
+            self.note("\n(stopped)")
+            if not parts:
+                self.messages.pop()
+                return True
+        except ChatError as error:
+            self.messages.pop()  # the user may send it again
+            self.note(f"{'' if not parts else chr(10)}pdserve: error: {error}")
+            return False
+        self._stdout.write("\n")
+        self._stdout.flush()
+        self.messages.append({"role": "assistant", "content": "".join(parts)})
+        if tokens and self._stdout.isatty():
+            after_s = time.monotonic() - started - first_s
+            rate = f", {(tokens - 1) / after_s:.0f} tokens/s" if tokens > 1 and after_s > 0 else ""
+            self.note(f"{counted(tokens, 'token')}, the first after {first_s:.2f} s{rate}\n")
+        return True
+
+    def _stream(self) -> Generator[dict[str, Any], None, None]:
+        """The events of one answer. Closing it closes the connection, which aborts the request."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        limits = {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature}
+        body = {
+            "messages": [*system, *self.messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in limits.items() if value is not None},
+        }
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                    raise ChatError(_error_of(response))
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data != line:
+                        event: dict[str, Any] = json.loads(data)
+                        if "error" in event:
+                            raise ChatError(event["error"]["message"])
+                        yield event
+        except httpx.HTTPError as error:
+            raise ChatError(f"{self._options.url}: {error or type(error).__name__}") from None
+        raise ChatError("the stream ended before the answer did")
+
+    def note(self, text: str) -> None:
+        self._notes.print(text, markup=False)
+
+
+def served_model(client: httpx.Client) -> str:
+    """The name of the model; raises StartupError when the server cannot be asked."""
+    try:
+        response = client.get("/v1/models")
+    except httpx.HTTPError as error:
+        raise StartupError(
+            f"no server answers at {client.base_url} ({error}); start one with 'pdserve up', or give --url"
+        ) from None
+    if response.status_code != httpx.codes.OK:
+        raise StartupError(f"{client.base_url}: {_error_of(response)}")
+    return str(response.json()["data"][0]["id"])
+
+
+def _converse(chat: Chat, model: str) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history of input()
+    chat.note(f"{model}  (/help lists commands, Ctrl-D ends)\n")
+    while not chat.ended:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            break
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip():
+            chat.take(line)
+    return 0
+
+
+def _content_of(event: dict[str, Any]) -> str:
+    choices = event.get("choices") or [{}]
+    return (choices[0].get("delta") or {}).get("content") or ""
+
+
+def _error_of(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return f"{response.status_code} {response.reason_phrase}"

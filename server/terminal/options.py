@@ -1,0 +1,69 @@
+"""The flags of `pdserve chat` and `pdserve top`, as checked objects. Light: every command imports it."""
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from ...configs.errors import StartupError
+from ...configs.load import SECRET_VARIABLES, secrets_in
+
+DECODE_URL, PREFILL_URL = "http://127.0.0.1:8200", "http://127.0.0.1:8100"
+"""The ports that servers have by default."""
+_KEY = f"For servers with an API key, set {SECRET_VARIABLES['api_key']}."
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    url: str
+    system: str | None
+    max_tokens: int | None
+    temperature: float | None
+    api_key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TopOptions:
+    urls: tuple[str, ...]
+    interval_s: float
+    once: bool
+    api_key: str | None
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DECODE_URL, metavar="URL", help=f"of a decode server (default: {DECODE_URL})")
+    parser.add_argument("--system", metavar="TEXT", help="system message; /system changes it")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
+    parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's")
+    parser.epilog = f"{_KEY} Without a terminal, every line of stdin is a message, and only answers are printed."
+
+
+def add_top_flags(parser: argparse.ArgumentParser) -> None:
+    both = f"of a server; repeat it for several (default: {DECODE_URL} and {PREFILL_URL})"
+    parser.add_argument("--url", action="append", metavar="URL", help=both)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two frames (default: 1)")
+    parser.add_argument("--once", action="store_true", help="print one frame, measured over one interval, and exit")
+    parser.epilog = f"{_KEY} Ctrl-C ends it."
+
+
+def read_chat_options(given: argparse.Namespace, environ: Mapping[str, str]) -> ChatOptions:
+    return ChatOptions(_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ))
+
+
+def read_top_options(given: argparse.Namespace, environ: Mapping[str, str]) -> TopOptions:
+    if not 0.1 <= given.interval < math.inf:
+        raise StartupError(f"--interval must be at least 0.1 seconds, got {given.interval:g}")
+    urls = tuple(_url(url) for url in given.url or (DECODE_URL, PREFILL_URL))
+    return TopOptions(urls, given.interval, given.once, _key(environ))
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise StartupError(f"--url must be http://HOST:PORT, got {text!r}")
+    return text.rstrip("/")
+
+
+def _key(environ: Mapping[str, str]) -> str | None:
+    return secrets_in(environ).get("api_key")

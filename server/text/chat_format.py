@@ -1,0 +1,133 @@
+"""How a model writes calls of tools and its reasoning: from its chat template, or from the settings.
+
+A template that does not use `tools` gets them in the system message, in the words of Qwen2.5's template, and the model
+then writes Hermes calls.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...configs.schema import ReasoningParserName, ToolParserName
+from .parsers.call_parser import Tools
+from .parsers.families import FAMILIES, CallFamily, family_of_template
+from .parsers.output_parser import OutputParser
+from .parsers.reasoning import STYLES, ReasoningParser, ReasoningStyle, style_of_template
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """The family of calls, if it is known, the style of reasoning, if there is one, and whether the chat template has
+    `tools`.
+    """
+
+    family: CallFamily | None = None
+    reasoning: ReasoningStyle | None = None
+    has_tools: bool = False
+    call_token_ids: frozenset[int] = frozenset()
+    reasoning_token_ids: frozenset[int] = frozenset()
+    """Special tokens that the parsers need in the text."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
+    ) -> "ChatFormat":
+        template = tokenizer.chat_template or ""
+        has_tools = "tools" in tokenizer.template_variables
+        family: CallFamily | None = None
+        if tool_parser == "auto":
+            family = family_of_template(template) if has_tools else FAMILIES["hermes"]
+        elif tool_parser != "none":
+            family = FAMILIES[tool_parser]
+        reasoning: ReasoningStyle | None = None
+        if reasoning_parser == "auto":
+            reasoning = style_of_template(template)
+        elif reasoning_parser != "none":
+            reasoning = STYLES[reasoning_parser]
+        return cls(
+            family,
+            reasoning,
+            has_tools,
+            tokenizer.special_tokens_in(family.parser.tags if family else ()),
+            tokenizer.special_tokens_in((reasoning.open, reasoning.close) if reasoning else ()),
+        )
+
+    def new_parser(
+        self, tools: Tools | None, *, separate: bool = True, is_open: bool = False, max_calls: int | None = None
+    ) -> OutputParser:
+        """The parser of one output. Without `tools` calls are content, without `separate` reasoning is. `is_open`: the
+        prompt ends with the opening tag of the reasoning.
+        """
+        reasoning = (
+            ReasoningParser(self.reasoning, is_open=is_open) if self.reasoning is not None and separate else None
+        )
+        calls = None if tools is None or self.family is None else self.family.parser(tools)
+        return OutputParser(reasoning, calls, max_calls)
+
+    def kept_token_ids(self, *, calls: bool, reasoning: bool) -> frozenset[int]:
+        """Special tokens that the parsers of calls and reasoning need in the text."""
+        none: frozenset[int] = frozenset()
+        return (self.call_token_ids if calls else none) | (self.reasoning_token_ids if reasoning else none)
+
+    def with_tools_as_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Messages for a template without `tools`: tools, calls and their results are text."""
+        texts = [_as_text(message) for message in messages]
+        if not tools:
+            return texts
+        system = texts.pop(0)["content"] if texts and texts[0]["role"] in ("system", "developer") else ""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        return [{"role": "system", "content": f"{system}\n\n{_TOOLS.format(listed)}".lstrip()}, *texts]
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of an earlier call for a chat template. Most templates take an object, some concatenate its JSON
+    text: it is both.
+    """
+
+    @classmethod
+    def of(cls, text: str) -> "Arguments | str":
+        """Text that is no JSON object stays text."""
+        try:
+            value = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            return text
+        return cls(value) if isinstance(value, dict) else text
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def _as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"] or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = [
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "content": "\n".join([content, *calls] if content else calls)} if calls else message

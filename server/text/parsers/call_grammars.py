@@ -1,0 +1,136 @@
+"""Calls as grammars: what a family's format allows, as a structural tag (models/grammar/structural_tags.py).
+
+JSON arguments match the schema of their function. Where each argument stands between tags, arguments come in
+the order of the schema; strings are any text or one of their `enum`, other values match their schema.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Format = dict[str, Any]
+
+_NOTHING: Format = {"type": "const_string", "value": ""}
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSchema:
+    """A function that may be called. Of a schema that is not `strict`, keywords that cannot be enforced are ignored."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """What surrounds one argument: `{key}` stands for its name, `{string}` for whether it is a string."""
+
+    begin: str
+    end: str
+    separator: str = ""
+    text: bool = True
+    """Strings are written as they are, not as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTags:
+    """What surrounds one call, with its `{name}`, and all calls. `arguments` is None where they are a JSON object."""
+
+    begin: str
+    end: str
+    separator: str = ""
+    list_begin: str = ""
+    list_end: str = ""
+    arguments: ArgumentTags | None = None
+    first_character: str = ""
+    """Of formats in which the whole output is a call or no part of it: the character that calls begin with."""
+
+    def calls(self, functions: Sequence[FunctionSchema], *, parallel: bool) -> Format:
+        """One or more calls and nothing else."""
+        listed: Format = {
+            "type": "tags_with_separator",
+            "tags": [self._call(function) for function in functions],
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": not parallel,
+        }
+        if not self.list_begin:
+            return listed
+        return _sequence(_constant(self.list_begin), listed, _constant(self.list_end))
+
+    def text_with_calls(self, functions: Sequence[FunctionSchema]) -> Format:
+        """Any text, in which calls are of these functions."""
+        calls = self.calls(functions, parallel=True)
+        if self.first_character:
+            other = rf"([^\s\{self.first_character}](.|\n)*)?"
+            return {"type": "or", "elements": [calls, {"type": "regex", "pattern": other}]}
+        if self.list_begin:
+            tags = [{"begin": self.list_begin, "content": calls["elements"][1], "end": self.list_end}]
+            return {"type": "triggered_tags", "triggers": [self.list_begin], "tags": tags}
+        trigger = self.begin[: self.begin.index("{name}")].partition("\n")[0]
+        return {"type": "triggered_tags", "triggers": [trigger], "tags": calls["tags"]}
+
+    def _call(self, function: FunctionSchema) -> Format:
+        schema = dict(function.parameters) or {"type": "object", "properties": {}}
+        content = _json(schema, function) if self.arguments is None else _arguments(schema, function, self.arguments)
+        return {
+            "type": "tag",
+            "begin": self.begin.replace("{name}", function.name),
+            "content": content,
+            "end": self.end,
+        }
+
+
+def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        properties = {}
+    required = schema.get("required") or ()
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    items = [(_argument(key, value, shared, function, tags), key in required) for key, value in properties.items()]
+    if not tags.separator:
+        return _sequence(*(item if needed else _optional(item) for item, needed in items))
+    # the first argument has no separator before it: one alternative for each argument that may be the first
+    alternatives: list[Format] = []
+    for at, (item, needed) in enumerate(items):
+        rest = [
+            after if must else _optional(after)
+            for after, must in ((_sequence(_constant(tags.separator), each), must) for each, must in items[at + 1 :])
+        ]
+        alternatives.append(_sequence(item, *rest))
+        if needed:
+            break
+    else:
+        alternatives.append(_NOTHING)
+    return {"type": "or", "elements": alternatives}
+
+
+def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
+    text = tags.text and isinstance(schema, Mapping) and schema.get("type") == "string"
+    begin = tags.begin.replace("{key}", key).replace("{string}", "true" if text else "false")
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    content: Format
+    if text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        content = {"type": "or", "elements": [_constant(choice) for choice in choices]}
+    elif text:
+        content = {"type": "any_text"}
+    else:
+        content = _json({**schema, **shared} if isinstance(schema, Mapping) else schema, function)
+    return {"type": "tag", "begin": begin, "content": content, "end": tags.end}
+
+
+def _json(schema: object, function: FunctionSchema) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "lenient": not function.strict}
+
+
+def _constant(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def _optional(item: Format) -> Format:
+    return {"type": "or", "elements": [item, _NOTHING]}
+
+
+def _sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}

@@ -1,0 +1,114 @@
+"""Separates the reasoning of a model from its answer.
+
+Reasoning stands between two tags at the beginning of the output. The opening tag is the last text of the prompt, or the
+first of the output. White space around the reasoning is dropped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .call_parser import held_back
+from .events import Content, Event, Reasoning, merged
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStyle:
+    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag."""
+
+    open: str
+    close: str
+    always: bool = False
+
+    def is_open(self, prompt: str, begun: str = "") -> bool:
+        """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
+        client wrote as the beginning of the output.
+        """
+        if begun:
+            return begun.rfind(self.open) > begun.rfind(self.close)
+        end = prompt.rstrip()
+        return end.endswith(self.open) or (self.always and not end.endswith(self.close))
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the prompt ends with reasoning, as it does where the template switches it off."""
+        return prompt.rstrip().endswith(self.close)
+
+
+THINK = ReasoningStyle("<think>", "</think>")
+BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")
+STYLES = {
+    "deepseek-r1": ReasoningStyle("<think>", "</think>", always=True),
+    "deepseek-v3": THINK,
+    "glm45": THINK,
+    "mistral": BRACKETS,
+    "qwen3": THINK,
+}
+
+
+def style_of_template(template: str) -> ReasoningStyle | None:
+    """The style of a chat template: it writes or removes the closing tag of earlier reasoning, or opens the next."""
+    return next((style for style in (THINK, BRACKETS) if style.open in template or style.close in template), None)
+
+
+class ReasoningParser:
+    """Finds the reasoning in a text that arrives in pieces. `is_open`: the text begins with it."""
+
+    def __init__(self, style: ReasoningStyle, *, is_open: bool) -> None:
+        self._style = style
+        self._buffer = ""
+        self._final = False
+        self._events: list[Event] = []
+        self._step: Callable[[], bool] = self._start
+        self.is_open = is_open
+
+    def feed(self, text: str) -> list[Event]:
+        """Reasoning and content in more text."""
+        if self._step == self._content:
+            return [Content(text)]
+        self._buffer += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        self._final = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        while self._step():
+            pass
+        events, self._events = self._events, []
+        return merged(events)
+
+    def _start(self) -> bool:
+        """An opening tag at the beginning, or none."""
+        begun = self._buffer.lstrip()
+        if begun.startswith(self._style.open):
+            self._buffer = begun[len(self._style.open) :]
+            self.is_open = True
+        elif not self._final and self._style.open.startswith(begun):
+            return False
+        self._step = self._space_before if self.is_open else self._content
+        return True
+
+    def _space_before(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        self._step = self._reasoning if self.is_open else self._content
+        return True
+
+    def _reasoning(self) -> bool:
+        text, close, _ = self._buffer.partition(self._style.close)
+        if close:
+            self._events.append(Reasoning(text.rstrip()))
+            self._buffer = self._buffer[len(text) + len(close) :]
+            self.is_open = False
+            self._step = self._space_before
+            return True
+        held = 0 if self._final else held_back(text, (self._style.close,))
+        self._events.append(Reasoning(text[: len(text) - held]))
+        self._buffer = text[len(text) - held :]
+        return False
+
+    def _content(self) -> bool:
+        text, self._buffer = self._buffer, ""
+        self._events.append(Content(text))
+        return False

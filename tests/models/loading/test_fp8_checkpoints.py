@@ -1,0 +1,90 @@
+"""Block-scaled fp8 checkpoints of models with full attention: expanded, and kept in fp8."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pdserve.configs.errors import StartupError
+from pdserve.models.config.sharding import Shard
+from pdserve.models.decoders.dense import Decoder
+from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.fp8_weights import fp8_tensors
+from pdserve.models.loading.weights import load_weights
+from pdserve.models.runner import ModelRunner
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, quantise_checkpoint
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": ("qwen3", SIZES),
+    "biased": ("qwen2", {"hidden_size": 128, "intermediate_size": 192}),
+    "mixture": ("qwen3_moe", SIZES | {"moe_intermediate_size": 64, "mlp_only_layers": [1]}),
+}
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelSource, Any]:
+    """An fp8 checkpoint, and transformers with what its tensors are worth."""
+    architecture, overrides = MODELS[request.param]
+    directory, expanded = (make_checkpoint(tmp_path / name, architecture, **overrides) for name in ("fp8", "expanded"))
+    save_file(quantise_checkpoint(directory, (128, 128)), expanded / "model.safetensors", metadata={"format": "pt"})
+    return locate_model(str(directory)), load_reference(expanded)
+
+
+def runner_with(source: ModelSource, fp8: Collection[str]) -> ModelRunner:
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, fp8=fp8)
+    load_weights(source, parameters.slots())
+    return ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_tokens_equal_transformers(model: tuple[ModelSource, Any], keep: bool) -> None:
+    """Token by token: the products of few rows are exact with weights in fp8."""
+    source, reference = model
+    fp8 = fp8_tensors(source, "auto") if keep else frozenset[str]()
+    runner = runner_with(source, fp8)
+    assert (runner.held_weight_bytes < 0.6 * ModelRunner.weight_bytes(source, torch.float32, device=CPU)) == keep
+    cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
+    prompt, out = list(range(5, 25)), list[int]()
+    for position in range(len(prompt) + 11):
+        token = (prompt + out)[position]
+        logits = runner.forward(cache, [SequenceSlice((token,), position, pages)])
+        assert logits is not None
+        if position >= len(prompt) - 1:
+            out.append(int(logits[0].argmax()))
+    assert is_reference_greedy(reference, prompt, out)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ranks_hold_their_parts_in_fp8(model: tuple[ModelSource, Any], tp_size: int) -> None:
+    source, reference = model
+    del reference
+    fp8 = fp8_tensors(source, "auto")
+    whole = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    load_weights(source, whole.slots())
+    expected, kept = {name: slot.target for name, slot in whole.slots().items()}, set()
+    for rank in range(tp_size):
+        shard = Shard(rank, tp_size)
+        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, fp8=fp8)
+        load_weights(source, parameters.slots(), DecoderParameters.names(source.config))
+        for name, slot in parameters.slots().items():
+            values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+            part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
+            torch.testing.assert_close(values, expected[name][part], rtol=1e-6, atol=0, msg=name)
+            kept |= {name} if slot.block_scaled is not None else set()
+    assert ("model.layers.0.self_attn.q_proj.weight" in kept) == (not source.config.qkv_bias)
+    assert "model.layers.1.mlp.up_proj.weight" in kept
+
+
+def test_other_quantisation_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "awq", "bits": 4},', 1))
+    with pytest.raises(StartupError, match=r"quantised weights \(awq, weight_block_size None\) are not supported"):
+        locate_model(str(tmp_path))

@@ -1,0 +1,103 @@
+"""Which grammar a chat has: by tool_choice, strict functions, response_format, and the reasoning before it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.configs.sampling import Grammar, ReasoningTags
+from pdserve.server.api.common.fields import FieldError
+from pdserve.server.api.openai.chat_grammars import chat_grammar
+from pdserve.server.api.openai.models import ChatBody
+from pdserve.server.text.chat_format import ChatFormat
+from pdserve.server.text.parsers.families import FAMILIES
+from pdserve.server.text.parsers.reasoning import THINK
+
+PLAIN = ChatFormat(FAMILIES["hermes"])
+THINKING = ChatFormat(FAMILIES["hermes"], THINK)
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object"}, "strict": True},
+}
+NAMED = {"type": "function", "function": {"name": "add"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+
+
+def grammar_of(chat: ChatFormat = PLAIN, prompt: str = "assistant:", **body: Any) -> tuple[str, Grammar] | None:
+    fields = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}], **body})
+    return chat_grammar(fields, fields.offered_tools(), chat, prompt, "")
+
+
+def format_of(**body: Any) -> Any:
+    found = grammar_of(**body)
+    assert found is not None
+    assert found[1].kind == "structural_tag"
+    return json.loads(found[1].text)["format"]
+
+
+def names(tags: list[dict[str, Any]]) -> list[str]:
+    return [json.loads(tag["begin"].removeprefix("<tool_call>\n") + "0}")["name"] for tag in tags]
+
+
+def test_no_grammar_where_the_model_decides() -> None:
+    assert grammar_of(tools=[NOW]) is None
+    assert grammar_of(tools=[NOW], tool_choice="auto") is None
+    assert grammar_of(tools=[ADD], tool_choice="none") is None
+
+
+def test_required_and_named_calls() -> None:
+    required = format_of(tools=[NOW, ADD], tool_choice="required")
+    assert (names(required["tags"]), required["stop_after_first"]) == (["now", "add"], False)
+    assert [tag["content"]["lenient"] for tag in required["tags"]] == [True, False]
+    one = format_of(tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False)
+    assert one["stop_after_first"]
+    named = format_of(tools=[NOW, ADD], tool_choice=NAMED, response_format=SCHEMA)
+    assert (names(named["tags"]), named["stop_after_first"]) == (["add"], True)
+
+
+def test_strict_functions() -> None:
+    found = format_of(tools=[NOW, ADD])
+    assert (found["type"], found["triggers"], names(found["tags"])) == (
+        "triggered_tags",
+        ["<tool_call>"],
+        ["now", "add"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        ({"response_format": SCHEMA}, {"type": "json_schema", "json_schema": {"type": "integer"}}),
+        ({"regex": "[0-9]"}, {"type": "regex", "pattern": "[0-9]"}),
+        (
+            {"structured_outputs": {"choice": ["a"]}},
+            {"type": "or", "elements": [{"type": "const_string", "value": "a"}]},
+        ),
+    ],
+)
+def test_output_is_a_call_or_matches_the_format(body: dict[str, Any], answer: dict[str, Any]) -> None:
+    found = format_of(tools=[NOW], **body)
+    assert (found["type"], names(found["elements"][0]["tags"]), found["elements"][1]) == ("or", ["now"], answer)
+
+
+def test_grammars_that_cannot_be_combined() -> None:
+    with pytest.raises(FieldError, match="ebnf cannot be combined with tools"):
+        grammar_of(tools=[NOW], ebnf="root ::= a")
+    with pytest.raises(FieldError, match="regex cannot be combined with a tool_choice that requires a call"):
+        grammar_of(tools=[NOW], tool_choice="required", regex="a")
+
+
+def test_reasoning_before_a_grammar() -> None:
+    def after(prompt: str, **body: Any) -> ReasoningTags | None:
+        found = grammar_of(THINKING, prompt, **body)
+        assert found is not None
+        return found[1].after
+
+    assert after("assistant: <think>\n", response_format=SCHEMA) == ReasoningTags("<think>", "</think>", True)
+    assert after("assistant: ", regex="a") == ReasoningTags("<think>", "</think>", False)
+    assert after("assistant: <think>\n\n</think>\n\n", response_format=SCHEMA) is None
+    assert after("assistant: <think>", tools=[NOW], tool_choice="required") == ReasoningTags(
+        "<think>", "</think>", True
+    )
+    assert grammar_of(THINKING, "assistant: <think>") is None

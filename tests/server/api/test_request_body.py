@@ -1,0 +1,73 @@
+"""Request bodies: gzip, its limits, and encodings that are refused."""
+
+import gzip
+import zlib
+
+import pytest
+
+from pdserve.configs.schema import DecodeConfig
+from pdserve.server.api.request_body import PIECE_BYTES
+from pdserve.server.text.tokenizer import Tokenizer
+from tests.server.http_harness import RunningServer, running_server
+
+GZIP = {"Content-Encoding": "gzip"}
+BODY = b'{"prompt": "ab"}'
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "X-GZIP", "identity", ""])
+async def test_body_is_inflated(decode: RunningServer, encoding: str) -> None:
+    content = gzip.compress(BODY) if "gzip" in encoding.lower() else BODY
+    answer = await decode.http.post("/tokenize", content=content, headers={"Content-Encoding": encoding})
+    assert (answer.status_code, answer.json()["tokens"]) == (200, [97, 98])
+
+
+async def test_body_of_several_gzip_members(decode: RunningServer) -> None:
+    content = gzip.compress(BODY[:5]) + gzip.compress(b"") + gzip.compress(BODY[5:])
+    answer = await decode.http.post("/tokenize", content=content, headers=GZIP)
+    assert answer.json()["tokens"] == [97, 98]
+
+
+async def test_long_body_is_inflated_in_pieces(decode: RunningServer) -> None:
+    text = "ab" * (PIECE_BYTES // 4)
+    content = gzip.compress(b'{"tokens": [97], "ignored": "%b"}' % (text * 4).encode())
+    assert len(content) < PIECE_BYTES / 100
+    answer = await decode.http.post("/detokenize", content=content, headers=GZIP)
+    assert (answer.status_code, answer.text) == (200, '{"text":"a"}')
+
+
+async def test_inflated_body_is_bounded(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer, DecodeConfig(max_body_bytes=4096)) as server:
+        for size, status in ((4096, 200), (4097, 413), (64 << 20, 413)):
+            padded = BODY + b" " * (size - len(BODY))
+            content = gzip.compress(padded, 9)[: 4096 if status == 413 else None]  # a bomb need not be complete
+            answer = await server.http.post("/tokenize", content=content, headers=GZIP)
+            assert answer.status_code == status, size
+        assert answer.json()["error"]["message"] == "the inflated body is over 4096 bytes (max_body_bytes)"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (BODY, "incorrect header check"),
+        (zlib.compress(BODY), "incorrect header check"),
+        (gzip.compress(BODY)[:-1], "it ends too early"),
+        (gzip.compress(BODY) + b"x", "incorrect header check|it ends too early"),
+        (b"", "the body is empty"),
+    ],
+)
+async def test_invalid_gzip_is_refused(decode: RunningServer, content: bytes, problem: str) -> None:
+    answer = await decode.http.post("/tokenize", content=content, headers=GZIP)
+    assert answer.status_code == 400
+    assert any(part in answer.json()["error"]["message"] for part in problem.split("|")), answer.text
+
+
+@pytest.mark.parametrize("encoding", ["br", "deflate", "gzip, gzip"])
+async def test_other_encodings_are_refused(decode: RunningServer, encoding: str) -> None:
+    answer = await decode.http.post("/tokenize", content=BODY, headers={"Content-Encoding": encoding})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "gzip")
+    assert answer.json()["error"] == {
+        "message": f'Content-Encoding "{encoding}" is not supported: send gzip or no encoding',
+        "type": "invalid_request_error",
+        "code": "unsupported_encoding",
+        "param": None,
+    }

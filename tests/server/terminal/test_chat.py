@@ -1,0 +1,103 @@
+"""`pdserve chat`: what it sends, what it prints, and Ctrl-C. The server is real, its leader is scripted."""
+
+import asyncio
+import io
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from pdserve.configs.errors import StartupError
+from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit, Tokens
+from pdserve.server.terminal.chat import run_chat
+from pdserve.server.terminal.options import ChatOptions
+from tests.ports import free_port
+from tests.server.http_harness import RunningServer
+from tests.server.scripted_leader import make_finished
+
+
+def options(server: RunningServer, system: str | None = None) -> ChatOptions:
+    url = f"http://127.0.0.1:{server.port}"
+    return ChatOptions(url, system, max_tokens=8, temperature=0.0, api_key=None)
+
+
+def start(server: RunningServer, lines: str, out: io.StringIO, **named: Any) -> Coroutine[Any, Any, int]:
+    return asyncio.to_thread(run_chat, options(server, **named), io.StringIO(lines), out)
+
+
+async def answer(server: RunningServer, text: str) -> str:
+    """Answer the next request; returns its prompt."""
+    submit = await server.leader.expect(Submit)
+    await server.leader.send(Tokens(submit.rid, tuple(text.encode())), make_finished(submit.rid, len(text)))
+    return bytes(submit.prompt_ids).decode()
+
+
+async def test_conversation_has_history_and_system_message(decode: RunningServer) -> None:
+    out = io.StringIO()
+    chatting = asyncio.create_task(start(decode, "Hi\nAnd?\n/reset\n/system Be brief.\nWho?\n", out, system="Be kind."))
+    prompts = [await answer(decode, text) for text in ("Hello!", "Nothing.", "Me.")]
+    assert await chatting == 0
+    assert out.getvalue() == "Hello!\nNothing.\nMe.\n"
+    assert prompts == [
+        "system: Be kind.\nuser: Hi\nassistant: ",
+        "system: Be kind.\nuser: Hi\nassistant: Hello!\nuser: And?\nassistant: ",
+        "system: Be brief.\nuser: Who?\nassistant: ",
+    ]
+
+
+async def test_failed_message_is_reported_and_forgotten(
+    decode: RunningServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = io.StringIO()
+    chatting = asyncio.create_task(start(decode, "Hi\nAgain\n", out))
+    submit = await decode.leader.expect(Submit)
+    await decode.leader.send(Failed(submit.rid, 503, "unavailable", "no prefill server is paired"))
+    assert await answer(decode, "Yes.") == "user: Again\nassistant: "
+    assert await chatting == 1
+    assert out.getvalue() == "Yes.\n"
+    assert "pdserve: error: no prefill server is paired" in capfd.readouterr().err
+
+
+class Interrupts(io.StringIO):
+    """Standard output that gets Ctrl-C while it writes a text."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self._at = at
+
+    def write(self, text: str) -> int:
+        if self._at in text:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+async def test_ctrl_c_stops_the_answer_and_aborts_the_request(decode: RunningServer) -> None:
+    out = Interrupts("stop")
+    chatting = asyncio.create_task(start(decode, "Count\nGo on\n", out))
+    submit = await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens(submit.rid, tuple(b"one ")))
+    await asyncio.sleep(0)
+    await decode.leader.send(Tokens(submit.rid, tuple(b"stop")))
+    assert (await decode.leader.expect(Cancel)).rid == submit.rid
+    await decode.leader.send(Failed(submit.rid, 499, "aborted", "aborted"))
+    prompt = await answer(decode, "two")
+    assert prompt.startswith("user: Count\nassistant: ")
+    assert prompt.endswith("\nuser: Go on\nassistant: ")
+    assert await chatting == 0
+    assert out.getvalue().endswith("two\n")
+
+
+async def test_quit_and_unknown_commands(decode: RunningServer, capfd: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    assert await start(decode, "/sytem x\n", out) == 1
+    assert "unknown command /sytem" in capfd.readouterr().err
+    assert await start(decode, "/quit\nHi\n", out) == 0
+    await decode.leader.expect_nothing()
+
+
+def test_missing_server_is_reported_with_a_suggestion() -> None:
+    nowhere = ChatOptions(f"http://127.0.0.1:{free_port()}", None, None, None, None)
+    with pytest.raises(
+        StartupError, match=r"no server answers at http://127.0.0.1:\d+ .*; start one with 'pdserve up'"
+    ):
+        run_chat(nowhere, io.StringIO("Hi\n"), io.StringIO())

@@ -1,0 +1,154 @@
+"""Grammars of tool calls: they accept what the parsers read, and only calls that match the schema."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.configs.sampling import Grammar, ReasoningTags
+from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
+from pdserve.server.text.parsers.call_grammars import Format, FunctionSchema
+from pdserve.server.text.parsers.families import FAMILIES
+from tests.server.text.parsers.test_call_parsers import OUTPUTS, calls_of, parse
+
+SPECIAL = ["[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "｜DSML｜", "<tool_call>", "<think>"]
+WEATHER = FunctionSchema(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"], "type": "string"},
+            "options": {"$ref": "#/$defs/Options"},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"Options": {"type": "object"}},
+    },
+)
+NOW = FunctionSchema("now", {})
+
+
+@pytest.fixture(scope="module", params=[[], SPECIAL], ids=["text", "special tokens"])
+def compiler(request: pytest.FixtureRequest) -> GrammarCompiler:
+    """A vocabulary of bytes, in which some tags may be special tokens."""
+    special = {text: 257 + index for index, text in enumerate(request.param)}
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<eos>", *(text.encode() for text in special)]
+    vocabulary = Vocabulary(tokens, special=special, eos_token_ids=(256,), encode=lambda text: list(text.encode()))
+    return GrammarCompiler(lambda: vocabulary)
+
+
+def grammar_of(content: Format, after: ReasoningTags | None = None) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": content}), after)
+
+
+def accepted(compiler: GrammarCompiler, grammar: Grammar, text: str) -> str:
+    """How much of a text the grammar accepts; with a `.` at the end where it may end there."""
+    matcher = compiler.new_matcher(grammar)
+    special = compiler.vocabulary.special
+    at = 0
+    while at < len(text):
+        tag = next((tag for tag in special if text.startswith(tag, at)), None)
+        tokens = [special[tag]] if tag is not None else list(text[at].encode())
+        if not all(matcher.consume_token(token) for token in tokens):
+            return text[:at]
+        at += len(tag) if tag is not None else 1
+    return text + "." * matcher.is_accepting()
+
+
+def calls_text(family: str) -> str:
+    """The calls of the family's sample output, without the text before them and as the grammar spells them."""
+    text = OUTPUTS[family].removeprefix("Let me look.").lstrip()
+    return text.replace("True", "true").replace("None", "null").replace("[CALL_ID]a1b2c3d4e", "")
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_required_calls_are_what_the_family_writes(compiler: GrammarCompiler, family: str) -> None:
+    tags, text = FAMILIES[family].tags, calls_text(family)
+    grammar = grammar_of(tags.calls([WEATHER, NOW], parallel=True))
+    assert accepted(compiler, grammar, text) == text + "."
+    assert [name for name, _ in calls_of(parse(family, text))] == ["get_weather", "now"]
+    assert accepted(compiler, grammar, "Hello") == ""
+    assert accepted(compiler, grammar, "") == ""
+    wrong = text.replace("get_weather", "get_whether", 1)
+    assert accepted(compiler, grammar, wrong) == wrong[: wrong.index("get_wh") + len("get_w")]
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_values_match_their_schema(compiler: GrammarCompiler, family: str) -> None:
+    text = calls_text(family)
+    grammar = grammar_of(FAMILIES[family].tags.calls([WEATHER, NOW], parallel=True))
+    days = text.index("3", text.index("days"))
+    wrong = text[:days] + '"x"' + text[days + 1 :]
+    assert accepted(compiler, grammar, wrong) == wrong[:days]
+    unit = text.index("C", text.index("unit"))
+    wrong = text[:unit] + "K" + text[unit + 1 :]
+    assert accepted(compiler, grammar, wrong) == wrong[:unit]
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_one_call_without_parallel_calls(compiler: GrammarCompiler, family: str) -> None:
+    text = calls_text(family)
+    grammar = grammar_of(FAMILIES[family].tags.calls([WEATHER, NOW], parallel=False))
+    one = accepted(compiler, grammar, text)
+    assert one != text + "."
+    complete = one.removesuffix(", ") + "]" if family == "pythonic" else one
+    assert calls_of(parse(family, complete))[0][0] == "get_weather"
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_strict_functions_constrain_only_calls(compiler: GrammarCompiler, family: str) -> None:
+    strict = FunctionSchema(WEATHER.name, WEATHER.parameters, strict=True)
+    tags, text = FAMILIES[family].tags, calls_text(family)
+    grammar = grammar_of(tags.text_with_calls([strict, NOW]))
+    assert accepted(compiler, grammar, "Hello, I am x.") == "Hello, I am x.."
+    assert accepted(compiler, grammar, text) == text + "."
+    days = text.index("3", text.index("days"))
+    wrong = text[:days] + '"x"' + text[days + 1 :]
+    assert accepted(compiler, grammar, wrong) == wrong[:days]
+    if not tags.first_character:
+        assert accepted(compiler, grammar, f"Let me look. {text}") == f"Let me look. {text}."
+
+
+def test_schema_that_cannot_be_enforced_is_lenient_unless_strict(compiler: GrammarCompiler) -> None:
+    parameters: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tags = FAMILIES["hermes"].tags
+    lenient = grammar_of(tags.calls([FunctionSchema("f", parameters)], parallel=True))
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": [1, 1]}}\n</tool_call>'
+    assert accepted(compiler, lenient, text) == text + "."
+    strict = grammar_of(tags.calls([FunctionSchema("f", parameters, strict=True)], parallel=True))
+    with pytest.raises(Exception, match="uniqueItems"):
+        compiler.compile(strict)
+
+
+def test_optional_arguments_of_pythonic_calls(compiler: GrammarCompiler) -> None:
+    parameters = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}, "required": ["b"]}
+    grammar = grammar_of(FAMILIES["pythonic"].tags.calls([FunctionSchema("f", parameters)], parallel=True))
+    for text in ("[f(a=1, b=2, c=3)]", "[f(b=2)]", "[f(b=2, c=3), f(a=1, b=2)]"):
+        assert accepted(compiler, grammar, text) == text + "."
+    assert accepted(compiler, grammar, "[f()]") == "[f("
+    assert accepted(compiler, grammar, "[f(a=1, c=2)]") == "[f(a=1, "
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("json_schema", '{"type": "boolean"}', "true"),
+        ("regex", "[0-9]{3}", "123"),
+        ("choice", '["yes", "no"]', "yes"),
+        ("ebnf", 'root ::= "a" | "b"', "a"),
+        ("structural_tag", json.dumps({"format": {"type": "const_string", "value": "x"}}), "x"),
+    ],
+)
+def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler, kind: Any, text: str, answer: str) -> None:
+    opened = Grammar(kind, text, ReasoningTags("<think>", "</think>", is_open=True))
+    for output in (f"Hm {{}}.</think>\n\n{answer}", f"</think>{answer}"):
+        assert accepted(compiler, opened, output) == output + "."
+    assert accepted(compiler, opened, "Hm.") == "Hm."[: len("Hm.")]
+    assert not accepted(compiler, opened, answer).endswith(".")
+    assert accepted(compiler, opened, "Hm.</think>\n!") == "Hm.</think>\n"
+    closed = Grammar(kind, text, ReasoningTags("<think>", "</think>", is_open=False))
+    for output in (answer, f"<think>Hm.</think>\n{answer}", f"\n<think>\n\n</think>\n\n{answer}"):
+        assert accepted(compiler, closed, output) == output + "."
+    assert accepted(compiler, closed, "Hm") == ""

@@ -1,0 +1,303 @@
+"""Parsers of tool calls, with outputs as the families' chat templates write them."""
+
+import itertools
+import json
+from typing import Any, get_args
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdserve.configs.schema import ReasoningParserName, ToolParserName
+from pdserve.server.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, merged
+from pdserve.server.text.parsers.families import FAMILIES, family_of_template
+from pdserve.server.text.parsers.output_parser import OutputParser
+from pdserve.server.text.parsers.reasoning import STYLES, ReasoningParser
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"]},
+            "options": {},
+        },
+    },
+    "now": {},
+}
+ARGUMENTS = {"city": 'New "York"\n{}', "days": 3, "unit": "C", "options": {"hourly": True, "none": None}}
+JSON = json.dumps(ARGUMENTS, ensure_ascii=False)
+CITY = json.dumps(ARGUMENTS["city"])
+
+HERMES = f"""Let me look.
+<tool_call>
+{{"name": "get_weather", "arguments": {JSON}}}
+</tool_call>
+<tool_call>
+{{"name": "now", "arguments": {{}}}}
+</tool_call>"""
+LLAMA3 = f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "now", "parameters": {{}}}}'
+MISTRAL = f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {JSON}}}, {{"name": "now", "arguments": {{}}}}]'
+MISTRAL_V11 = f"Let me look.[TOOL_CALLS]get_weather[ARGS]{JSON}[TOOL_CALLS]now[CALL_ID]a1b2c3d4e[ARGS]{{}}"
+DEEPSEEK_V3 = (
+    "Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    f"{JSON}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    f"Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V32 = """Let me look.
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">New "York"
+{}</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>
+<｜DSML｜parameter name="options" string="false">{"hourly": true, "none": null}</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="now">
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+QWEN3_CODER = """Let me look.
+<tool_call>
+<function=get_weather>
+<parameter=city>
+New "York"
+{}
+</parameter>
+<parameter=days>
+3
+</parameter>
+<parameter=unit>
+C
+</parameter>
+<parameter=options>
+{"hourly": True, "none": None}
+</parameter>
+</function>
+</tool_call>
+<tool_call>
+<function=now>
+</function>
+</tool_call>"""
+GLM45 = """Let me look.
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>New "York"
+{}</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+<arg_key>unit</arg_key>
+<arg_value>C</arg_value>
+<arg_key>options</arg_key>
+<arg_value>{"hourly": true, "none": null}</arg_value>
+</tool_call>
+<tool_call>now
+</tool_call>"""
+PYTHONIC = f'[get_weather(city={CITY}, days=3, unit="C", options={{"hourly": True, "none": None}}), now()]'
+OUTPUTS = {
+    "hermes": HERMES,
+    "llama3-json": LLAMA3,
+    "mistral": MISTRAL,
+    "mistral-v11": MISTRAL_V11,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v31": DEEPSEEK_V31,
+    "deepseek-v32": DEEPSEEK_V32,
+    "deepseek-v4": DEEPSEEK_V32.replace("function_calls>", "tool_calls>"),
+    "qwen3-coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "glm47": GLM45.replace("\n<arg", "<arg").replace("\n</tool_call>", "</tool_call>").replace(">\n<tool", "><tool"),
+    "pythonic": PYTHONIC,
+}
+
+
+def parse(family: str, *pieces: str) -> list[Event]:
+    parser = FAMILIES[family].parser(TOOLS)
+    return merged([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+
+
+def calls_of(events: list[Event]) -> list[tuple[str, Any]]:
+    names = [event.name for event in events if isinstance(event, CallBegin)]
+    assert len([event for event in events if isinstance(event, CallEnd)]) == len(names)
+    texts = [
+        "".join(e.text for e in events if isinstance(e, CallArguments) and e.index == i) for i in range(len(names))
+    ]
+    return [(name, json.loads(text)) for name, text in zip(names, texts, strict=True)]
+
+
+def content_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Content))
+
+
+def test_settings_list_the_parsers() -> None:
+    assert set(get_args(ToolParserName)) == {"auto", "none", *FAMILIES}
+    assert set(OUTPUTS) == set(FAMILIES)
+    assert set(get_args(ReasoningParserName)) == {"auto", "none", *STYLES}
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_calls_of_a_family(family: str) -> None:
+    events = parse(family, OUTPUTS[family])
+    assert calls_of(events) == [("get_weather", ARGUMENTS), ("now", {})]
+    assert content_of(events) == ("Let me look." if "Let me look." in OUTPUTS[family] else "")
+
+
+@pytest.mark.parametrize("family", [name for name in OUTPUTS if name != "pythonic"])
+def test_arguments_are_passed_on_while_they_arrive(family: str) -> None:
+    """The beginning of the city is sent before its end arrives, and nothing of the call is sent as content."""
+    text = OUTPUTS[family]
+    parser = FAMILIES[family].parser(TOOLS)
+    events = parser.feed(text[: text.index("York")])
+    arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
+    assert arguments.startswith('{"city": "New')
+    assert content_of(events) in ("", "Let me look.")
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_plain_text_is_passed_on_at_once(family: str) -> None:
+    """Only white space, and what may be the beginning of a tag, waits for the next characters."""
+    parser, shown, sent = FAMILIES[family].parser(TOOLS), "", ""
+    for character in "Use x < y, [1] and a tool.":
+        sent += character
+        shown += content_of(parser.feed(character))
+        assert sent.rstrip(" <[") == shown.rstrip(" <[")
+    assert shown == sent
+
+
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_output_that_ends_early_has_no_more_than_the_whole(family: str) -> None:
+    """At every cut: no error, and calls and their arguments are a beginning of those of the whole output."""
+    whole = [event for event in parse(family, OUTPUTS[family]) if isinstance(event, CallArguments)]
+    for cut in range(len(OUTPUTS[family])):
+        events = parse(family, OUTPUTS[family][:cut])
+        found = [event for event in events if isinstance(event, CallArguments)]
+        for part, full in zip(found, whole, strict=False):
+            assert full.text.startswith(part.text)
+        assert sum(isinstance(e, CallBegin) for e in events) == sum(isinstance(e, CallEnd) for e in events)
+
+
+MALFORMED = {
+    "hermes": [
+        "Write <tool_call> and </tool_call> around it.",
+        '<tool_call>\n{"arguments": {"city": "x"}}\n</tool_call>',
+        '<tool_call>\n{"name": 3}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": [1]}\n</tool_call>',
+        "<tool_call>\n{'name': 'now'}\n</tool_call>",
+        '<tool_call>{"name": "now"',
+    ],
+    "llama3-json": ['{"name": "Bob", "age": 3}', '{"a": {"name": "now"}}', '<|python_tag|>search.call(query="x")', "{"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] are tags", '[TOOL_CALLS][{"x": 1}]', "[TOOL_CALLS]now[ARGS"],
+    "deepseek-v3": ["<｜tool▁calls▁begin｜> no", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>x\nnothing here {}"],
+    "deepseek-v32": ["<｜DSML｜function_calls>\nno", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now'],
+    "qwen3-coder": ["<tool_call>\n{}\n</tool_call>", "<function=", "<tool_call>\n<function=>"],
+    "glm45": ["<tool_call> is a tag\n", "<tool_call></tool_call>", "<tool_call>now"],
+    "pythonic": ["[1, 2]", "[unknown(a=1)]", "[now(1)]", "[now(**{})]", "[now(a=b)]", "[now(", "[now() for x in y]"],
+}
+
+
+@pytest.mark.parametrize(("family", "text"), [(name, text) for name, texts in MALFORMED.items() for text in texts])
+def test_text_that_is_not_a_call_is_content(family: str, text: str) -> None:
+    assert parse(family, text) == [Content(text)]
+
+
+def test_hermes_tolerates_what_models_write() -> None:
+    other = '<tool_call>{"arguments": {"city": "x"}, "name": "get_weather"}</tool_call>'
+    assert calls_of(parse("hermes", other)) == [("get_weather", {"city": "x"})]
+    as_text = '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"x\\"}"}}</tool_call>'
+    assert calls_of(parse("hermes", as_text)) == [("get_weather", {"city": "x"})]
+    assert calls_of(parse("hermes", '<tool_call>{"name": "now"}</tool_call>')) == [("now", {})]
+    unclosed = '<tool_call>{"name": "now"}\n<tool_call>{"name": "now", "arguments": null}'
+    assert calls_of(parse("hermes", unclosed)) == [("now", {}), ("now", {})]
+
+
+def test_text_after_a_call_is_content() -> None:
+    events = parse("hermes", '<tool_call>{"name": "now"}</tool_call>\n\nDone. <tool_call> is a tag.')
+    assert calls_of(events) == [("now", {})]
+    assert content_of(events) == "Done. <tool_call> is a tag."
+
+
+def test_broken_arguments_end_the_call() -> None:
+    events = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": ]}}</tool_call>')
+    assert events[:3] == [CallBegin(0, "now"), CallArguments(0, '{"a": '), CallEnd(0)]
+
+
+TAGS = sorted({tag for family in FAMILIES.values() for tag in family.parser.tags})
+FRAGMENTS = st.sampled_from(
+    [*TAGS, '{"name": "now"', ', "arguments": ', '{"a": "b"}', "}", "]", "[", "now(", "now", '">', "\n", " ", ";", ","]
+)
+
+
+@st.composite
+def split_texts(draw: st.DrawFn) -> tuple[str, str, list[str]]:
+    """A family, a text with its tags, and pieces of the text."""
+    family = draw(st.sampled_from(sorted(OUTPUTS)))
+    noise = st.lists(FRAGMENTS | st.text(max_size=3), max_size=12).map("".join)
+    text = draw(noise | st.just(OUTPUTS[family]))
+    if draw(st.booleans()):
+        text = draw(noise) + OUTPUTS[family][: draw(st.integers(0, len(OUTPUTS[family])))] + text
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    return family, text, [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
+
+
+@settings(max_examples=100, deadline=None)
+@given(split_texts())
+def test_events_do_not_depend_on_the_pieces(case: tuple[str, str, list[str]]) -> None:
+    family, text, pieces = case
+    whole = parse(family, text)
+    assert parse(family, *pieces) == whole
+    assert parse(family, *text) == whole
+
+
+def parse_all(text: str, pieces: list[str], is_open: bool) -> list[Event]:
+    parser = OutputParser(ReasoningParser(STYLES["qwen3"], is_open=is_open), FAMILIES["hermes"].parser(TOOLS))
+    assert "".join(pieces) == text
+    return merged([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "<tool_call>", '{"name": "now"}']), max_size=10)
+)
+@example(["<think>", "a", "</think>", "\n", "<tool_call>", '{"name": "now"}'])
+def test_reasoning_and_calls_do_not_depend_on_the_pieces(parts: list[str]) -> None:
+    text = "".join(parts)
+    for is_open in (False, True):
+        whole = parse_all(text, [text], is_open)
+        assert parse_all(text, parts, is_open) == whole
+        assert parse_all(text, list(text), is_open) == whole
+
+
+def test_family_of_a_template() -> None:
+    """By a text that stands in the published template of each family."""
+    templates = {
+        "hermes": '{{- "\\n</tools>\\n\\nwithin <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <f>" }}',
+        "qwen3-coder": "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}{{- '<parameter=' + name + '>\\n' }}",
+        "glm45": "{{ '\\n<tool_call>' + tc.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>",
+        "glm47": "{{ '<tool_call>' + tc.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ v }}</arg_value></tool_call>",
+        "mistral": '{{- "[TOOL_CALLS] [" }}',
+        "mistral-v11": "{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+        "deepseek-v3": "{{'<｜tool▁calls▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '\\n' + '```json'}}",
+        "deepseek-v31": "{{'<｜tool▁calls▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'}}",
+        "deepseek-v32": "{{ '<｜DSML｜function_calls>' }}",
+        "deepseek-v4": "{{ '<｜DSML｜tool_calls>' }}",
+        "llama3-json": 'the format {"name": function name, "parameters": dictionary of argument name and its value}',
+        "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+    }
+    assert set(templates) == set(FAMILIES)
+    for name, template in templates.items():
+        family = family_of_template(template)
+        assert family is not None
+        assert family.name == name
+    assert family_of_template("{% for message in messages %}{{ message.content }}{% endfor %}") is None
+
+
+def test_ids_of_calls() -> None:
+    assert FAMILIES["hermes"].new_id().startswith("call_")
+    assert len({FAMILIES["hermes"].new_id() for _ in range(100)}) == 100
+    mistral = FAMILIES["mistral"].new_id()
+    assert len(mistral) == 9
+    assert mistral.isalnum()

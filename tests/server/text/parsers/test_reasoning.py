@@ -1,0 +1,63 @@
+"""Reasoning apart from content, and which style and state a chat template and a prompt stand for."""
+
+import pytest
+
+from pdserve.server.text.parsers.events import Content, Event, Reasoning, merged
+from pdserve.server.text.parsers.reasoning import STYLES, THINK, ReasoningParser, style_of_template
+
+
+def parse(text: str, *, is_open: bool = False, style: str = "qwen3") -> list[Event]:
+    parser = ReasoningParser(STYLES[style], is_open=is_open)
+    return merged([*parser.feed(text), *parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "reasoning", "content"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", False, "Hm.", "Yes."),
+        ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
+        ("\n<think>Hm.</think>Yes.", True, "Hm.", "Yes."),
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("Hm. It is", True, "Hm. It is", ""),
+        ("Hm.</thin", True, "Hm.</thin", ""),
+        ("Yes. <think> is a tag.</think>", False, "", "Yes. <think> is a tag.</think>"),
+        ("\n Yes.\n", False, "", "\n Yes.\n"),
+        ("Hm.</think>", True, "Hm.", ""),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning_and_content(text: str, is_open: bool, reasoning: str, content: str) -> None:
+    expected: list[Event] = [Reasoning(reasoning), Content(content)]
+    assert parse(text, is_open=is_open) == merged(expected)
+
+
+def test_mistral_has_tags_of_its_own() -> None:
+    assert parse("[THINK]Hm.[/THINK]Yes.", style="mistral") == [Reasoning("Hm."), Content("Yes.")]
+
+
+def test_both_are_passed_on_at_once() -> None:
+    parser = ReasoningParser(THINK, is_open=True)
+    assert parser.feed("I wonder <") == [Reasoning("I wonder")]
+    assert parser.is_open
+    assert parser.feed("b> ") == [Reasoning(" <b>")]
+    assert parser.feed("</think>\nYes") == [Content("Yes")]
+    assert not parser.is_open
+    assert parser.feed(" <think>") == [Content(" <think>")]
+
+
+def test_prompt_decides_whether_reasoning_is_open() -> None:
+    r1 = STYLES["deepseek-r1"]
+    assert THINK.is_open("<|im_start|>assistant\n<think>\n")
+    assert not THINK.is_open("<|im_start|>assistant\n")
+    assert not THINK.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert r1.is_open("<|Assistant|>")
+    assert not r1.is_open("<|Assistant|></think>")
+    assert THINK.is_open("assistant: <think>\nSo", begun="<think>\nSo")
+    assert not THINK.is_open("assistant: <think>\nSo</think>", begun="<think>\nSo</think>")
+
+
+def test_style_of_a_template() -> None:
+    assert style_of_template("{{ content.split('</think>')[-1] }}") is THINK
+    assert style_of_template("{{ '<|assistant|>\\n<think>\\n' }}") is THINK
+    assert style_of_template("{{ '[THINK]' + thinking }}") is STYLES["mistral"]
+    assert style_of_template("{{ message.content }}") is None

@@ -15,8 +15,8 @@ from pdserve.server.api.common.fields import Body
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.native.models import GenerateBody, NativeSampling
 from pdserve.server.api.native.requests import parse_generate
-from pdserve.server.api.openai.models import ChatBody, CompletionBody
-from pdserve.server.api.openai.requests import parse_chat, parse_completion
+from pdserve.server.api.openai.models import CompletionBody
+from pdserve.server.api.openai.requests import parse_completion
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.scripted_leader import make_ready
 
@@ -43,11 +43,9 @@ def bodies(model: type[Body], base: dict[str, object]) -> st.SearchStrategy[dict
 
 
 Parse = Callable[[bytes, Limits, Tokenizer], object]
-MESSAGES = [{"role": "user", "content": "hi"}]
 CASES: dict[str, tuple[Parse, st.SearchStrategy[dict[str, object]]]] = {
     "generate": (parse_generate, bodies(GenerateBody, {"text": "hi"})),
     "completions": (parse_completion, bodies(CompletionBody, {"prompt": "hi", "model": "m"})),
-    "chat": (parse_chat, bodies(ChatBody, {"messages": MESSAGES, "model": "m"})),
 }
 
 

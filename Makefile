@@ -71,6 +71,17 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
 	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
 
+# Only one core is busy: most of the time of a cell is waiting. Results are kept in build/faults.jsonl.
+FAULTS := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=.dev:. $(BIN)/python -m tests.faults
+
+.PHONY: faults
+faults: setup ## every fault in every state of a request, as a table; about an hour, continues where it was stopped
+	@$(FAULTS).table $(or $(ARGS),run)
+
+.PHONY: soak
+soak: setup ## random traffic with random faults for MINUTES, 60 unless given; SEED=n replays the same faults
+	@$(FAULTS).soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0) $(ARGS)
+
 .PHONY: test-clients
 test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
 	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients

@@ -219,7 +219,7 @@ class ServerConfig(BaseModel):
     peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a peer without heartbeats for this long is lost")
     shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="drain time of running requests after SIGTERM")
     stall_timeout_s: float = Field(
-        120.0, gt=0, description="/health returns 503 if a loop makes no progress for this long"
+        120.0, gt=0, description="/health returns 503 if a step takes this long; stuck threads are found within 5 s"
     )
     kv_events_port: Port | None = Field(
         None,

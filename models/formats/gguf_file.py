@@ -4,6 +4,7 @@ The header is parsed here instead of with `gguf.GGUFReader`, which makes a numpy
 for SmolLM2 against 0.1 s, in each process of a server. The `gguf` library dequantises block formats.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Iterator
@@ -116,12 +117,14 @@ class GgufFile:
         except ValueError:
             raise StartupError(f"model {self.path}: tensor {name!r} has unknown ggml type {type_id}") from None
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
+        if not shape or 0 in shape:
+            raise StartupError(f"model {self.path}: tensor {name!r} has the shape {list(shape)}, without elements")
         if shape[-1] % block_elements:
             raise StartupError(
                 f"model {self.path}: tensor {name!r} has rows of {shape[-1]} elements, "
                 f"not a multiple of {ggml_type.name}'s {block_elements}"
             )
-        size_bytes = int(np.prod(shape, dtype=np.int64)) // block_elements * block_bytes
+        size_bytes = math.prod(shape) // block_elements * block_bytes
         if offset + size_bytes > len(self._data):
             raise StartupError(
                 f"model {self.path}: the file is cut off: tensor {name!r} ends at byte {offset + size_bytes}, "

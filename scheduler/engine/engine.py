@@ -27,8 +27,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     def __init__(self, scheduler: SchedulerT, ranks: RankGroup) -> None:
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
-        self.step_starts: collections.deque[float] = collections.deque()
-        """When each step in flight was sent to the ranks."""
+        self.steps_in_flight: collections.deque[tuple[float, RunStep]] = collections.deque()
+        """The steps that the ranks have, and when each was sent."""
+        self.last_step: tuple[RunStep, float] | None = None
+        """The last step that is done, and how long it took; replaced as a whole."""
         self.load = Load()
         """Sent to peers with heartbeats; replaced as a whole."""
 
@@ -63,7 +65,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     def start(self, step: RunStep | AssistStep, now: float) -> None:
         """Send a step to the ranks."""
         if isinstance(step, RunStep):
-            self.step_starts.append(now)
+            self.steps_in_flight.append((now, step))
         self._ranks.tell(step)
 
     def _store_report(self, report: StoreWritten | StorePinged, now: float) -> None:
@@ -77,9 +79,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
     def take_step(self, done: StepDone, now: float) -> float:
         """Take the results of a step; returns how long it took."""
-        seconds = now - self.step_starts.popleft()
+        started, step = self.steps_in_flight.popleft()
+        self.last_step = step, now - started
         self._step_done(done, now)
-        return seconds
+        return now - started
 
 
 def joint_step(steps: Sequence[RunStep | None]) -> list[RunStep | AssistStep]:

@@ -58,12 +58,12 @@ from .kv_events import MEDIUM_DEVICE, MEDIUM_HOST, KvEventPublisher
 from .loop import EngineLoop
 from .prefill_engine import PrefillEngine
 from .routing import DecodeRouter, PrefillRouter, ToEngine
+from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps the GIL while another waits for it. Python's default of 5 ms is a whole decode step."""
-CONTROL_STALL_S = 5.0
 MISSING_RANKS_S = 15.0
 """Interval of the log line about ranks that are not ready."""
 ORPHAN_GRACE_S = 3.0
@@ -337,11 +337,9 @@ class Leader:
         return None
 
     def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
+        watchdog = Watchdog(loop, controls)
+
         def status() -> Status:
-            problems = loop.problems()
-            age_s = max(control.progress_age_s() for control in controls)
-            if age_s > CONTROL_STALL_S:
-                problems.append(f"the control thread has made no progress for {age_s:.0f} s")
             snapshot = loop.snapshot
             return Status(
                 gauges=dict(snapshot.gauges),
@@ -350,7 +348,7 @@ class Leader:
                 states=dict(snapshot.states),
                 taken_at=snapshot.taken_at,
                 loop_age_s=loop.stalled_s(),
-                problems=tuple(problems),
+                problems=(*watchdog.problems(), *loop.problems()),
                 dp_ranks=snapshot.dp_ranks,
                 hashed_page_sizes=hashed_page_sizes(loop.engines),
                 kv_store_problem=loop.kv_store_problem(),

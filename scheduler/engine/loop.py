@@ -91,7 +91,7 @@ class EngineLoop(Generic[EngineT]):
         oldest = self.turned_at
         for engine in self.engines:
             with contextlib.suppress(IndexError):  # the loop may take the last one at any time
-                oldest = min(engine.step_starts[0], oldest)
+                oldest = min(engine.steps_in_flight[0][0], oldest)
         return time.monotonic() - oldest
 
     def problems(self) -> list[str]:

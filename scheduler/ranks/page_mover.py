@@ -43,6 +43,8 @@ class PageMover:
         self._store = store
         self._on_done = on_done
         self._on_failed = on_failed
+        self.busy_since: float | None = None
+        """When the copy that runs now began. May be read from another thread."""
         self._commands: queue.SimpleQueue[tuple[CopyCommand, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="page-mover", daemon=True)
         self._thread.start()
@@ -69,7 +71,9 @@ class PageMover:
                 command, enqueued = entry
                 if enqueued is not None:
                     enqueued.synchronize()
+                self.busy_since = time.monotonic()
                 self._run(command)
+                self.busy_since = None
         except Exception as error:
             log.exception("a background copy of KV failed")
             self._on_failed(f"a background copy of KV failed: {type(error).__name__}: {error}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from ...configs.stuck import Watch
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...memory.device import resolve_device
 from ...memory.hisparse.cache import HiSparseCache, HiSparseError
@@ -169,6 +170,9 @@ class RankEngine:
         # on the CPU, and with gloo, `start` returns when the step is done: its tokens do not wait for the next step
         self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
         self._stepping_s = 0.0
+        self._command: tuple[str, float] | None = None
+        """The command that runs now, unless it is a step, and since when."""
+        self._watch = Watch()
         self._hot_report_at = 0.0
 
     def announce(self) -> None:
@@ -176,8 +180,20 @@ class RankEngine:
         self._report(self._ready())
 
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with the transfers of this rank. May be called from another thread."""
-        return tuple(self._writer.problems()) if self._writer is not None else ()
+        """Which threads of this rank are stuck, except in a step: the leader measures those. Called a few times a
+        second, on another thread.
+        """
+        self._watch.check()
+        found = self._writer.problems() if self._writer is not None and self._watch.is_steady else []
+        name, since = self._command or ("", None)
+        for thread, busy_since in (
+            (f"command {name}", since),
+            ("the page store", self._mover.busy_since),
+            ("the scatter thread", self._scatterer.busy_since if self._scatterer is not None else None),
+        ):
+            if busy_since is not None and self._watch.is_stuck(age_s := time.monotonic() - busy_since):
+                found.append(f"rank {self._rank}: {thread} has made no progress for {age_s:.0f} s")
+        return tuple(found)
 
     @property
     def on_gpu(self) -> bool:
@@ -196,8 +212,12 @@ class RankEngine:
                 self._finish_step()
             elif isinstance(command, StopRank):
                 return
-            else:
+            elif isinstance(command, RunStep | AssistStep):
                 self._run(command)
+            else:
+                self._command = type(command).__name__, time.monotonic()
+                self._run(command)
+                self._command = None
 
     def transfer(self, command: TransferCommand) -> None:
         """Run a command about complete KV. Called from another thread; does not wait.

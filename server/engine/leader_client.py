@@ -20,6 +20,7 @@ import zmq
 from ...configs.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
 from ...configs.sampling import TokenLogprob
 from ...configs.schema import AnyServerConfig, DecodeConfig
+from ...configs.stuck import Watch
 from ...memory.page_hashes import pack_hashes, page_hashes, short_hash
 from ...scheduler.messages.frontend import (
     Cancel,
@@ -53,6 +54,7 @@ LeaderState = Literal["starting", "ready", "stopping", "dead"]
 RequestEvent = Tokens | Prefilled | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
+WATCH_INTERVAL_S = 0.25
 OVERDUE_S = 0.5
 """A request whose leader has sent no end so long after the deadline fails here: the leader may hang."""
 LOGGED_STATUSES = (500, 504)
@@ -134,7 +136,14 @@ class Inbox:
 class LeaderClient:
     """Owns the PAIR socket. All methods run on the event loop that created it."""
 
-    def __init__(self, metrics: Metrics, config: AnyServerConfig, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        config: AnyServerConfig,
+        tracing: Tracing | None = None,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
         self._metrics = metrics
         self._tracing = tracing
         self._config = config
@@ -160,6 +169,7 @@ class LeaderClient:
         self.status: Status | None = None
         """Its latest Status message."""
         self._status_at = time.monotonic()
+        self._watch = watch or Watch()
         self._end_reason: str | None = None
         self._stopping = False
         self._then = "exits"
@@ -191,7 +201,9 @@ class LeaderClient:
         loop.add_reader(self._socket.fileno(), self._receive_all)
         try:
             self._receive_all()
-            await loop.create_future()
+            while True:
+                self._watch.check()
+                await asyncio.sleep(WATCH_INTERVAL_S)
         finally:
             loop.remove_reader(self._socket.fileno())
 
@@ -274,6 +286,9 @@ class LeaderClient:
         if (unavailable := self.unavailable_reason()) is not None:
             return [unavailable]
         reasons = list(self.status.problems) if self.status is not None else []
+        silent_s = time.monotonic() - self._status_at
+        if self.status is not None and self._watch.is_stuck(silent_s):
+            reasons.append(f"the leader process has sent nothing for {silent_s:.0f} s")
         age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
         if age_s > limit_s:
             reasons.insert(0, f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")

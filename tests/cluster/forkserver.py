@@ -60,6 +60,10 @@ INTERVALS = {
 }
 """Constants of modules, with their values in forked servers: between two reports of the state of a server."""
 CLI = "pdserve.server.cli:main"
+NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
+"""In the environment of a server that has its own network namespace: the name of the namespace."""
+HOOKS_VARIABLE = "PDSERVE_TEST_HOOKS"
+"""In the environment of a server that `tests/faults` pauses: the path of the test's socket."""
 FIRST_SCRIPT = "PDSERVE_TEST_FIRST_SCRIPT"
 """Environment variable: a Python file to execute first. Leaders and ranks are forked afterwards."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -272,6 +276,8 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None  # it depends on the environment
+    if NETNS_VARIABLE in os.environ:
+        importlib.import_module("tests.faults.namespaces").enter(os.environ[NETNS_VARIABLE])
     sys.argv[1:] = request["arguments"]
     if (script := os.environ.get(FIRST_SCRIPT)) is not None:
         exec(compile(Path(script).read_text(), script, "exec"), {"__name__": "first_script"})
@@ -284,6 +290,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
 def _run(main: str, arguments: list[str], leaders: list[ForkedChild]) -> int:
     if leaders:
         _hand_out({LEADER: iter(leaders)})
+        _install_hooks("frontend")
     module, _, function = main.partition(":")
     return int(getattr(importlib.import_module(module), function)(arguments))
 
@@ -301,7 +308,14 @@ def _run_introduced(module: str) -> int:
     assert isinstance(sys.stdin.buffer, io.BufferedReader)
     if not sys.stdin.buffer.peek(1):
         return 0
+    _install_hooks("leader" if module == LEADER else "rank")
     return int(importlib.import_module(module).main())
+
+
+def _install_hooks(process: str) -> None:
+    """Hooks with which tests pause the server or make a part of it fail."""
+    if HOOKS_VARIABLE in os.environ:
+        importlib.import_module("tests.faults.server_hooks").install(process)
 
 
 def _hand_out(forked: dict[str, Iterator[ForkedChild]]) -> None:

@@ -109,17 +109,18 @@ class Server:
         self.launcher = launcher
         self.leaders = leaders
         self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
+        self.host = dict(itertools.pairwise(self.flags)).get("--host", "127.0.0.1")
         self.port = free_port()
         self.bootstrap_port = free_port()
         self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def endpoint(self) -> str:
-        return f"127.0.0.1:{self.bootstrap_port}"
+        return f"{self.host}:{self.bootstrap_port}"
 
     @property
     def bootstrap(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pdserve.configs.errors import RoleConflictError
 from pdserve.configs.load import Role
 from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
+from pdserve.configs.stuck import Watch
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
 from pdserve.server.api.app import Routes, create_app
@@ -118,7 +119,7 @@ async def running_server(
     """Everything but the leader process. When the block ends, all requests must have ended and no task failed."""
     config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
-    client = LeaderClient(metrics, config)
+    client = LeaderClient(metrics, config, watch=Watch(lambda: 0.0))  # the scripted leader may be silent
     metrics.set_role(config.role)
     metrics.watch_leader(lambda: client)
     app = create_app(Routes(config, tokenizer, client, metrics, default_sampling, FixedRole(config.role)))

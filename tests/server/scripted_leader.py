@@ -143,14 +143,18 @@ def main(behaviour: str) -> None:
         if behaviour == "loading":
             time.sleep(60)
         send(make_ready())
-        send(make_status(running=0 if behaviour == "idle" else 1))
+        status = make_status(running=0 if behaviour == "idle" else 1)
+        send(status)
         while True:
+            while not socket.poll(500):
+                send(status)  # a silent leader counts as stuck
             message = msgspec.msgpack.decode(socket.recv(), type=ToLeader)
             match message:
                 case Submit() if behaviour == "crash-on-submit":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case Submit():
-                    send(make_status(running=SUBMITTED))
+                    status = make_status(running=SUBMITTED)
+                    send(status)
                     time.sleep(0.5 if behaviour == "slow" else 0.0)
                     send(Tokens(message.rid, (104, 105)))
                     if behaviour != "deaf":

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 NO_RUNS: Final = CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
 GONE: Final = "the decode server is gone"
-STALL_S: Final = 30.0
-"""A sender that makes no progress for this long is reported by problems()."""
+SLOW_KV_S: Final = 30.0
+"""A sender that waits this long for the KV of a step is reported by problems()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +292,7 @@ class ChunkWriter:
         return [
             f"the sender to {sender.session} has made no progress for {stalled_s:.0f} s"
             for sender in senders
-            if (stalled_s := sender.stalled_s()) > STALL_S
+            if (stalled_s := sender.stalled_s()) > (SLOW_KV_S if sender.waits_for_kv else sender.stuck_s)
         ]
 
     def _submit(self, route: _Route, chunk: ChunkWrite, ready: Callable[[], None] | None) -> ChunkWritten | None:

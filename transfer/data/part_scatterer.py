@@ -8,6 +8,7 @@ before the scatter is reported.
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -45,6 +46,8 @@ class PartScatterer:
         self._layout = layout
         self._on_scattered = on_scattered
         self._on_failed = on_failed
+        self.busy_since: float | None = None
+        """When the scatter that runs now began. May be read from another thread."""
         self._commands: queue.SimpleQueue[PartScatter | None] = queue.SimpleQueue()
         warm_up_kv_stage(pool)
         wait_for_stream(pool.device)  # before the first scatter, on another stream
@@ -64,8 +67,10 @@ class PartScatterer:
         try:
             use_own_stream(self._pool.device)
             while (command := self._commands.get()) is not None:
+                self.busy_since = time.monotonic()
                 self._scatter(command)
                 wait_for_stream(self._pool.device)
+                self.busy_since = None
                 self._on_scattered(command.part)
         except Exception as error:
             log.exception("error while scattering staged KV")

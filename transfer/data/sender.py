@@ -21,6 +21,7 @@ from typing import Final
 import torch
 
 from ...configs.errors import StartupError
+from ...configs.stuck import STUCK_S
 from ...kernels.backends.streams import use_own_stream
 from ..mooncake.engine import SendEngine, WriteId, WriteState
 from ..mooncake.library import Transport
@@ -174,6 +175,8 @@ class PeerSender:
         self._unreported: set[_Pending] = set()
         self._closing = False
         self._progress_at = time.monotonic()
+        self.waits_for_kv = False
+        """Whether the active job waits for its KV. May be read from another thread."""
         self._thread = threading.Thread(target=self._work, name=f"send-{self.session}", daemon=True)
         self._thread.start()
         # A daemon thread inside Mooncake at interpreter exit aborts the process.
@@ -218,6 +221,11 @@ class PeerSender:
         """Time since the last progress; 0 without jobs."""
         with self._changed:
             return time.monotonic() - self._progress_at if self._unreported else 0.0
+
+    @property
+    def stuck_s(self) -> float:
+        """After this time without progress the thread is stuck. It gives up a silent peer earlier, by itself."""
+        return STUCK_S + self._window * MAX_WRITE_BYTES / STALL_BYTES_PER_S
 
     def close(self) -> None:
         """Cancel everything, wait for what is in flight, report every job, end the thread. May be called twice.
@@ -297,10 +305,14 @@ class PeerSender:
         runs = self._planned(job)
         pending.total_bytes = runs.total_bytes
         if job.ready is not None:
+            self.waits_for_kv = True
             try:
                 job.ready()
             except Exception as error:
                 raise _SendError(f"the KV did not become ready: {error!r}", late_writes=False) from error
+            finally:
+                self._progress_at = time.monotonic()
+                self.waits_for_kv = False
         if pending.cancelled:
             return
         if len(runs):

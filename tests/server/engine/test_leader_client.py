@@ -11,14 +11,16 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
+from pdserve.configs.errors import UnavailableError
 from pdserve.configs.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig
+from pdserve.configs.stuck import Watch
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit, Tokens
 from pdserve.server.engine.leader_client import BATCHES_PER_TURN, OVERDUE_S, LeaderClient
 from pdserve.server.observability.metrics import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, Metrics
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import introduce, running_server, sse_events
-from tests.server.scripted_leader import ScriptedLeader, make_finished
+from tests.server.scripted_leader import ScriptedLeader, make_finished, make_status
 
 
 @pytest.fixture
@@ -169,3 +171,30 @@ def _samples(exposition: bytes) -> set[str]:
         if not line.startswith("#") and "_created" not in name:
             found.add(f"{name} {float(value):.9g}")
     return found
+
+
+async def test_silent_leader_is_named_and_refuses_requests_until_it_reports_again() -> None:
+    now = 100.0
+    watch = Watch(lambda: now)
+    client = LeaderClient(Metrics(), DecodeConfig(), watch=watch)
+    leader = ScriptedLeader(client.address)
+    receiving = asyncio.create_task(client.run())
+    try:
+        await introduce(leader, client)
+        for _ in range(20):
+            now += 0.25
+            watch.check()
+        assert client.problems() == []
+        client._status_at -= 4.5
+        (problem,) = client.problems()
+        assert problem.startswith("the leader process has sent nothing for ")
+        with pytest.raises(UnavailableError, match="the leader process has sent nothing"):
+            client.check_healthy()
+        await leader.send(make_status())
+        while client.problems():
+            await asyncio.sleep(0.01)
+    finally:
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        leader.close()
+        client.close()

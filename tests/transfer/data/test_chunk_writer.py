@@ -389,7 +389,7 @@ def test_unready_kv_fails_its_chunk_and_slow_kv_is_reported(
         assert computed.wait(10)
         raise RuntimeError("the step failed")
 
-    monkeypatch.setattr(chunk_writer_module, "STALL_S", 0.05)
+    monkeypatch.setattr(chunk_writer_module, "SLOW_KV_S", 0.05)
     assert harness.writer.problems() == []
     harness.writer.write(chunk_write(0, 16, [0], [1]), ready)
     wait_until(lambda: len(harness.writer.problems()) == 2)

@@ -63,16 +63,21 @@ class MooncakeProxy:
         with suppress(OSError):
             while True:
                 near, _ = self._handshakes.accept()
-                with near, socket.create_connection(self._handshake_at, 5) as far:
-                    far.sendall(self._frame(near))
-                    header = _read(far, _HEADER.size)
-                    length, kind = _HEADER.unpack(header)
-                    description = json.loads(_read(far, length - 1))
-                    if "tcp_data_port" in description:
-                        self._data_at = self._handshake_at[0], description["tcp_data_port"]
-                        description["tcp_data_port"] = self._data.getsockname()[1]
-                    body = json.dumps(description).encode()
-                    near.sendall(_HEADER.pack(len(body) + 1, kind) + body)
+                with suppress(OSError):  # a client that leaves does not end the proxy
+                    self._answer(near)
+
+    def _answer(self, near: socket.socket) -> None:
+        near.settimeout(5)
+        with near, socket.create_connection(self._handshake_at, 5) as far:
+            far.sendall(self._frame(near))
+            header = _read(far, _HEADER.size)
+            length, kind = _HEADER.unpack(header)
+            description = json.loads(_read(far, length - 1))
+            if "tcp_data_port" in description:
+                self._data_at = self._handshake_at[0], description["tcp_data_port"]
+                description["tcp_data_port"] = self._data.getsockname()[1]
+            body = json.dumps(description).encode()
+            near.sendall(_HEADER.pack(len(body) + 1, kind) + body)
 
     def _frame(self, near: socket.socket) -> bytes:
         header = _read(near, _HEADER.size)

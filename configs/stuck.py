@@ -1,0 +1,35 @@
+"""When a part of a server counts as stuck: /health reports it within five seconds, by name."""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+STUCK_S: Final = 4.0
+"""A thread that should make progress all the time, and has made none for this long, is stuck."""
+ABSENCE_S: Final = 1.0
+"""If two checks are further apart, the process that checks was stopped or starved itself."""
+
+
+class Watch:
+    """Whether this process has been running all the time: only then is the age of something else a proof."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._checked_at = self._running_since = clock()
+
+    def check(self) -> None:
+        """Call this a few times a second."""
+        now = self._clock()
+        if now - self._checked_at > ABSENCE_S:
+            self._running_since = now
+        self._checked_at = now
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether this process has run for STUCK_S without an absence."""
+        now = self._clock()
+        return now - self._checked_at <= ABSENCE_S and now - self._running_since > STUCK_S
+
+    def is_stuck(self, age_s: float, limit_s: float = STUCK_S) -> bool:
+        """Whether something without progress for `age_s` is stuck."""
+        return age_s > limit_s and self.is_steady

@@ -1,0 +1,203 @@
+"""The table of faults as data: configurations, states, faults, and why a combination does not exist."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.faults.server_hooks import ENTERED, TURNED
+
+Side = Literal["decode", "prefill"]
+UNHARMED = frozenset({"200"})
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where the engine loop of a server pauses: when the request enters this state, or at the end of that turn."""
+
+    side: Side
+    state: str
+    moment: str = ENTERED
+
+
+@dataclass(frozen=True)
+class State:
+    """A state in which a fault strikes. All points are reached before the fault."""
+
+    side: Side
+    name: str
+    points: tuple[Point, ...]
+    local: bool = True
+    """Whether a prompt that decode computes itself is ever in it."""
+    remote: bool = True
+    """Whether a prompt that prefill computes is ever in it."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.side} {self.name}"
+
+
+def _state(
+    side: Side, name: str, moment: str = ENTERED, *more: Point, local: bool = True, remote: bool = True
+) -> State:
+    return State(side, name, (Point(side, name, moment), *more), local=local, remote=remote)
+
+
+STATES = (
+    _state("decode", "queued"),
+    _state("decode", "reserved"),
+    _state("decode", "prefilling", TURNED, Point("prefill", "waiting"), local=False),
+    _state("decode", "computing", TURNED, remote=False),
+    _state("decode", "arrived"),
+    _state("decode", "ready"),
+    _state("decode", "running", TURNED),
+    _state("decode", "retracted"),
+    _state("decode", "draining"),
+    _state("prefill", "waiting", local=False),
+    _state("prefill", "computing", TURNED, local=False),
+    _state("prefill", "sending", TURNED, local=False),
+    _state("prefill", "closing", local=False),
+)
+"""FREED and CLOSED are missing: nothing of the request is left there."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`name` is the function in `injections.py`; `side` is the server that it strikes, None for both or neither."""
+
+    name: str
+    label: str
+    side: Side | None = None
+    needs: Literal["rank process", "link", ""] = ""
+    ends: frozenset[str] = frozenset({"200", "503"})
+    """How the request may end: with a status, or `closed` where the process that answers is killed."""
+    loses_peer: bool = False
+    """Whether decode loses its prefill server."""
+
+
+def _process_faults(side: Side) -> tuple[Fault, ...]:
+    actions = (("kill", "SIGKILL"), ("stop_short", "SIGSTOP 0.4 s"), ("stop_long", "SIGSTOP 4 s"))
+    signals = [
+        Fault(
+            f"{action}_{process}",
+            f"{side} {process}: {label}",
+            side,
+            "rank process" if process == "rank" else "",
+            _ends_after(side, process, action),
+            loses_peer=side == "prefill" and (action == "kill" or (action == "stop_long" and process != "frontend")),
+        )
+        for process in ("frontend", "leader", "rank")
+        for action, label in actions
+    ]
+    return (*signals, Fault("terminate", f"{side}: SIGTERM, restart", side))
+
+
+def _ends_after(side: Side, process: str, action: str) -> frozenset[str]:
+    if action == "stop_short" or (action == "stop_long" and process == "frontend"):
+        return UNHARMED
+    if (side, process, action) == ("decode", "frontend", "kill"):
+        return frozenset({"200", "closed"})
+    return frozenset({"200", "503"})
+
+
+FAULTS = (
+    *_process_faults("decode"),
+    *_process_faults("prefill"),
+    Fault("cut_control", "control link cut 2.5 s", needs="link", loses_peer=True),
+    Fault("stall_control", "control link silent 3 s", needs="link", loses_peer=True),
+    Fault("delay_control", "control link delayed 0.2 s", needs="link", ends=UNHARMED),
+    Fault("reset_control", "control link reset", needs="link"),
+    Fault("cut_data", "data link cut 2.5 s", needs="link"),
+    Fault("stall_data", "data link stalled 3 s", needs="link"),
+    Fault("reset_data", "data link reset", needs="link"),
+    Fault("cut_both", "both links cut 2.5 s", needs="link", loses_peer=True),
+    Fault("reset_both", "both links reset", needs="link"),
+    Fault("client_gone", "client gone", ends=frozenset({"200", "left"})),
+    Fault("client_slow", "client reads slowly", ends=UNHARMED),
+    Fault("fill_pools", "KV pools full", ends=UNHARMED),
+    Fault("transfer_error", "transfer error", needs="link"),
+    Fault("late_write", "late write of a dead generation", needs="link"),
+    Fault("clock_forward", "clocks jump forward 1 h", ends=UNHARMED),
+    Fault("clock_back", "clocks jump back 1 h", ends=UNHARMED),
+    Fault("oom", "decode rank out of memory", "decode", ends=frozenset({"200", "500", "503"})),
+    Fault("oom", "prefill rank out of memory", "prefill", ends=frozenset({"200", "500", "503"})),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A pair of servers, or a decode server that computes its prompts itself."""
+
+    name: str
+    sparse: bool = False
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    local: bool = False
+
+
+CONFIGS = (
+    Config("dense"),
+    Config("staged", prefill_ranks=2, prefill_flags=("--tp", "2"), decode_flags=("--staging-ring-mib", "0.05")),
+    Config(
+        "hisparse",
+        sparse=True,
+        decode_ranks=2,
+        decode_flags=("--pp", "2", "--enable-hisparse", "--hot-rows", "32", "--kv-memory-gib", "0.002"),
+    ),
+    Config("local", local=True, decode_flags=("--local-prefill", "always")),
+)
+
+
+def missing_because(config: Config, state: State, fault: Fault) -> str | None:
+    """Why there is no such cell; None if there is one."""
+    if config.local and not state.local:
+        return "no prefill server: decode computes the prompt"
+    if config.local and (fault.side == "prefill" or fault.needs == "link"):
+        return "no prefill server: decode computes the prompt"
+    if not config.local and not state.remote:
+        return "prefill computes the prompt"
+    if fault.needs == "rank process":
+        ranks = config.decode_ranks if fault.side == "decode" else config.prefill_ranks
+        if ranks == 1:
+            return "a single rank is a thread of the leader"
+    if state.name == "closing" and fault.name in ("client_gone", "client_slow"):
+        return "the client has left before"
+    return None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault in one state of one configuration."""
+
+    config: Config
+    state: State
+    fault: Fault
+
+    @property
+    def id(self) -> str:
+        return f"{self.config.name}-{self.state.label}-{self.fault.label}".replace(" ", "_")
+
+
+def cells(config: Config) -> list[Cell]:
+    """All cells of a configuration, by diagonals of the table: the first cells of a run have most faults and states."""
+    return [
+        Cell(config, STATES[(number + turn) % len(STATES)], fault)
+        for turn in range(len(STATES))
+        for number, fault in enumerate(FAULTS)
+        if missing_because(config, STATES[(number + turn) % len(STATES)], fault) is None
+    ]
+
+
+def selection() -> list[Cell]:
+    """The cells that every test run has: each fault once, and each state at least once. Others need `make faults`."""
+    chosen: list[Cell] = []
+    dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
+    turn = 0
+    for fault in FAULTS:
+        states = [state for state in STATES if missing_because(dense, state, fault) is None]
+        if states:
+            chosen.append(Cell(dense, states[turn % len(states)], fault))
+            turn += 1
+    computing = next(state for state in STATES if state.name == "computing" and not state.remote)
+    wanted = ("kill_leader", "fill_pools")
+    return chosen + [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]

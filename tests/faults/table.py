@@ -1,0 +1,167 @@
+"""The whole table: `python -m tests.faults.table run` runs its cells, `write` puts them into docs/reliability.md.
+
+Results are kept in a file, one line of JSON per cell, so that a run can be continued: cells that have passed are not
+run again. `make faults` runs all cells and prints the table.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.servers import REPOSITORY
+from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, Fault, State, cells, missing_because
+from tests.faults.rig import Rig
+
+DOCUMENT = REPOSITORY / "docs" / "reliability.md"
+BEGIN, END = "<!-- table of faults: begin -->\n", "<!-- table of faults: end -->\n"
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def read_results(file: Path) -> dict[str, dict[str, Any]]:
+    """The latest result of each cell, by its id."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {result["cell"]: result for result in map(json.loads, lines)}
+
+
+def run(configs: list[Config], words: list[str], file: Path) -> int:
+    """Run the cells whose ids have all `words`; returns how many do not hold."""
+    failures = 0
+    for config in configs:
+        passed = {cell for cell, result in read_results(file).items() if "problem" not in result}
+        wanted = [cell for cell in cells(config) if cell.id not in passed and all(word in cell.id for word in words)]
+        if not wanted:
+            continue
+        with tempfile.TemporaryDirectory(prefix="faults-") as directory, Rig(config, Path(directory)) as rig:
+            for cell in wanted:
+                result = run_cell(rig, cell)
+                failures += "problem" in result
+                with file.open("a") as results:
+                    results.write(json.dumps({"cell": cell.id, **result}) + "\n")
+                print(f"{cell.id}: {result.get('problem') or shown(result)}", flush=True)
+    return failures
+
+
+def run_cell(rig: Rig, cell: Cell) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        result = dataclasses.asdict(rig.run(cell))
+    except Exception as error:  # of any part of the harness: the next cell runs anyway
+        result = {"problem": f"{type(error).__name__}: {error}"[:2000]}
+    return {**result, "seconds": round(time.monotonic() - started, 1)}
+
+
+def shown(result: Mapping[str, Any]) -> str:
+    """A cell of the table."""
+    if "problem" in result:
+        return "**red**"
+    answered = "" if result["answered_s"] is None else f" {result['answered_s']:.1f}"
+    return f"{result['outcome']}{answered}; {result['freed_s']:.1f}"
+
+
+def reasons() -> list[str]:
+    """Why cells do not exist; their numbers in the table begin with 1."""
+    found = {
+        reason: None
+        for config in CONFIGS
+        for fault in FAULTS
+        for state in STATES
+        if (reason := missing_because(config, state, fault)) is not None
+    }
+    return list(found)
+
+
+def columns(config: Config) -> list[State]:
+    """The states of a configuration: those that exist with some fault."""
+    return [state for state in STATES if any(missing_because(config, state, fault) is None for fault in FAULTS)]
+
+
+def rows(config: Config) -> list[Fault]:
+    return [fault for fault in FAULTS if any(missing_because(config, state, fault) is None for state in STATES)]
+
+
+def table(config: Config, results: Results) -> Iterator[str]:
+    """The lines of the table of one configuration."""
+    numbers = {reason: number for number, reason in enumerate(reasons(), 1)}
+    states = columns(config)
+    yield f"| {config.name} | {' | '.join(state.label for state in states)} |\n"
+    yield f"|{'---|' * (1 + len(states))}\n"
+    for fault in rows(config):
+        shown_cells = []
+        for state in states:
+            missing = missing_because(config, state, fault)
+            result = results.get(Cell(config, state, fault).id)
+            shown_cells.append(
+                f"n/a {numbers[missing]}" if missing is not None else shown(result) if result is not None else "not run"
+            )
+        yield f"| {fault.label} | {' | '.join(shown_cells)} |\n"
+
+
+def worst(results: Results) -> Iterator[str]:
+    """The longest times of all cells."""
+    held = [result for result in results.values() if "problem" not in result]
+    for name, what in (
+        ("noticed_s", "decode notices that prefill is lost"),
+        ("answered_s", "the client has its answer"),
+        ("freed_s", "all pages are free"),
+    ):
+        times = sorted(result[name] for result in held if result[name] is not None)
+        if times:
+            yield f"- {what}: median {times[len(times) // 2]:.1f} s, longest {times[-1]:.1f} s ({len(times)} cells)\n"
+
+
+def document(text: str, results: Results) -> str:
+    """The document with the tables of these results."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [*worst(results), "\n"]
+    for config in CONFIGS:
+        lines += [*table(config, results), "\n"]
+    lines += ["n/a:\n\n", *(f"{number}. {reason}\n" for number, reason in enumerate(reasons(), 1))]
+    return before + BEGIN + "".join(lines) + END + after
+
+
+def structure(text: str) -> list[list[str]]:
+    """The rows of the tables in a document without what was measured: the first column, the heading, and n/a cells."""
+    _, _, rest = text.partition(BEGIN)
+    found = []
+    for line in rest.partition(END)[0].splitlines():
+        if line.startswith("| "):
+            first, *others = (cell.strip() for cell in line.strip("|").split("|"))
+            heading = first in {config.name for config in CONFIGS}
+            found.append([first, *(cell if heading or cell.startswith("n/a") else "" for cell in others)])
+        elif line[:1].isdigit():
+            found.append([line])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["run", "print", "write"])
+    parser.add_argument("words", nargs="*", help="parts of the ids of the cells to run")
+    parser.add_argument("--config", action="append", choices=[config.name for config in CONFIGS])
+    parser.add_argument("--results", type=Path, default=REPOSITORY / "build" / "faults.jsonl")
+    options = parser.parse_intermixed_args()
+    options.results.parent.mkdir(exist_ok=True)
+    failures = 0
+    if options.command == "run":
+        configs = [config for config in CONFIGS if options.config is None or config.name in options.config]
+        failures = run(configs, options.words, options.results)
+    results = read_results(options.results)
+    if options.command == "write":
+        DOCUMENT.write_text(document(DOCUMENT.read_text(), results))
+    elif not options.words:
+        for config in CONFIGS:
+            print(*table(config, results), sep="")
+        print(*worst(results), sep="")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

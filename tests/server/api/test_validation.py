@@ -130,7 +130,7 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     (sampling(regex=5), "sampling_params.regex", ("must be a string", "5")),
     (sampling(json_schema=[1]), "sampling_params.json_schema", ("must be a JSON schema", "an array")),
     (sampling(regex="a", ebnf="b"), "sampling_params.ebnf", ("cannot be combined", "sampling_params.regex")),
-    (sampling(stop_regex=["a+"]), "sampling_params.stop_regex", ("not supported",)),
+    (sampling(stop_regex=["a("]), "sampling_params.stop_regex", ("not a valid regular expression",)),
     ({"text": "a", "return_logprob": 1}, "return_logprob", ("true or false", "1")),
     ({"text": "a", "return_logprob": [True]}, "return_logprob", ("array of 1", "single prompt")),
     ({"text": ["a"], "return_logprob": ["x"]}, "return_logprob[0]", ("true or false", '"x"')),

@@ -103,11 +103,11 @@ class ScriptedLeader:
     async def send_raw(self, payload: bytes) -> None:
         await self._socket.send(payload)
 
-    async def expect(self, kind: type[MessageT], within_s: float = 30.0) -> MessageT:
-        """The next message, which must be of this kind."""
+    async def expect(self, kind: type[MessageT] | tuple[type[MessageT], ...], within_s: float = 30.0) -> MessageT:
+        """The next message, which must be of this kind, or of one of these."""
         async with asyncio.timeout(within_s):
             message = self._decoder.decode(await self._socket.recv())
-        assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
+        assert isinstance(message, kind), f"expected {kind}, got {message}"
         return message
 
     async def expect_nothing(self, for_s: float = 0.2) -> None:

@@ -227,7 +227,7 @@ def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> N
     [
         (("--model", "qwen3-8b", "--context", "64k"), "more than the 40960 tokens of qwen3-8b"),
         (("--model", "qwen3-8b", "--enable-hisparse", "--context", "1k"), "needs a model with sparse attention"),
-        (("--model", "qwen4"), "deepseek-v3.2, glm-5, qwen3-32b, qwen3-8b"),
+        (("--model", "qwen4"), "deepseek-v3.2, glm-5, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b"),
         (("--model", "qwen3-8b", "--tp", "16"), "tp x pp = 16 ranks need as many GPUs"),
         (("--model", "qwen3-8b", "--gpus", "3xH200", "--context", "1k"), "tp = 3 does not divide"),
         (("--model", "qwen3-8b", "--reserve-gib", "-1"), "must not be negative"),

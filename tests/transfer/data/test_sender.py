@@ -142,10 +142,9 @@ def test_jobs_run_in_order_and_wait_for_ready_off_the_callers_thread(harness: Ha
 
     harness.sender.submit(SendJob(key(1), copies([0], [0], [4096]), ready=ready))
     harness.sender.submit(SendJob(key(2), copies([0], [8192], [4096])))
-    time.sleep(0.05)
+    wait_until(lambda: harness.sender.stalled_s() > 0.03)
     assert harness.results.empty()
     assert not harness.receiver.pool[:16384].any()
-    assert harness.sender.stalled_s() > 0.03
     gate.set()
     assert [harness.result().key, harness.result().key] == [key(1), key(2)]
     assert threads[0] is not threading.current_thread()

@@ -1,13 +1,16 @@
 """For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
-no time limit for examples of Hypothesis, and how pytest-xdist distributes files.
+no time limit for examples of Hypothesis, log levels restored, and how pytest-xdist distributes files.
 """
 
+import logging
 import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
+
+from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
 
 # torch is imported below, where it is used: workers wait while pytest-xdist's main process imports this file
 
@@ -62,6 +65,17 @@ def _ctrl_c() -> None:
     """Shells start background jobs with SIGINT ignored, and child processes inherit that: restore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _log_levels() -> Iterator[None]:
+    """Commands that run in the test process configure logging: later tests would not see their warnings."""
+    loggers = [logging.getLogger(name) for name in (None, *CHATTY, *CLIENT_LOGGERS)]
+    before = [(logger, logger.level, logger.filters[:]) for logger in loggers]
+    yield
+    for logger, level, filters in before:
+        logger.setLevel(level)
+        logger.filters[:] = filters
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

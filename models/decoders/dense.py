@@ -13,7 +13,7 @@ from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
-from ..layers.moe import MoeParameters, feed_forward
+from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.vocabulary import Vocabulary
@@ -50,9 +50,8 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step (`MoeParameters.capturable`)."""
-        mlps = [layer.mlp for layer in self.parameters.layers]
-        return all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
+        """Whether a CUDA graph can capture a step."""
+        return all_capturable(layer.mlp for layer in self.parameters.layers)
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's layers and heads: a single pool."""

@@ -30,7 +30,7 @@ from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
 from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
-from ..layers.moe import MoeParameters, feed_forward
+from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
 from ..layers.token_exchange import over_all_ranks
@@ -85,12 +85,11 @@ class DsaDecoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step (`MoeParameters.capturable`). With data-parallel attention, the
-        tokens of other ranks differ between steps.
+        """Whether a CUDA graph can capture a step. With data-parallel attention, the tokens of other ranks differ
+        between steps.
         """
-        mlps = [layer.mlp for layer in self.parameters.layers]
-        on_device = all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
-        return on_device and not self.parameters.shard.dp_attention
+        mlps = (layer.mlp for layer in self.parameters.layers)
+        return all_capturable(mlps) and not self.parameters.shard.dp_attention
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""

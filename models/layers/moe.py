@@ -9,6 +9,7 @@ on CUDA, nothing here waits for the device, so a graph can capture it. For other
 product waits.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,11 @@ class MoeParameters:
         wait for the device in bfloat16 only.
         """
         return not isinstance(self.gate_up, torch.Tensor) or self.gate_up.dtype == torch.bfloat16
+
+
+def all_capturable(mlps: Iterable[MlpParameters | MoeParameters]) -> bool:
+    """Whether a CUDA graph can capture these MLPs and mixtures."""
+    return all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
 
 
 def feed_forward(x: torch.Tensor, parameters: MlpParameters | MoeParameters, moe: MoeConfig | None) -> torch.Tensor:

@@ -88,11 +88,10 @@ class PrefillScheduler:
         self._outbox = Outbox()
         self.staging = StagedSends(limits.page_size, self.counters, self._outbox)
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
-        self.stored = (
-            StoredPrefixes(store_limits, pages, self.cache, self.counters, self._outbox)
-            if store_limits is not None
-            else None
-        )
+        self.stored: StoredPrefixes | None = None
+        if store_limits is not None:
+            store = KvStore[PrefillRequest](store_limits, pages, self.cache, self.counters, self._outbox)
+            self.stored = StoredPrefixes(store, self.cache, self.counters)
         self._accepting = True
 
     # -- events ------------------------------------------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import collections
 
-from ...memory.index_spaces import KvPage
-from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache
 from ..messages.lifecycle import PrefillState
-from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
-from ..store.kv_store import KvStore, StoreLimits
+from ..store.kv_store import KvStore
 from .request import PrefillRequest
 
 
@@ -17,13 +14,11 @@ class StoredPrefixes:
 
     def __init__(
         self,
-        limits: StoreLimits,
-        pages: PageAllocator[KvPage],
+        store: KvStore[PrefillRequest],
         cache: PrefixCache,
         counters: "collections.Counter[str]",
-        outbox: Outbox,
     ) -> None:
-        self.store: KvStore[PrefillRequest] = KvStore(limits, pages, cache, counters, outbox)
+        self.store = store
         self.loading: set[PrefillRequest] = set()
         self._cache = cache
         self._counters = counters

@@ -47,7 +47,8 @@ class Match:
 
 
 class StopRegexes:
-    """Follows the expressions over a text. The match that ends first counts; of those, the one that begins first.
+    """Searches a growing text for several expressions. Finds the match that ends first; of several that end at the same
+    place, the longest.
 
     `$` and `\\b` see the end of a piece as the end of the text, as in SGLang, which searches after each token.
     """

@@ -41,7 +41,7 @@ def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatF
 
 
 def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> CountTokensReply:
-    """The length of a prompt, also of one that is too long, up to a million characters."""
+    """Count the tokens of a prompt. It may be longer than the context, but not longer than a million characters."""
     fields = validate(ChatBody, _chat_fields(parse_body(CountTokensBody, body)))
     tools = fields.offered_tools()
     check_known_format(tools, chat)

@@ -8,7 +8,7 @@ from .json_scanner import JsonCall, JsonValue
 
 
 class JsonCallParser(CallParser):
-    """The states of JSON in a call. The one that follows is `_after_json`."""
+    """The steps that parse JSON in a call. A subclass says with `_after_json` what comes after the JSON."""
 
     only_known_names = False
     """For formats without a marker: an object with any other name is content."""

@@ -1,4 +1,4 @@
-"""A store agent process: no master, an agent that is stopped, and one that is killed."""
+"""The process that calls Mooncake Store: without a master, stopped, and killed."""
 
 import contextlib
 import os

@@ -17,6 +17,8 @@ from .options import TopOptions
 
 TIMEOUT_S = 2.0
 BAR_WIDTH = 24
+STAGES_WIDTH = 24
+"""Of the bars of recent requests: with it their table fits 80 columns."""
 RECENT = 10
 STAGE_COLOURS = {
     "queue": "bright_black",
@@ -171,18 +173,18 @@ def _peer_line(peer: Mapping[str, Any]) -> Text:
 
 
 def _recent_table(requests: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, caption=_legend(), caption_justify="left")
     for name in ("request", "ended"):
         table.add_column(name, no_wrap=True)
     for name in ("prompt", "cached", "new", "seconds"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(_legend(), no_wrap=True)
+    table.add_column("stages", no_wrap=True)
     longest = max(sum(request["timeline"].values()) for request in requests) or 1.0
     for request in requests:
         counts = [f"{request[name]:,}" for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
         outcome = Text(request["outcome"], "" if request["timeline"] else "red")
         bar = _stages(request["timeline"], longest)
-        table.add_row(request["rid"][:12], outcome, *counts, f"{request['elapsed_s']:.2f}", bar)
+        table.add_row(request["rid"][:8], outcome, *counts, f"{request['elapsed_s']:.2f}", bar)
     return table
 
 
@@ -194,7 +196,7 @@ def _stages(timeline: Mapping[str, float], longest_s: float) -> Text:
     """Stages one after another; the longest request fills the width."""
     bar = Text()
     for stage, seconds in timeline.items():
-        bar.append("█" * round(2 * BAR_WIDTH * seconds / longest_s), STAGE_COLOURS.get(stage, "cyan"))
+        bar.append("█" * round(STAGES_WIDTH * seconds / longest_s), STAGE_COLOURS.get(stage, "cyan"))
     return bar
 
 

@@ -268,7 +268,7 @@ def open_store(
         cache.device,
         report=report,
         open_channel=lambda size_bytes: AgentChannel(url, config.public_host, size_bytes),
-        loads=isinstance(config, PrefillConfig) or (config.local_prefill != "never" and not config.enable_hisparse),
+        loads=isinstance(config, PrefillConfig) or config.local_prefill != "never",
     )
 
 

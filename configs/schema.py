@@ -176,6 +176,13 @@ class ServerConfig(BaseModel):
     kv_store_timeout_ms: float = Field(
         1000.0, gt=0, le=600_000, description="longest time that a prompt waits for KV of the store"
     )
+    kv_store_lookup_timeout_ms: float = Field(
+        50.0,
+        gt=0,
+        le=600_000,
+        description="longest time that the store may take to say what it has of a prompt; a store that takes longer is "
+        "not used until it answers again",
+    )
     max_queued_requests: int = Field(
         256,
         ge=1,

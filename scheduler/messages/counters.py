@@ -9,6 +9,7 @@ STORE_COUNTERS = (
     "store_blocks_written",
     "store_bytes_written",
     "store_blocks_dropped",
+    "store_blocks_refused",
     "store_outages",
 )
 """Of servers with a KV store."""

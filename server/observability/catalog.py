@@ -74,6 +74,7 @@ _STORE = {
     "blocks_written": "Blocks written to the KV store.",
     "bytes_written": "Bytes written to the KV store.",
     "blocks_dropped": "Blocks that were not written, because too many wait or the KV store does not answer.",
+    "blocks_refused": "Blocks that the KV store did not accept, because it is full.",
     "outages": "Times that the KV store stopped answering.",
 }
 _KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."

@@ -20,6 +20,7 @@ from .client import StoreError
 HUNG_S = 30.0
 """An agent that has not answered for this long is replaced. Mooncake gives up after 4 to 5 s if its master is dead."""
 
+POLL_S = 0.001
 PIPE_BYTES = 1 << 20
 MOST_ITEMS = 2048
 """Items of one request, of which each takes up to 200 bytes in the pipe."""
@@ -39,6 +40,9 @@ class Channel(Protocol):
 
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
         """The outcome of each item. Raises StoreError, and NoReplyError at `deadline` (monotonic)."""
+
+    def is_idle(self) -> bool:
+        """Whether the agent has answered all requests: one that was given up may still be in progress."""
 
     def close(self) -> None:
         """End a request in progress, with a StoreError, and refuse further ones. May be called from another thread."""
@@ -82,6 +86,16 @@ class AgentChannel:
         if reply.problem is not None:
             raise StoreError(reply.problem)
         return reply.outcomes
+
+    def is_idle(self) -> bool:
+        try:
+            if self._busy_since is not None:
+                self._await_idle(time.monotonic() + POLL_S)
+        except NoReplyError:
+            return False
+        except StoreError:
+            pass  # the agent has ended, and the next request starts another one
+        return True
 
     def close(self) -> None:
         self._closed = True

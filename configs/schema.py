@@ -180,8 +180,7 @@ class ServerConfig(BaseModel):
         50.0,
         gt=0,
         le=600_000,
-        description="longest time that the store may take to say what it has of a prompt; a store that takes longer is "
-        "not used until it answers again",
+        description="longest time that a prompt waits for the store to say what it has of it",
     )
     max_queued_requests: int = Field(
         256,

@@ -6,6 +6,7 @@ STORE_COUNTERS = (
     "store_bytes_loaded",
     "store_corrupt_cells",
     "store_skipped_as_slow",
+    "store_loads_late",
     "store_blocks_written",
     "store_bytes_written",
     "store_blocks_dropped",

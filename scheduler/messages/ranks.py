@@ -328,7 +328,7 @@ class GrammarReady(Report, frozen=True):
 
 class StoreLoaded(Report, frozen=True):
     """From every rank: the first `blocks` blocks of a StoreLoad are in its pages. `corrupt` cells had wrong bytes.
-    `problem` says why the store cannot be used, if so.
+    `problem` says why the store cannot be used, if so. `late`: the store has not answered in time.
     """
 
     number: int
@@ -337,6 +337,7 @@ class StoreLoaded(Report, frozen=True):
     size_bytes: int = 0
     corrupt: int = 0
     problem: str | None = None
+    late: bool = False
 
 
 class StoreWritten(Report, frozen=True):

@@ -106,13 +106,15 @@ class RankStore:
         loaded = corrupt = size_bytes = 0
         problem: str | None = None
         if started >= deadline:
-            return self._loaded(command, 0, started, 0, 0)
+            return self._loaded(command, 0, started, 0, 0, late=True)
         reads = self._reads
         assert reads is not None, "a load on a rank that only writes"
-        if not reads.is_idle():  # an earlier load was given up: this one would wait for it
-            return self._loaded(command, 0, started, 0, 0)
         look_up = _Lookup(reads, deadline, command.lookup_timeout_s)
+        late = False
         try:
+            if busy_s := reads.busy_s():  # an earlier load was given up: this one would wait for it
+                problem = f"the store has not answered for {busy_s:.1f} s" if busy_s > command.timeout_s else None
+                return self._loaded(command, 0, started, 0, 0, problem, late=True)
             wait()
             while loaded < len(command.blocks):
                 cells, found = self._find(look_up, command.blocks[loaded:])
@@ -134,19 +136,28 @@ class RankStore:
                     if whole < len(batch):
                         return self._loaded(command, loaded, started, size_bytes, corrupt)
         except NoReplyError as error:
-            problem = str(error) if not loaded else None
+            late = True
+            problem = str(error) if not loaded and time.monotonic() >= deadline else None
         except StoreError as error:
             problem = str(error)
         except Exception as error:
             log.exception("loading from the KV store failed")
             problem = f"{type(error).__name__}: {error}"
-        return self._loaded(command, loaded, started, size_bytes, corrupt, problem)
+        return self._loaded(command, loaded, started, size_bytes, corrupt, problem, late=late)
 
     def _loaded(
-        self, command: StoreLoad, blocks: int, started: float, size_bytes: int, corrupt: int, problem: str | None = None
+        self,
+        command: StoreLoad,
+        blocks: int,
+        started: float,
+        size_bytes: int,
+        corrupt: int,
+        problem: str | None = None,
+        *,
+        late: bool = False,
     ) -> StoreLoaded:
         seconds = time.monotonic() - started
-        return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem)
+        return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem, late)
 
     def _find(self, look_up: "_Lookup", blocks: Sequence[bytes]) -> tuple[StagedCells | None, int]:
         """How many of the first blocks are in the store, and under which layer ranges."""
@@ -232,7 +243,7 @@ def _try(channel: Channel | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """Asks the store what it has. A request takes a millisecond; if it takes `timeout_s`, the store is out of order."""
+    """Asks the store what it has, which takes a millisecond. A prompt waits `timeout_s` for the reply."""
 
     reads: Channel
     deadline: float

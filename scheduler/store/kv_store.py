@@ -199,6 +199,7 @@ class KvStore(Generic[OwnerT]):
         load.reports.append(report)
         self._counters["store_corrupt_cells"] += report.corrupt
         self._counters["store_bytes_loaded"] += report.size_bytes
+        self._counters["store_loads_late"] += report.late
         if report.problem is not None:
             self._failed(report.problem, now)
         if len(load.reports) < self._limits.ranks:

@@ -250,7 +250,9 @@ def test_sparse_model_with_kv_in_host_memory(servers: Cluster, store: Store, tmp
     stored = (len(prompt) + len(answer) - 1) // 32 * 32
     assert meta(decode.post(turn, NEW_TOKENS, **second.bootstrap)) == (expected, stored)
     assert second.count("store_tokens_loaded") == stored
-    assert meta(alone.post(turn, NEW_TOKENS)) == (expected, stored)
-    assert alone.count("store_tokens_loaded") == stored
+    output, cached = meta(alone.post(turn, NEW_TOKENS))
+    assert output == expected
+    assert cached >= stored  # the block behind it may have been written by now
+    assert alone.count("store_tokens_loaded") == cached
     for server in (second, decode, alone):
         server.check_clean()

@@ -41,8 +41,10 @@ class Channel(Protocol):
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
         """The outcome of each item. Raises StoreError, and NoReplyError at `deadline` (monotonic)."""
 
-    def is_idle(self) -> bool:
-        """Whether the agent has answered all requests: one that was given up may still be in progress."""
+    def busy_s(self) -> float:
+        """How long the agent has been at a request that was given up; 0 if it has answered all. Raises StoreError if
+        such a request has failed.
+        """
 
     def close(self) -> None:
         """End a request in progress, with a StoreError, and refuse further ones. May be called from another thread."""
@@ -87,15 +89,16 @@ class AgentChannel:
             raise StoreError(reply.problem)
         return reply.outcomes
 
-    def is_idle(self) -> bool:
+    def busy_s(self) -> float:
+        if (since := self._busy_since) is None:
+            return 0.0
         try:
-            if self._busy_since is not None:
-                self._await_idle(time.monotonic() + POLL_S)
+            reply = self._await_idle(time.monotonic() + POLL_S)
         except NoReplyError:
-            return False
-        except StoreError:
-            pass  # the agent has ended, and the next request starts another one
-        return True
+            return time.monotonic() - since
+        if reply.problem is not None:
+            raise StoreError(reply.problem)
+        return 0.0
 
     def close(self) -> None:
         self._closed = True

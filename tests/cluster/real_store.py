@@ -68,14 +68,11 @@ class Store:
         for member in self._members:
             end(member)
 
-    def keys(self) -> list[str]:
-        return self._ask("get_all_keys").split()
-
-    def flip_bits(self, share: int) -> int:
-        """Change one bit of every `share`th value; returns how many were changed."""
-        keys = sorted(key for key in self.keys() if key.startswith("pdserve1/"))[::share]
+    def flip_bits(self) -> None:
+        """Change one bit of every value."""
+        keys = self._ask("get_all_keys").split()
+        assert keys
         self._run("flip", *keys)
-        return len(keys)
 
     def fill(self) -> None:
         """Take all memory by values that cannot be evicted."""

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MASTER_START_S = 20.0
 LEADER_S = 30.0
+RESTART_S = 5.0
 CLUSTER_VARIABLE, CLUSTER = "MC_STORE_CLUSTER_ID", "mooncake_cluster"
 """The name of a store in etcd: the variable that clients of Mooncake read, and its default."""
 POLL_S = 0.2
@@ -54,7 +55,7 @@ def run_store(options: StoreOptions) -> int:
     try:
         store = _connect(options, master, stop)
         if store is None:
-            return 0 if stop.is_set() else 1
+            return 0
         log.info("lending %d MiB to %s", options.memory_bytes >> 20, url)
         if options.host not in LOOPBACK_HOSTS:
             log.warning("the store has no authentication: its ports must be reachable from trusted machines only")
@@ -64,7 +65,8 @@ def run_store(options: StoreOptions) -> int:
                 log.error("mooncake_master ended with status %s", master.returncode)
                 if options.etcd is None:
                     return 1
-                master = start_master(options)  # another one leads meanwhile
+                master = _start_again(options, master)
+                stop.wait(RESTART_S)
         log.info("shutting down")
         del store
         return 0
@@ -82,11 +84,13 @@ def run_store(options: StoreOptions) -> int:
 
 
 def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", stop: threading.Event) -> Any | None:
-    """Lend memory to the store. Masters with etcd choose a leader first, which takes seconds; None if the own one ends
-    meanwhile. Raises StartupError.
+    """Lend memory to the store; None if `stop` is set meanwhile. Masters with etcd choose a leader first, which takes
+    seconds. Raises StartupError.
     """
     deadline = time.monotonic() + (LEADER_S if options.etcd is not None else 0.0)
-    while not stop.is_set() and (master is None or master.poll() is None):
+    while not stop.is_set():
+        if master is not None and master.poll() is not None:
+            raise StartupError(f"mooncake_master ended with status {master.returncode} at start")
         try:
             return connect(options.url, options.host, segment_bytes=options.memory_bytes)
         except StoreError as error:
@@ -94,6 +98,15 @@ def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", st
                 raise StartupError(str(error)) from error
         stop.wait(POLL_S)
     return None
+
+
+def _start_again(options: StoreOptions, ended: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
+    """Start the master again; `ended` if that fails. Another one leads meanwhile, and the memory here stays in use."""
+    try:
+        return start_master(options)
+    except StartupError as error:
+        log.error("mooncake_master was not started again: %s", error)
+        return ended
 
 
 def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":

@@ -37,7 +37,7 @@ from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig, RopeConfig
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.dummy_weights import fill_with_noise
@@ -76,7 +76,7 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
         qk_norm=False,
         dtype="bfloat16",
         eos_token_ids=(),
-        dsa=DsaConfig(
+        mla=DsaConfig(
             q_rank=1536,
             kv_rank=512,
             nope_dim=128,
@@ -165,7 +165,7 @@ class Engine(SteppedEngine):
         assert config.dsa is not None
         assert config.moe is not None
         self.config, self.dsa, self.moe = config, config.dsa, config.moe
-        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        self.parameters = LatentParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
         self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
         num_pages = sequences * pages_for(config.context_length, page_size)

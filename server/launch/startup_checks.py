@@ -84,7 +84,7 @@ def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
     """Bytes of KV of one token on the rank with the fewest heads and layers, in the smallest dtype; 0 if unknown."""
     shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
-    if model.dsa is not None or any(_problem_of(attempt) is not None for attempt in attempts):
+    if model.mla is not None or any(_problem_of(attempt) is not None for attempt in attempts):
         return 0
     in_32_bits = config.dtype == "float32" or (config.dtype == "auto" and config.device == "cpu")
     value_bytes = 1 if config.kv_dtype == "fp8_e4m3" else 4 if in_32_bits else 2

@@ -15,7 +15,7 @@ from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import dsa
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.slots import Slot
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import StepGraphs
@@ -40,7 +40,7 @@ def sparse_config() -> ModelConfig:
     moe = replace(config.moe, num_experts=16, expert_size=16, shared_size=16)
     sizes: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
     sizes |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
-    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=moe, dsa=replace(config.dsa, **sizes))
+    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=moe, mla=replace(config.dsa, **sizes))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -114,7 +114,7 @@ def test_rank_of_eight_holds_an_eighth_of_what_is_divided() -> None:
     layouts = [one_rank.Layout.of(name, config) for name in ("tp8", "dp8")]
     models = [(config, WHOLE), *((layout.config, layout.shard) for layout in layouts)]
     whole, tp8, dp8 = (
-        {name: slot.target.numel() for name, slot in DsaParameters.allocate(model, shard, **META).slots().items()}
+        {name: slot.target.numel() for name, slot in LatentParameters.allocate(model, shard, **META).slots().items()}
         for model, shard in models
     )
 

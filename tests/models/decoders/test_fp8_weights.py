@@ -19,7 +19,7 @@ from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.linear.block_scaled import FEW_ROWS
 from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fp8_weights import fp8_tensors
@@ -86,10 +86,10 @@ def ranks() -> Iterator[RankProcesses]:
     processes.stop()
 
 
-def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> DsaParameters:
+def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> LatentParameters:
     """Weights that stay fp8, also on a CPU."""
     source = locate_model(str(model))
-    parameters = DsaParameters.allocate(
+    parameters = LatentParameters.allocate(
         source.config, shard, device=device, dtype=torch.float32, fp8=fp8_tensors(source, "auto")
     )
     load_weights(source, parameters.slots(), parameters.names(source.config))
@@ -179,7 +179,7 @@ def test_weight_bytes_are_those_of_the_device(cases: dict[str, Case], monkeypatc
     expanded = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
     monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda _: True)
     found = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
-    parameters = DsaParameters.allocate(
+    parameters = LatentParameters.allocate(
         source.config, device=CPU, dtype=torch.bfloat16, fp8=fp8_tensors(source, "auto")
     )
     assert found == sum(slot.nbytes for slot in parameters.slots().values())

@@ -10,7 +10,7 @@ import torch
 
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.capture import ChunkGraphs
 from pdserve.models.graphs.dsa_chunks import DsaChunkStep
 from pdserve.models.layers.batch import SequenceSlice
@@ -28,7 +28,7 @@ def make_decoder(
     directory: Path, device: str, dtype: torch.dtype, *, fp8_index: bool = False, **sizes: Any
 ) -> DsaDecoder:
     source = locate_model(str(make_dsa_checkpoint(directory, "glm_moe_dsa", index_topk_pattern="FSFF", **sizes)))
-    parameters = DsaParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
+    parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
     load_weights(source, parameters.slots(), parameters.names(source.config))
     return DsaDecoder(parameters, fp8_index=fp8_index)
 

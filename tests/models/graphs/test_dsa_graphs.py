@@ -9,7 +9,7 @@ import torch
 
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.layers.batch import SequenceSlice
@@ -35,7 +35,7 @@ def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: 
     """The captured step, run eagerly on the CPU, against the same tokens in an ordinary batch."""
     cpu, rng = torch.device("cpu"), random.Random(8)
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "glm_moe_dsa", index_topk_pattern="FSFF")))
-    parameters = DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32)
+    parameters = LatentParameters.allocate(source.config, device=cpu, dtype=torch.float32)
     load_weights(source, parameters.slots())
     decoder = DsaDecoder(parameters)
     cache = decoder.make_cache(128, PAGE_SIZE)
@@ -74,7 +74,7 @@ def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: 
 def test_step_is_of_the_resident_kind_only_if_all_are_within_capacity(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
-    decoder = DsaDecoder(DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32))
+    decoder = DsaDecoder(LatentParameters.allocate(source.config, device=cpu, dtype=torch.float32))
     cache = decoder.make_hisparse_cache(32, PAGE_SIZE, hot_pages=24, slots=2, hot_rows=16, max_context=64)
     step = DsaStep(decoder, cache, max_batch=2, max_pages=16)
     pages = [[KvPage(page) for page in range(first, first + 11)] for first in (0, 11)]
@@ -114,7 +114,7 @@ class Setup:
             quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
         kept = fp8_tensors(source, "auto")
-        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
+        parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)
         self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)

@@ -11,7 +11,7 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.server.launch.startup_checks import check_startup
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
@@ -126,7 +126,7 @@ def test_ranks_report_the_same_problem(
     experts = make_dsa_checkpoint(tmp_path / "experts", num_attention_heads=8, num_key_value_heads=8)
     verdicts: list[bool] = []
     for source in (dense, sparse, locate_model(str(odd)), locate_model(str(experts))):
-        allocate = DecoderParameters.allocate if source.config.dsa is None else DsaParameters.allocate
+        allocate = DecoderParameters.allocate if source.config.dsa is None else LatentParameters.allocate
         for tp in range(1, 13):
             fits = not problems(PrefillConfig(tp=tp, expert_parallel=whole_experts), source)
             shards = [Shard.of(rank, tp_size=tp, stages=1, whole_experts=whole_experts) for rank in range(tp)]

@@ -154,7 +154,15 @@ class SteppedEngine(CachedSequences, ABC):
         """What a step must read."""
 
 
-class Engine(SteppedEngine):
+class EagerEngine(SteppedEngine):
+    """One that also runs steps without graphs."""
+
+    @abstractmethod
+    def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        """The logits of a step."""
+
+
+class Engine(EagerEngine):
     """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
     on the GPU, or with `hot_rows` in host memory.
     """
@@ -240,7 +248,7 @@ def following(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
     return [msgspec.structs.replace(piece, start=piece.start + 1) for piece in slices]
 
 
-def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:
+def check_graphs(engine: EagerEngine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:
     """As many rows as a graph has: the same kernels on the same shapes and, with hot buffers of the same history, the
     same logits.
     """

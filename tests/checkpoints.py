@@ -196,8 +196,8 @@ def make_dsa_checkpoint(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a model with latent attention, of 4 layers, the first of them without experts; `overrides` are fields of its
-    config. Sparse ones attend to 16 tokens. With 16 indexer heads scores do not tie: with 4, one in ten is exactly 0.
+    """Write a model with latent attention, of 4 layers, the first of them without experts; `overrides` are fields of
+    its config. Sparse ones attend to 16 tokens. With 16 indexer heads scores do not tie: with 4, one in ten is 0.
     """
     config_class, model_class = {
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
@@ -258,8 +258,8 @@ _NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight",
 
 def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a model with latent
-    attention a layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out block
-    by block.
+    attention a layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out
+    block by block.
     """
     path = directory / "model.safetensors"
     stored, worth = {}, {}

@@ -23,8 +23,8 @@ BLOCK_KEYS = 64
 """Keys that a program processes at a time; pieces start at multiples of it."""
 LEAST_PIECE_KEYS = 128
 """A piece has at least this many keys: fewer would not be worth the combination."""
-MOST_ROUNDS = 2
-"""Pieces of a step at most: so many for every program that the GPU runs at once, beside one for each tile."""
+MOST_ROUNDS = 4
+"""Pieces of a step at most: so many for each tile that the GPU processes at once, beside one for every tile."""
 PIECE_COST_KEYS = 192
 """What a program costs beside its keys (its queries, its partial result), in keys."""
 REFERENCE_TILE_TOKENS = 512
@@ -51,34 +51,39 @@ class TilePlan:
     num_partials: int  # room for partial results
 
 
-def tile_tokens(heads: int, *, decode_only: bool, device: torch.device) -> int:
-    """Queries of a tile: as many as fill the rows of a program. A decode step has one query for each sequence."""
-    if decode_only:
-        return 1
-    return max(TILE_ROWS // heads, 1) if device.type == "cuda" else REFERENCE_TILE_TOKENS
-
-
-def programs_at_once(heads: int, device: torch.device) -> int:
-    """Tiles that a GPU processes at the same time; 0 elsewhere, where tiles are not cut."""
+def tiles_at_once(heads: int, device: torch.device) -> int:
+    """Tiles that a GPU processes at the same time; 0 elsewhere, where tiles are large and not cut."""
     if device.type != "cuda":
         return 0
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return max(sms // ceil_div(heads, TILE_ROWS), 1)
 
 
+def tile_tokens(heads: int, *, decode_only: bool, at_once: int) -> int:
+    """Queries of a tile: as many as fill the rows of a program. A decode step has one query for each sequence."""
+    if decode_only:
+        return 1
+    return max(TILE_ROWS // heads, 1) if at_once else REFERENCE_TILE_TOKENS
+
+
 def most_pieces(tiles: int, at_once: int) -> int:
     """Pieces of so many tiles at most."""
-    return tiles + MOST_ROUNDS * at_once
+    return tiles + _rounds(tiles, at_once) * at_once
 
 
 def most_splits(tiles: int, at_once: int) -> int:
     """Tiles of several pieces, at most."""
-    return min(tiles, MOST_ROUNDS * at_once)
+    return min(tiles, _rounds(tiles, at_once) * at_once)
 
 
 def most_partials(tiles: int, at_once: int) -> int:
     """Partial results at most: those of all pieces of split tiles."""
-    return most_splits(tiles, at_once) + MOST_ROUNDS * at_once
+    return most_splits(tiles, at_once) + _rounds(tiles, at_once) * at_once
+
+
+def _rounds(tiles: int, at_once: int) -> int:
+    """The most rounds in which pieces are processed."""
+    return min(ceil_div(tiles, at_once) + 1, MOST_ROUNDS) if at_once else 0
 
 
 def cut_tiles(
@@ -111,16 +116,18 @@ def cut_tiles(
 
 
 def _piece_length(keys: IntArray, at_once: int) -> int:
-    """Keys of a piece. Of one and more rounds of programs, the one that should end first: few pieces have few partial
-    results, many balance tiles of different length.
+    """Keys of a piece, of one round of programs or more: whichever should end first. Few pieces have few partial
+    results, many divide the work evenly.
     """
     longest, total = int(keys.max(initial=0)), int(keys.sum())
     best, least_cost = max(longest, 1), np.inf
-    for rounds in range(1, MOST_ROUNDS + 1) if at_once else ():
+    for rounds in range(1, _rounds(len(keys), at_once) + 1):
         length = round_up(max(ceil_div(total, rounds * at_once), LEAST_PIECE_KEYS), BLOCK_KEYS)
-        whole, pieces = int((keys // length).sum()), int((-(-keys // length)).sum())
-        busy = max(ceil_div(whole, at_once) * length, ceil_div(total, at_once), min(length, longest))
-        cost = busy + ceil_div(pieces, at_once) * PIECE_COST_KEYS
+        piece = max(min(length, longest), 1)
+        whole, rest = np.divmod(keys, piece)
+        long_pieces = int(whole.sum() + (2 * rest > piece).sum())
+        busy = max(ceil_div(long_pieces, at_once) * piece, ceil_div(total, at_once))
+        cost = busy + ceil_div(int(whole.sum() + (rest > 0).sum()), at_once) * PIECE_COST_KEYS
         if cost < least_cost:
             best, least_cost = length, cost
     return best
@@ -137,7 +144,7 @@ def plan_tiles(
     at_once: int | None = None,
 ) -> TilePlan:
     """Plan a batch and upload the plan in one copy. The last query_lens[i] tokens of sequence i are queries. `pages[i]`
-    may be longer than kv_lens[i] needs. `at_once` replaces `programs_at_once`.
+    may be longer than kv_lens[i] needs. `at_once` replaces `tiles_at_once`.
     """
     used = [ids[: ceil_div(kv_len, page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
     for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
@@ -147,8 +154,8 @@ def plan_tiles(
             )
     lengths = [len(ids) for ids in used]
     page_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
-    size = tile_tokens(heads, decode_only=max(query_lens) == 1, device=device)
-    at_once = programs_at_once(heads, device) if at_once is None else at_once
+    at_once = tiles_at_once(heads, device) if at_once is None else at_once
+    size = tile_tokens(heads, decode_only=max(query_lens) == 1, at_once=at_once)
     pieces, splits = cut_tiles(
         np.array(query_lens, np.int32), np.array(kv_lens, np.int32), page_starts, tile_tokens=size, at_once=at_once
     )

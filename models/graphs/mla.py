@@ -17,8 +17,8 @@ from ...kernels.dense_mla.tile_plan import (
     most_partials,
     most_pieces,
     most_splits,
-    programs_at_once,
     tile_tokens,
+    tiles_at_once,
 )
 from ...memory.kv_pool import KvCache
 from ..decoders.mla import MlaDecoder
@@ -44,9 +44,9 @@ class _PlanSections:
     def __init__(
         self, decoder: MlaDecoder, cache: KvCache, max_tiles: int, max_pages: int, *, decode_only: bool
     ) -> None:
-        self.tile_tokens = tile_tokens(decoder.num_heads, decode_only=decode_only, device=cache.device)
         self._page_size, self._max_pages = cache.page_size, max_pages
-        self._at_once = programs_at_once(decoder.num_heads, cache.device)
+        self._at_once = tiles_at_once(decoder.num_heads, cache.device)
+        self.tile_tokens = tile_tokens(decoder.num_heads, decode_only=decode_only, at_once=self._at_once)
         self.sizes = {
             "pieces": PIECE_FIELDS * most_pieces(max_tiles, self._at_once),
             "splits": SPLIT_FIELDS * most_splits(max_tiles, self._at_once),

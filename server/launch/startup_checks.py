@@ -47,8 +47,13 @@ def _pipeline(config: ServerConfig, source: ModelSource) -> Iterator[str]:
         yield problem
 
 
+_READS_ALL = ", which reads the rows of all tokens in every step: host memory is too slow for that"
+
+
 def _hisparse(config: ServerConfig, source: ModelSource) -> Iterator[str]:
-    dsa = source.config.dsa
+    dsa, latent = source.config.dsa, source.config.mla is not None
+    if dsa is None and latent and config.kv_dtype == "fp8_e4m3":
+        yield f"kv_dtype fp8_e4m3 is not supported for {source.config.architecture} ({source.name}): use auto"
     if dsa is not None and config.kv_dtype == "fp8_e4m3" and dsa.kv_rank % 4:
         yield f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, and {source.name} has {dsa.kv_rank}"
     if dsa is not None and config.index_dtype == "fp8_e4m3" and dsa.index_dim % 4:
@@ -61,7 +66,7 @@ def _hisparse(config: ServerConfig, source: ModelSource) -> Iterator[str]:
     if dsa is None:
         yield (
             "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
-            f"{source.name} is {source.config.architecture}"
+            f"{source.name} is {source.config.architecture}{_READS_ALL if latent else ''}"
         )
     elif (problem := _problem_of(lambda: resolve_hot_rows(config, dsa.index_topk))) is not None:
         yield problem

@@ -35,7 +35,8 @@ def listing() -> Group:
     families = _table("family", "architecture", "formats", "attention")
     for name, family in ARCHITECTURES.items():
         formats = "safetensors, GGUF" if family in GGUF_ARCHITECTURES else "safetensors"
-        families.add_row(family, name, formats, "sparse (HiSparse)" if family in SPARSE_ARCHITECTURES else "full")
+        attention = "sparse (HiSparse)" if family in SPARSE_ARCHITECTURES else "full"
+        families.add_row(family, name, formats, "latent" if family == "deepseek_v3" else attention)
     models = _table("model", "family", "size", "weights", "KV", "context", numbers=4)
     for name, config in _known_models():
         if config is None:

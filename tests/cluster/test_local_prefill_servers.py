@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, LatentArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.cluster.test_random_mix import REQUESTS, send_all
 
@@ -174,8 +174,11 @@ def test_tokens_equal_transformers_with_several_ranks(
     server.check_clean()
 
 
-def test_tokens_of_a_sparse_attention_model_equal_transformers(servers: Cluster, tmp_path: Path) -> None:
-    directory = make_dsa_checkpoint(tmp_path / "model", "deepseek_v32", index_topk=16)
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "deepseek_v32"])
+def test_tokens_of_a_latent_attention_model_equal_transformers(
+    servers: Cluster, tmp_path: Path, architecture: LatentArchitecture
+) -> None:
+    directory = make_dsa_checkpoint(tmp_path / "model", architecture)
     server = servers.add("serve", directory, "--kv-tokens", "4096", "--max-step-tokens", "48").wait_ready()
     reference, draw = load_reference(directory), random.Random(7)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (1, 16, 17, 49, 150)]

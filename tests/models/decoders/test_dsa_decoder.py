@@ -39,7 +39,6 @@ YARN = {
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {"rope_parameters": YARN}),
-    "kimi-k2": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}),
     "deepseek": ("deepseek_v32", {}),
     "deepseek-yarn": ("deepseek_v32", {"rope_parameters": YARN}),
     "deepseek-groups": ("deepseek_v32", {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}),

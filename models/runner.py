@@ -1,6 +1,7 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from ..configs.errors import StartupError
 from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
+from ..kernels.linear.block_format import BlockScaled, Weight
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
@@ -111,7 +113,23 @@ def _decoder(
 
 
 def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
-    return sum(slot.nbytes for slot in parameters.slots().values())
+    """Bytes of all slots. Those of layers cover their weights: without `slots()`, which divides each expert, tens of
+    thousands in a large model.
+    """
+    outer = sum(slot.nbytes for slot in parameters.outer_slots().values())
+    return outer + sum(weight.nbytes for weight in _weights(parameters.layers))
+
+
+def _weights(part: object) -> Iterator[Weight]:
+    """The weights in a tree of parameters."""
+    if isinstance(part, torch.Tensor | BlockScaled):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _weights(each)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _weights(getattr(part, field.name))
 
 
 class ModelRunner:

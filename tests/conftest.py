@@ -1,7 +1,9 @@
 """For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
-no time limit for examples of Hypothesis, log levels restored, and how pytest-xdist distributes files.
+no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules, and how pytest-xdist
+distributes files.
 """
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -44,6 +46,17 @@ class GroupedFiles(LoadFileScheduling):  # type: ignore[misc]  # xdist has no ty
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFiles | None:
     return GroupedFiles(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting imports all tests and libraries. These objects stay: a search for garbage among them finds none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -99,6 +99,14 @@ class DecoderParameters:
         """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
         padding rows of the vocabulary are not used.
         """
+        slots = self.outer_slots()
+        for index, layer in zip(self.layer_range, self.layers, strict=True):
+            for name, slot in self._layer_slots(layer).items():
+                slots[f"model.layers.{index}.{name}"] = slot
+        return slots
+
+    def outer_slots(self) -> dict[str, Slot]:
+        """The slots outside of layers."""
         config, shard = self.config, self.shard
         slots = {}
         ids = shard.vocabulary(config.vocab_size)
@@ -108,9 +116,6 @@ class DecoderParameters:
                 slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
         if self.norm is not None:
             slots["model.norm.weight"] = Slot.whole(self.norm)
-        for index, layer in zip(self.layer_range, self.layers, strict=True):
-            for name, slot in self._layer_slots(layer).items():
-                slots[f"model.layers.{index}.{name}"] = slot
         return slots
 
     def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:

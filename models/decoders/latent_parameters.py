@@ -83,13 +83,7 @@ class LatentParameters:
 
     def slots(self) -> dict[str, Slot]:
         """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
-        slots = {}
-        ids = self.shard.attention.vocabulary(self.config.vocab_size)
-        for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
-            if matrix is not None:
-                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
-        if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm)
+        slots = self.outer_slots()
         for index, layer in zip(self.config.stage_layers(self.shard), self.layers, strict=True):
             parts = {
                 "input_layernorm.weight": Slot.whole(layer.input_norm),
@@ -98,6 +92,17 @@ class LatentParameters:
                 **mlp_slots(layer.mlp, self.config, self.shard),
             }
             slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
+        return slots
+
+    def outer_slots(self) -> dict[str, Slot]:
+        """The slots outside of layers."""
+        slots = {}
+        ids = self.shard.attention.vocabulary(self.config.vocab_size)
+        for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
+            if matrix is not None:
+                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
+        if self.norm is not None:
+            slots["model.norm.weight"] = Slot.whole(self.norm)
         return slots
 
     @property

@@ -1,5 +1,6 @@
 """Which tensors of a model are stored in block-scaled fp8, and what expanding them costs."""
 
+import functools
 import logging
 from collections.abc import Collection, Mapping
 
@@ -54,7 +55,11 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
     )
 
 
+@functools.lru_cache(maxsize=4)
 def _usual_tensors(config: ModelConfig) -> frozenset[str]:
+    """Cached, because plans ask for the same model with several layouts, and each call takes a second for a model with
+    many experts.
+    """
     parameters = DecoderParameters if config.mla is None else LatentParameters
     slots = parameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
     return frozenset(name for name, slot in slots.items() if len(slot.shape) == 2 and not name.endswith(_IN_16_BITS))

@@ -19,7 +19,7 @@ TOPK, PAGE = 16, 8
 LENGTHS = (1, 9, TOPK + 1, 30, 49, 70, 120, 150)
 NEW_TOKENS = 8
 DP2 = ("--tp", "2", "--dp-attention")
-ROW_BYTES, KEY_BYTES, LAYERS = 64 * 4, 32 * 4, 4
+ROW_BYTES, KEY_BYTES, LAYERS = 64 * 4, 32 * 4, 2  # a dense layer, and one with experts
 """Bytes per token and layer: 48 + 16 floats of a latent row, 32 floats of an indexer key."""
 HISPARSE_TOKENS, HOT_PAGES = 320, 10
 """KV of a rank in host memory, and hot pages beside its index: too few for the longest prompt to be fully resident."""
@@ -53,7 +53,9 @@ class Pairs(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    model = make_dsa_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v32", index_topk=TOPK)
+    model = make_dsa_checkpoint(
+        tmp_path_factory.mktemp("model"), "deepseek_v32", index_topk=TOPK, num_hidden_layers=LAYERS
+    )
     flags = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "4096")
     with cluster(tmp_path_factory.mktemp("logs")) as servers:
         plain, parallel = (

@@ -89,7 +89,8 @@ def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    with serving(tmp_path_factory, "deepseek_v32", [(2, 1), (1, 1)]) as pairs:
+    """A dense layer and one with experts, also as two stages."""
+    with serving(tmp_path_factory, "deepseek_v32", [(2, 1), (1, 1)], num_hidden_layers=2) as pairs:
         yield pairs
 
 

@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run in its interpreter. Import this before any module that imports Triton."""
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -15,8 +16,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_
 
 
 def _remember_lookups() -> None:
-    """Let the interpreter remember two results that it computes again for every kernel call and operation: the
-    functions of the language that it replaces, and the numpy type of a Triton type. They take a third of its time.
+    """Let the interpreter remember what it computes again for every kernel call and operation: the functions of the
+    language that it replaces, types, and shapes of tensors. They take most of its time.
     """
     from triton.runtime import interpreter
 
@@ -33,6 +34,13 @@ def _remember_lookups() -> None:
             if language.core.is_builtin(member):  # not replaced yet
                 interpreter._patch_attr(package, name, member, *scope)
 
+    def patch_attr(package: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(package, name, with_semantic)
+
     def get_np_dtype(dtype: Any) -> Any:
         found = numpy_types.get(dtype.name)
         if found is None:
@@ -41,6 +49,103 @@ def _remember_lookups() -> None:
 
     interpreter._patch_builtin = patch_builtin
     interpreter._get_np_dtype = get_np_dtype
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # before Triton 3.7
+    interpreter._patch_attr = patch_attr
+    # the interpreter computes overflow checks, and then skips the assertion: it is one of `debug`
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _patch_once_per_kernel(interpreter)
+    _remember_shapes(language.core)
+    _compare_types_first(language.core, type(interpreter.interpreter_semantic))
+
+
+def _patch_once_per_kernel(interpreter: Any) -> None:
+    """A function that a kernel calls needs no patch of the language: the kernel's is in place."""
+    patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
+    patched: set[str] = set()
+
+    @functools.cache
+    def languages_of(function: Any) -> set[str]:
+        names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
+        return names & {"triton.language", "triton.language.core"}
+
+    class KernelScope(scope_class):  # type: ignore[misc,valid-type]
+        def restore(self) -> None:
+            super().restore()
+            patched.clear()
+
+    def patch_once(function: Any) -> Any:
+        languages = languages_of(function)
+        if languages and languages <= patched:
+            return scope_class()
+        scope = patch_lang(function)
+        if not patched:
+            scope.__class__ = KernelScope
+            patched.update(languages)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+def _remember_shapes(core: Any) -> None:
+    """Block types and tensors of the same shape share the objects that describe it; nothing changes them."""
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    tensors: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def block_init(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
+        known = blocks.get(sizes)
+        if known is None:
+            make_block(self, element_ty, shape)
+            blocks[sizes] = self.shape, self.numel, str(self.shape)
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, text = known
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        known = tensors.get(sizes)
+        if known is None:
+            make_tensor(self, handle, type)
+            tensors[sizes] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    core.block_type.__init__ = block_init
+    core.tensor.__init__ = tensor_init
+
+
+def _compare_types_first(core: Any, semantic: Any) -> None:
+    """Shortcuts for the usual case: the same type, the same shape, a value that needs no unwrapping."""
+    unwrap, types_equal, broadcast = core._unwrap_if_constexpr, core.dtype.__eq__, semantic.broadcast_impl_value
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        if kind is int or kind is core.tensor or kind is core.dtype:
+            return value
+        return unwrap(value)
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or bool(types_equal(self, other))
+
+    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block():
+            if right.type.is_block() and left.type.shape.values == right.type.shape.values:
+                return left, right
+        elif not right.type.is_block():
+            return left, right
+        return broadcast(self, left, right)
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    core.dtype.__eq__ = equal
+    semantic.broadcast_impl_value = broadcast_impl_value
 
 
 if INTERPRETED:

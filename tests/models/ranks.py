@@ -1,11 +1,11 @@
 """Real rank processes for tests of sharded models: started once, reconnected for every topology.
 
-They do not import transformers, which would be most of their start-up time. One of them imports the rest and forks the
-others.
+One of them is forked from the fork server of tests/cluster, which has imported torch, and forks the others.
 """
 
 import multiprocessing
 import os
+import socket
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -58,13 +58,17 @@ class RankProcesses:
     """Processes that become ranks on command."""
 
     def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        from tests.cluster.servers import fork_server  # rank processes do without its imports
+
         self.store_port = 0
         """The rendezvous of the last process group."""
-        pipes = [context.Pipe() for _ in range(count)]
+        pipes = [multiprocessing.Pipe() for _ in range(count)]
         self._pipes: list[Connection] = [ours for ours, _ in pipes]
-        self._process = context.Process(target=_serve_all, args=([theirs for _, theirs in pipes],), daemon=True)
-        self._process.start()
+        channel, their_channel = socket.socketpair()
+        with channel, their_channel:
+            files = (their_channel.fileno(), 1, 2)
+            self._process = fork_server().run("tests.models.ranks:main", [str(count)], dict(os.environ), files)
+            socket.send_fds(channel, [b"pipes"], [theirs.fileno() for _, theirs in pipes])
         for _, theirs in pipes:
             theirs.close()
 
@@ -132,8 +136,7 @@ class RankProcesses:
     def stop(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        self._process.join(TIMEOUT_S)
-        assert self._process.exitcode == 0, "a rank did not end"
+        assert self._process.wait(TIMEOUT_S) == 0, "a rank did not end"
 
 
 def run_passes(runner: ModelRunner, passes: Sequence[Pass]) -> RankResult:
@@ -166,17 +169,21 @@ def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | Non
     return runner.forward(cache, each.slices, token_ids, ranks=each.ranks)
 
 
-def _serve_all(pipes: list[Connection]) -> None:
-    """The first rank process: forks the others before any of them uses torch."""
-    others = []
-    for pipe in pipes[1:]:
+def main(arguments: list[str]) -> int:
+    """The first rank process: forks the others before any of them uses torch. Its stdin is a socket, which brings the
+    pipes of all of them.
+    """
+    with socket.socket(fileno=os.dup(0)) as channel:
+        _, descriptors, *_ = socket.recv_fds(channel, 16, int(arguments[0]))
+    first, *others = (Connection(descriptor) for descriptor in descriptors)
+    pids = []
+    for pipe in others:
         if (pid := os.fork()) == 0:
             _serve(pipe)
             os._exit(0)
-        others.append(pid)
-    _serve(pipes[0])
-    for pid in others:
-        os.waitpid(pid, 0)
+        pids.append(pid)
+    _serve(first)
+    return max((os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), key=abs, default=0)
 
 
 def _serve(pipe: Connection) -> None:

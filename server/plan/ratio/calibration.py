@@ -71,7 +71,7 @@ class Calibration:
     async def _prompts(self) -> list[RequestRecord]:
         """Prompts of several lengths that prefill computed, one at a time."""
         chunk = self._info.chunk_size
-        lengths = [SHORT_PROMPT, chunk // 4, chunk // 2, chunk, 2 * chunk, 4 * chunk]
+        lengths = [SHORT_PROMPT, chunk // 4, chunk // 2, chunk, 2 * chunk]
         records: list[RequestRecord] = []
         for length in sorted({max(1, min(length, self._info.max_total_tokens - DECODE_STEPS)) for length in lengths}):
             records += [await self._send(length, 2) for _ in range(REPEATS)]
@@ -92,7 +92,7 @@ class Calibration:
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
         size = min(LONG_BATCH, self._most_running)
-        prompt = min(4 * self._info.chunk_size, self._info.max_total_tokens - 2 * DECODE_STEPS)
+        prompt = min(2 * self._info.chunk_size, self._info.max_total_tokens - 2 * DECODE_STEPS)
         short_s = next(seconds for count, seconds in reversed(steps) if count <= size)
         long_s = await self._batch_step_s(size, prompt)
         self._screen.print(f"decode step of {size} requests with contexts of {prompt:,} tokens: {1000 * long_s:.1f} ms")

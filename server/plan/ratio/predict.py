@@ -54,10 +54,12 @@ def predict(pair: MeasuredPair, load: Load, bench: BenchOptions, ratio: Ratio) -
 
 
 def best_of(predictions: list[Prediction]) -> Prediction:
-    """The highest goodput; of those that are nearly as good, the one with the fewest servers."""
-    most = max(found.goodput.requests_per_s for found in predictions)
-    enough = [found for found in predictions if found.goodput.requests_per_s >= NEARLY_BEST * most]
-    return min(enough, key=lambda found: (found.ratio.prefills + found.ratio.decodes, -found.goodput.requests_per_s))
+    """The one with the most requests within their bounds; of those that are nearly as good, the one with the fewest
+    servers. Requests are counted, because a rate also depends on how long the last request takes.
+    """
+    most = max(found.goodput.good for found in predictions)
+    enough = [found for found in predictions if found.goodput.good >= NEARLY_BEST * most]
+    return min(enough, key=lambda found: (found.ratio.prefills + found.ratio.decodes, -found.goodput.good))
 
 
 def _record(outcome: Outcome, response_s: float) -> RequestRecord:

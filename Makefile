@@ -124,7 +124,12 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python docs/models_table.py
 	$(BIN)/python deploy/observability/write_dashboards.py
+
+.PHONY: docs
+docs: setup ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/build_site.py --strict
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

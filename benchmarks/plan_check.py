@@ -48,10 +48,10 @@ TINY_MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 4096,
@@ -124,10 +124,14 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {"model": options.model, "threads": options.threads, "kv_tokens": options.kv_tokens, **load_format}
 
 
+def _prefill(options: argparse.Namespace, **ports: int) -> PrefillConfig:
+    return PrefillConfig(**_settings(options), **ports, chunk_size=128 if options.small else None)
+
+
 def _measured_pair(options: argparse.Namespace, screen: Console) -> MeasuredPair:
     if options.rates is not None:
         return read_pair(options.rates)
-    config = PairConfig(PrefillConfig(**_settings(options)), DecodeConfig(**_settings(options), local_prefill="never"))
+    config = PairConfig(_prefill(options), DecodeConfig(**_settings(options), local_prefill="never"))
     pair = measure_own_pair(config, screen)
     if options.save_rates is not None:
         write_pair(options.save_rates, pair)
@@ -165,9 +169,8 @@ def _run_ratio(
     screen: Console,
 ) -> dict[str, Goodput]:
     """Start the servers of a ratio and measure all loads."""
-    prefills = [
-        PrefillConfig(**_settings(options), port=free_port(), bootstrap_port=free_port()) for _ in range(ratio.prefills)
-    ]
+    ports = [{"port": free_port(), "bootstrap_port": free_port()} for _ in range(ratio.prefills)]
+    prefills = [_prefill(options, **own) for own in ports]
     addresses = tuple(f"127.0.0.1:{config.bootstrap_port}" for config in prefills)
     decodes = [
         DecodeConfig(**_settings(options), port=free_port(), prefill=addresses, local_prefill="never")

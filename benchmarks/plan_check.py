@@ -176,10 +176,11 @@ def _run_ratio(
         DecodeConfig(**_settings(options), port=free_port(), prefill=addresses, local_prefill="never")
         for _ in range(ratio.decodes)
     ]
-    servers: dict[str, AnyServerConfig] = {f"{config.role} {config.port}": config for config in (*prefills, *decodes)}
+    configs: list[AnyServerConfig] = [*prefills, *decodes]
+    servers = {f"{config.role} {config.port}": config for config in configs}
     found = {}
     with running(servers, screen) as children:
-        wait_ready(children, list(servers.values()), START_TIMEOUT_S)
+        wait_ready(children, configs, START_TIMEOUT_S)
         for name, load in loads.items():
             screen.print(f"{ratio}, {name}: {load.description}")
             found[name] = asyncio.run(_measure([base_url(config) for config in decodes], benches[name], load))

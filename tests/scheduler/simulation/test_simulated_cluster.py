@@ -34,8 +34,10 @@ def simulate(
 ) -> list[Outcome]:
     cluster = Cluster(SETTINGS, TIMES, prefills=prefills, decodes=decodes, cores=cores)
     outcomes = cluster.run(arrivals)
-    for server in (*cluster._prefills, *cluster._decodes):
-        server.scheduler.check_integrity()
+    for prefill in cluster._prefills:
+        prefill.scheduler.check_integrity()
+    for decode in cluster._decodes:
+        decode.scheduler.check_integrity()
     return outcomes
 
 

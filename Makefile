@@ -34,7 +34,7 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 # Tests that start no server. `make check` leaves out those marked as slow: simulations of more than a second.
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
-    $(addprefix scheduler/,decode messages prefill test_rates.py))
+    $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
 # A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
 # a fifth of the time, workers wait for servers and timers.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))

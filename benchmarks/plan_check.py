@@ -6,7 +6,8 @@
 
 A pair is measured first. Rates and bounds of the loads follow from its step times, so that each load keeps one side of
 a 1P:1D cluster busy for `--busy` of the time. Then each ratio is started, and gets the same requests at the same times
-as the simulation. With several decode servers, requests go to them in turn.
+as the simulation. With several decode servers, requests go to them in turn. On a machine with other load, use
+`--measure-again`: step times are measured again on the servers of each ratio, just before its runs.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from pdserve.server.bench.prompts import ModelLimits
 from pdserve.server.bench.summary import Goodput, summarize
 from pdserve.server.launch.pair import PairConfig
 from pdserve.server.launch.up import base_url
+from pdserve.server.plan.ratio.calibration import calibrate
 from pdserve.server.plan.ratio.command import measure_own_pair
 from pdserve.server.plan.ratio.load import Load, random_load
 from pdserve.server.plan.ratio.options import DEFAULT_RATIOS, Ratio, parse_ratios
@@ -88,8 +90,9 @@ def main() -> int:
             loads = {name: random_load(bench, _limits(pair)) for name, bench in benches.items()}
             cells: dict[tuple[str, Ratio], Cell] = {}
             for ratio in options.ratios:
-                for name, measured in _run_ratio(ratio, benches, loads, options, screen).items():
-                    cells[name, ratio] = Cell(predict(pair, loads[name], benches[name], ratio), measured)
+                then, found = _run_ratio(ratio, pair, benches, loads, options, screen)
+                for name, measured in found.items():
+                    cells[name, ratio] = Cell(predict(then, loads[name], benches[name], ratio), measured)
         except PdserveError as error:
             screen.print(f"error: {error}", style="red", markup=False)
             return 1
@@ -110,6 +113,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--busy", type=float, default=1.2, help="load of the busier side of 1P:1D (default: 1.2)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool of each server (default: 32768)")
+    parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="use step times of an earlier run")
     parser.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured step times")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
@@ -163,12 +167,13 @@ def _bench(name: str, pair: MeasuredPair, options: argparse.Namespace) -> BenchO
 
 def _run_ratio(
     ratio: Ratio,
+    pair: MeasuredPair,
     benches: dict[str, BenchOptions],
     loads: dict[str, Load],
     options: argparse.Namespace,
     screen: Console,
-) -> dict[str, Goodput]:
-    """Start the servers of a ratio and measure all loads."""
+) -> tuple[MeasuredPair, dict[str, Goodput]]:
+    """Start the servers of a ratio and measure all loads. Returns the step times to predict them with, too."""
     ports = [{"port": free_port(), "bootstrap_port": free_port()} for _ in range(ratio.prefills)]
     prefills = [_prefill(options, **own) for own in ports]
     addresses = tuple(f"127.0.0.1:{config.bootstrap_port}" for config in prefills)
@@ -181,11 +186,14 @@ def _run_ratio(
     found = {}
     with running(servers, screen) as children:
         wait_ready(children, configs, START_TIMEOUT_S)
+        if options.measure_again:
+            urls = base_url(decodes[0]), base_url(prefills[0])
+            pair = asyncio.run(calibrate(*urls, screen, machine_cores=pair.machine_cores))
         for name, load in loads.items():
             screen.print(f"{ratio}, {name}: {load.description}")
             found[name] = asyncio.run(_measure([base_url(config) for config in decodes], benches[name], load))
             children.check()
-    return found
+    return pair, found
 
 
 async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Goodput:

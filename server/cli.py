@@ -64,8 +64,9 @@ def exit_code_of(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # as of '| head'; the interpreter flushes once more when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
         return 141  # as if SIGPIPE had ended it
     except StartupError as error:
         for line in str(error).splitlines():
@@ -73,6 +74,16 @@ def exit_code_of(command: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nothing reads our output any more, as after `| head`. Then nothing is written to it at exit either."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -58,7 +58,7 @@ def _copied(page: Path, link: str) -> str:
 
 def main() -> int:
     copy_pages()
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", str(ROOT / "mkdocs.yml")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--config-file", str(ROOT / "mkdocs.yml")]
     return subprocess.call([*command, *sys.argv[1:]])
 
 

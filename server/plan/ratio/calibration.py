@@ -25,7 +25,6 @@ from .pair import MeasuredPair, server_of
 REPEATS = 3
 DECODE_STEPS = 24
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-LONG_BATCH = 4
 SHORT_PROMPT = 16
 INFO_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 300.0
@@ -91,21 +90,18 @@ class Calibration:
                 step_s = await self._batch_step_s(size, SHORT_PROMPT)
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
-        size = min(LONG_BATCH, self._most_running)
-        prompt = min(2 * self._info.chunk_size, self._info.max_total_tokens - 2 * DECODE_STEPS)
-        short_s = next(seconds for count, seconds in reversed(steps) if count <= size)
-        long_s = await self._batch_step_s(size, prompt)
-        self._screen.print(f"decode step of {size} requests with contexts of {prompt:,} tokens: {1000 * long_s:.1f} ms")
-        pair_s = max(0.0, long_s - short_s) / (size * max(1, prompt - SHORT_PROMPT))
+        # one request: of several long prompts, the first would end before the last is computed
+        prompt = min(2 * self._info.chunk_size, self._info.max_total_tokens - DECODE_STEPS)
+        long_s = await self._batch_step_s(1, prompt)
+        self._screen.print(f"decode step with a context of {prompt:,} tokens: {1000 * long_s:.1f} ms")
+        pair_s = max(0.0, long_s - steps[0][1]) / max(1, prompt - SHORT_PROMPT)
         return [(count, max(0.0, seconds - pair_s * count * context)) for count, seconds in steps], pair_s
 
     async def _batch_step_s(self, size: int, prompt: int) -> float:
         """The time of a step while `size` requests run: between the first token of the last one and the end of the
         first one.
         """
-        # those that arrive first generate while the others are computed, so outputs are longer for long prompts
-        extra = 0 if prompt == SHORT_PROMPT else DECODE_STEPS
-        records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS + extra) for _ in range(size)))
+        records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
         begin = max(record.started_s + record.arrivals[0][0] for record in records)
         end = min(record.started_s + record.arrivals[-1][0] for record in records)
         steps: list[float] = []
@@ -113,7 +109,7 @@ class Calibration:
             times = [record.started_s + at_s for at_s, _ in record.arrivals]
             inside = [time for time in times if begin <= time <= end]
             steps += [later - earlier for earlier, later in itertools.pairwise(inside)]
-        if not steps:  # prompts took longer than the outputs: take what there is
+        if not steps:  # the first has ended before the last began: take what there is
             steps = [gap for record in records for gap in record.itl_s]
         return statistics.median(steps)
 

@@ -35,7 +35,7 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 # Tests that start no server. `make check` leaves out those marked as slow: simulations of more than a second.
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
-    $(addprefix scheduler/,decode messages prefill test_rates.py))
+    $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
 # A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
 # a fifth of the time, workers wait for servers and timers.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
@@ -130,7 +130,26 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python docs/models_table.py
 	$(BIN)/python deploy/observability/write_dashboards.py
+
+# With the versions that are installed here, which the tests ran with. cuda12 cannot be locked: torch's default wheels need CUDA 13.
+.PHONY: lock
+lock: setup ## pin all dependencies of the image, in deploy/locks
+	@$(PIP) install --quiet uv
+	versions=$$(mktemp)
+	trap 'rm -f "$$versions"' EXIT
+	$(PIP) freeze --exclude-editable | sed -nE 's/^([^ ]+==[^+]+).*/\1/p' >"$$versions"
+	for extra in cpu cuda13; do
+	    echo "# Versions of all dependencies of pdserve[$$extra,otel], as tested: 'make lock' writes this file, the image installs from it." \
+	        >deploy/locks/$$extra.txt
+	    $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra $$extra --extra otel \
+	        --constraint "$$versions" pyproject.toml >>deploy/locks/$$extra.txt
+	done
+
+.PHONY: docs
+docs: setup ## the documentation as a site, in build/site; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/build_site.py --strict
 
 .PHONY: clean
 clean: ## remove .venv, caches and built packages

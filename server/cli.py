@@ -22,7 +22,8 @@ from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from .launch.store_options import add_store_flags, read_store_options, take_local_store
-from .plan.options import add_plan_flags, read_plan_options
+from .plan.options import PLAN_SETTINGS, add_plan_flags, read_plan_options
+from .plan.ratio.options import plans_load, read_ratio_options
 from .terminal.options import add_chat_flags, add_top_flags, read_chat_options, read_top_options
 
 DESCRIPTION = "Serve language models with prefill and decode in separate processes."
@@ -60,13 +61,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def exit_code_of(command: Callable[[], int]) -> int:
     """The exit code of `command`; 2, with one line per problem on stderr, when it cannot start."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _stdout_is_closed():
+            raise
+        return 141  # as if SIGPIPE had ended it
     except StartupError as error:
         for line in str(error).splitlines():
             print(f"pdserve: error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _stdout_is_closed() -> bool:
+    """Whether nothing reads our output any more, as after `| head`. Then nothing is written to it at exit either."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -107,7 +124,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_flags(command("chat", "talk to a running decode server"))
     add_top_flags(command("top", "watch running servers: requests, rates, pools, peers"))
     add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
-    add_plan_flags(command("plan", "print how many requests a decode server holds on given GPUs; loads no model"))
+    add_plan_flags(
+        command(
+            "plan", "how many requests a decode server holds on given GPUs; or, for a load, the best ratio of servers"
+        )
+    )
     add_store_flags(command("store", "lend memory to a KV store that servers share, and run its master"))
     command("models", "list the supported models and their memory")
     add_doctor_flags(
@@ -167,6 +188,10 @@ def _run(arguments: Sequence[str]) -> int:
 
             return run_bench(read_bench_options(options, os.environ), arguments[1:])
         case "plan":
+            if plans_load(options):
+                from .plan.ratio.command import run_ratio_plan
+
+                return run_ratio_plan(read_ratio_options(options, os.environ, PLAN_SETTINGS))
             from .plan.command import run_plan
 
             return run_plan(read_plan_options(options))

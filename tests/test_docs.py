@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from fastapi.routing import APIRoute
@@ -29,6 +30,7 @@ from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.observability.metrics import Metrics
 from pdserve.server.text.tokenizer import Tokenizer
+from pdserve.transfer.protocol.messages import PROTOCOL_VERSION, AnyMessage
 from tests.server.exported_metrics import metric_names
 from tests.server.http_harness import FixedRole, load_byte_tokenizer
 
@@ -41,7 +43,7 @@ DOCUMENTS = (
     "benchmarks/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-OTHERS_FLAGS = {"--build", "--no-deps", "--strict", "--torch-backend"}
+OTHERS_FLAGS = {"--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend"}
 LIMITS = Limits(
     vocab_size=258,
     eos_token_ids=frozenset({256}),
@@ -172,10 +174,17 @@ def test_documented_metrics_exist(document: str) -> None:
 
 
 def test_documented_messages_exist_in_the_code() -> None:
-    table = rows(section("docs/operations.md", "When something is wrong"))
+    table = rows(section("docs/troubleshooting.md", "Messages"))
     messages = {text for row in table for text in quoted(row[0])}
     assert len(messages) > 15
     assert {message for message in messages if message not in strings_in_the_code()} == set()
+
+
+def test_protocol_page_lists_every_message() -> None:
+    table = rows(section("docs/protocol.md", "Messages"))
+    documented = {name for row in table for name in quoted(row[0])}
+    assert documented == {message.__name__ for message in get_args(AnyMessage)}
+    assert f"`PROTOCOL_VERSION` ({PROTOCOL_VERSION})" in read("docs/protocol.md")
 
 
 def option_strings() -> set[str]:

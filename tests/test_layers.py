@@ -29,8 +29,9 @@ MAY_IMPORT = {
 LAYERS = {
     "server": [
         "",
-        "bench",
         "plan",
+        "plan/ratio",
+        "bench",
         "terminal",
         "doctor",
         "launch",
@@ -48,6 +49,7 @@ LAYERS = {
     "scheduler": [
         "engine",
         "ranks",
+        "simulation",
         "prefill",
         "decode",
         "decode/dispatch",
@@ -86,6 +88,7 @@ PURE = (
     "scheduler/chunking",
     "scheduler/decode",
     "scheduler/prefill",
+    "scheduler/simulation",
     "scheduler/store",
     "transfer/plan",
 )

@@ -35,7 +35,7 @@ def services() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table"])
+@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table", "models_table"])
 def test_tables_in_docs_match_the_code(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +96,7 @@ def test_docker_image_copies_the_sources_of_the_wheel() -> None:
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
     ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
-    needed = {*build["targets"]["wheel"]["only-include"], "pyproject.toml", "README.md", "LICENSE"}
+    needed = {*build["targets"]["wheel"]["only-include"], "pyproject.toml", "README.md", "LICENSE", "deploy/locks"}
     copied = " ".join(re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE))
     assert set(copied.split()) == needed
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == needed

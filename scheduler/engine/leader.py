@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Container, Sequence
 from typing import NoReturn
 
-from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
@@ -177,26 +176,12 @@ class Leader:
         return RankGroup(self._ranks, range(engine, self._config.world_size, dp_size), all_ranks=dp_size == 1)
 
     def _serve_decode(self, config: DecodeConfig) -> None:
-        limits = DecodeLimits(
-            page_size=config.page_size,
+        limits = DecodeLimits.of(
+            config,
             max_running_requests=self._step_limit,
-            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
-            growth_tokens=config.growth_tokens,
             retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
-            queue_timeout_s=config.queue_timeout_s,
-            prefill_wait_s=config.prefill_wait_s,
-            prefill_timeout_s=config.prefill_timeout_s,
-            request_timeout_s=config.request_timeout_s,
-            quarantine_s=config.quarantine_s,
-            verify_kv=config.verify_kv,
-            prefix_cache=config.prefix_cache,
-            hisparse=config.enable_hisparse,
-            stages=config.pp,
             overlap=uses_overlap(config),
-            dispatch=config.dispatch,
-            local_prefill=config.local_prefill,
             max_step_tokens=self._step_tokens(config),
-            itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
         )
         engines = [self._decode_engine(config, limits, number) for number in range(config.dp_size)]
         controls = [engine.control for engine in engines]
@@ -292,15 +277,12 @@ class Leader:
             ranks=self._ranks_of(0),  # data-parallel ranks are equal, and one of them writes the KV of a prompt
             enable_hisparse=True,
         )
-        limits = PrefillLimits(
-            page_size=config.page_size,
+        limits = PrefillLimits.of(
+            config,
             chunk_size=self._step_limit,
-            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
-            prefix_cache=config.prefix_cache,
-            stages=config.pp,
-            steps_in_flight=config.pp + (self._ready[0].device != "cpu"),
+            on_gpu=self._ready[0].device != "cpu",
         )
         control = PrefillControl(
             config.host,

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Collection
 
+from ...configs.arithmetic import ceil_div
+from ...configs.schema import PrefillConfig
 from ...memory.pages import pages_for
 from .request import PageSpace, PrefillRequest
 
@@ -24,6 +26,22 @@ class PrefillLimits:
     """Pipeline stages: the number of steps that compute at once."""
     steps_in_flight: int = 2
     """Most steps at the ranks: with one more than `stages`, no stage waits for the scheduler."""
+
+    @classmethod
+    def of(
+        cls, config: PrefillConfig, *, chunk_size: int, context_length: int, vocab_size: int, on_gpu: bool
+    ) -> "PrefillLimits":
+        """The limits of each engine of a server. `chunk_size` is what its ranks have chosen."""
+        return cls(
+            page_size=config.page_size,
+            chunk_size=chunk_size,
+            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
+            context_length=context_length,
+            vocab_size=vocab_size,
+            prefix_cache=config.prefix_cache,
+            stages=config.pp,
+            steps_in_flight=config.pp + on_gpu,
+        )
 
     def describe_problem(self, request: PrefillRequest, space: PageSpace, num_pages: int) -> str | None:
         """Why this request of a peer can never be served with our `num_pages` pages; None if it can."""

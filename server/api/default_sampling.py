@@ -1,36 +1,46 @@
 """Sampling defaults that a checkpoint recommends in `generation_config.json`."""
 
 import logging
+from typing import Any
 
 import msgspec
 
 from ...configs.errors import StartupError
 from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ...models.formats.json_fields import read_json
-from ...models.loading.catalog import ModelSource
+from ...models.loading.catalog import EMBEDDED_MODEL, ModelSource
 from .common.fields import FieldError, validate
 from .common.sampling_fields import DistributionFields
 
 log = logging.getLogger("pdserve.frontend")
 
 
+EMBEDDED_RECOMMENDATION = {"temperature": 0.2, "top_p": 0.9}
+"""What the authors of SmolLM2 recommend: at temperature 1, a model of this size writes nonsense."""
+
+
 def read_default_sampling(source: ModelSource) -> SamplingParams:
     """The recommended values, as SGLang and vLLM read them; neutral values for everything else.
 
-    Raises StartupError for a value that is invalid in requests, too. GGUF files recommend nothing.
+    Raises StartupError for a value that is invalid in requests, too. GGUF files recommend nothing, so those of the
+    embedded model are in this file.
     """
-    path = source.path / "generation_config.json"
-    if source.format == "gguf" or not path.is_file():
-        return NEUTRAL_SAMPLING
+    origin, values = _recommendation(source)
     try:
-        recommended = validate(DistributionFields, read_json(path)).distribution(
-            NEUTRAL_SAMPLING, source.config.vocab_size
-        )
+        recommended = validate(DistributionFields, values).distribution(NEUTRAL_SAMPLING, source.config.vocab_size)
     except FieldError as error:
-        raise StartupError(f"{path}: {error}; --sampling-defaults openai ignores such values") from None
+        raise StartupError(f"{origin}: {error}; --sampling-defaults openai ignores such values") from None
     if changed := _differences(recommended):
         log.info("sampling defaults of the model (sampling_defaults): %s", changed)
     return recommended
+
+
+def _recommendation(source: ModelSource) -> tuple[str, dict[str, Any]]:
+    """Where the values come from, and the values."""
+    if source.format == "gguf":
+        return source.name, EMBEDDED_RECOMMENDATION if source.name == EMBEDDED_MODEL else {}
+    path = source.path / "generation_config.json"
+    return str(path), read_json(path) if path.is_file() else {}
 
 
 def _differences(params: SamplingParams) -> str:

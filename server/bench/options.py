@@ -78,7 +78,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     in_flight = f"requests in flight (default: {DEFAULT_CONCURRENCY})"
     load.add_argument("--concurrency", type=whole_number(1), metavar="N", help=in_flight)
     arriving = "requests a second, arriving at random (Poisson); inf: all at once"
-    load.add_argument("--rate", dest="rate_per_s", type=_positive, metavar="R", help=arriving)
+    load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help=arriving)
 
     data = parser.add_argument_group("data")
     data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="default: %(default)s")
@@ -86,7 +86,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     count(data, "input_len", "random: prompt tokens after the prefix", least=1)
     count(data, "output_len", "new tokens asked for", least=1)
     spread = "random: lengths are uniform in [(1 - X) * len, (1 + X) * len] (default: 0, all alike)"
-    data.add_argument("--range-ratio", type=_ratio, default=default.range_ratio, metavar="X", help=spread)
+    data.add_argument("--range-ratio", type=share, default=default.range_ratio, metavar="X", help=spread)
     count(data, "prefix_len", "random: tokens that all prompts begin with", least=0)
     count(data, "seed", "seed of prompts, lengths and arrivals", least=0)
     greedy = "default: 0, greedy"
@@ -96,10 +96,10 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
     judge = parser.add_argument_group("result")
     limit = "time limit of one request (default: 600)"
-    judge.add_argument("--timeout-s", type=_positive, default=default.timeout_s, metavar="S", help=limit)
-    judge.add_argument("--slo-ttft-ms", type=_positive, metavar="MS", help="goodput: bound on the time to first token")
+    judge.add_argument("--timeout-s", type=positive, default=default.timeout_s, metavar="S", help=limit)
+    judge.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: bound on the time to first token")
     mean = "goodput: bound on a request's mean time between tokens"
-    judge.add_argument("--slo-itl-ms", type=_positive, metavar="MS", help=mean)
+    judge.add_argument("--slo-itl-ms", type=positive, metavar="MS", help=mean)
     judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
     picture = "plot the result (.png, .svg or .pdf; needs matplotlib)"
     judge.add_argument("--plot", type=Path, metavar="FILE", help=picture)
@@ -158,6 +158,6 @@ def _number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float
     return parse
 
 
-_positive = _number("a number above 0", lambda value: value > 0)
+positive = _number("a number above 0", lambda value: value > 0)
 _not_negative = _number("a number, at least 0", lambda value: 0 <= value < math.inf)
-_ratio = _number("at least 0 and below 1", lambda value: 0 <= value < 1)
+share = _number("at least 0 and below 1", lambda value: 0 <= value < 1)

@@ -117,12 +117,12 @@ def summarize(
 def _goodput(
     records: Sequence[RequestRecord], rate: Callable[[int], float], slo_ttft_s: float | None, slo_itl_s: float | None
 ) -> Goodput:
-    good = sum(_meets(record, slo_ttft_s, slo_itl_s) for record in records)
+    good = sum(meets(record, slo_ttft_s, slo_itl_s) for record in records)
     return Goodput(slo_ttft_s, slo_itl_s, good, good / len(records) if records else 0.0, rate(good))
 
 
-def _meets(record: RequestRecord, slo_ttft_s: float | None, slo_itl_s: float | None) -> bool:
-    """An output of a single token has no inter-token latency and meets its bound."""
+def meets(record: RequestRecord, slo_ttft_s: float | None, slo_itl_s: float | None) -> bool:
+    """Whether a request met the bounds. An output of a single token has no inter-token latency and meets its bound."""
     if not record.ok or record.ttft_s is None:
         return False
     in_time = slo_ttft_s is None or record.ttft_s <= slo_ttft_s

@@ -290,7 +290,7 @@ def check_peers(facts: Facts) -> Iterator[Finding]:
                 "ok", "peer", f"{peer.endpoint}: handshake in {1000 * (peer.seconds or 0):.0f} ms, {peer.detail}"
             )
         else:
-            remedy = 'docs/operations.md, "When something is wrong", explains this message'
+            remedy = "docs/troubleshooting.md explains this message"
             yield Finding("fail", "peer", f"{peer.endpoint}: {peer.detail}", remedy)
 
 

@@ -45,7 +45,7 @@ def listing() -> Group:
         models.add_row(
             name,
             config.architecture,
-            _parameters(config.parameters),
+            parameters(config.parameters),
             f"{weight_bytes(config) / GIB:.1f} GiB",
             f"{1000 * kv_token_bytes(config) / (1 << 20):.0f} MiB",
             f"{config.context_length:,}",
@@ -78,7 +78,8 @@ def _known_models() -> Iterator[tuple[str, ModelConfig | None]]:
     yield from sorted(configs, key=lambda known: known[1].parameters)
 
 
-def _parameters(count: int) -> str:
+def parameters(count: int) -> str:
+    """A number of parameters, as people write it."""
     return f"{count / 1e6:.0f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
 
 

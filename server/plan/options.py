@@ -9,6 +9,7 @@ from ...configs.errors import StartupError
 from ...configs.flags import add_flags, given_flags
 from ...configs.load import build_config
 from ...configs.schema import DecodeConfig
+from .ratio.options import add_ratio_flags
 
 GIB = 1 << 30
 
@@ -93,6 +94,7 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     add_flags(parser.add_argument_group("settings of the decode server"), DecodeConfig.model_fields, PLAN_SETTINGS)
+    add_ratio_flags(parser)
 
 
 def read_plan_options(options: argparse.Namespace) -> PlanOptions:

@@ -1,5 +1,8 @@
 """The embedded model through a pair, as `make demo` starts it, against transformers."""
 
+import io
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +11,13 @@ import openai
 import pytest
 
 from pdserve.models.loading.catalog import locate_model
+from pdserve.server.cli import main, make_parser
+from pdserve.server.terminal.chat import run_chat
+from pdserve.server.terminal.options import read_chat_options
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import is_reference_greedy, load_smollm2_reference
 from tests.cluster.servers import HTTP, Server, body, cluster
+from tests.documented_commands import arguments, documented_commands
 
 QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Write a haiku about the sea.")
 NEW_TOKENS = 16
@@ -118,3 +125,34 @@ def test_grammar_begins_after_the_reasoning(decode: Server, tokenizer: Tokenizer
     assert answer["choices"][0]["message"]["content"] in ("true", "false")
     reasoning_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert len(bias) <= reasoning_tokens < answer["usage"]["completion_tokens"]
+
+
+def test_documented_requests_work(decode: Server) -> None:
+    """The curl commands of README and docs, with short outputs."""
+    commands = [found.command for found in documented_commands() if re.search(r"^curl.*:8200/", found.command)]
+    assert len(commands) >= 5
+    for command in commands:
+        words = arguments(command)
+        (url,) = [word for word in words if ":8200/" in word]
+        request = json.loads(words[words.index("-d") + 1])
+        if "messages" in request:
+            request["max_tokens"] = 4
+        else:
+            request.setdefault("sampling_params", {})["max_new_tokens"] = 4
+        response = HTTP.post(f"{decode.url}/{url.partition(':8200/')[2]}", json=request, timeout=60)
+        assert response.status_code == 200, f"{command}: {response.text}"
+
+
+def test_documented_commands_work(decode: Server) -> None:
+    """`pdserve chat` and `pdserve bench` as documented, at this server and with few short requests."""
+    short = ("--requests", "2", "--warmup", "0", "--output-len", "2", "--concurrency", "2")
+    commands = [arguments(found.command) for found in documented_commands()]
+    benches = [words[2:] for words in commands if words[:2] == ["pdserve", "bench"] and "--rate" not in words]
+    chats = [words[4:] for words in commands if words[0] == "echo" and words[3:5] == ["pdserve", "chat"]]
+    assert (len(benches), len(chats)) == (2, 1)
+    for words in benches:
+        assert main(["bench", *words, "--url", decode.url, *short]) == 0
+    options, _ = make_parser().parse_known_args([*chats[0], "--url", decode.url])
+    answer = io.StringIO()
+    assert run_chat(read_chat_options(options, {}), io.StringIO(f"{QUESTIONS[0]}\n"), answer) == 0
+    assert "Paris" in answer.getvalue()

@@ -1,18 +1,26 @@
 """deploy/: commands of manifests and compose files parse, probes use existing routes, and ports and names agree."""
 
+import argparse
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from pdserve.configs.flags import given_flags
+from pdserve.configs.load import CONFIG_OF_ROLE, find_config_file, load_config
 from pdserve.server.cli import make_parser
 from pdserve.server.launch.store_options import read_store_options
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 HEALTH_ROUTES = ("/health", "/health_generate")
+KEY = {"PDSERVE_CLUSTER_KEY": "a key of more than sixteen characters"}
 
 
 # Any: YAML of a foreign schema
@@ -82,12 +90,79 @@ def test_only_prefill_reaches_the_kv_ports_of_decode() -> None:
 def test_kustomization_lists_all_manifests() -> None:
     (content,) = documents("kustomization.yaml")
     manifests = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(content["resources"]) == manifests
+    assert set(content["resources"]) == manifests - {"decode-lws.yaml"}, "it replaces decode.yaml"
 
 
-def test_observability_containers_mount_existing_files() -> None:
-    content = yaml.safe_load((ROOT / "deploy" / "docker-compose.observability.yml").read_text(encoding="utf-8"))
-    mounted = [volume.split(":")[0] for service in content["services"].values() for volume in service["volumes"]]
+@pytest.mark.parametrize("name", ["prefill.yaml", "decode.yaml", "decode-lws.yaml", "network-policy.yaml"])
+def test_manifests_follow_the_schemas_of_kubernetes(name: str) -> None:
+    version = kubernetes_validate.latest_version()
+    for document in documents(name):
+        if document["kind"] != "LeaderWorkerSet":
+            kubernetes_validate.validate(document, version, strict=True)
+            continue
+        for template in ("leaderTemplate", "workerTemplate"):
+            pod = document["spec"]["leaderWorkerTemplate"][template]
+            kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True)
+
+
+def test_machines_of_a_group_start_one_server() -> None:
+    group, service, _ = documents("decode-lws.yaml")
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert set(template) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    (leader,), (worker,) = (template[f"{who}Template"]["spec"]["containers"] for who in ("leader", "worker"))
+    assert leader["args"] == worker["args"]
+    for rank in ("0", "1"):
+        given = {"$(LWS_GROUP_SIZE)": str(template["size"]), "$(LWS_WORKER_INDEX)": rank, "$(POD_IP)": "10.0.0.1"}
+        words = [substituted(word, {**given, "$(LWS_LEADER_ADDRESS)": "decode-0.decode"}) for word in leader["args"]]
+        options, unknown = make_parser().parse_known_args(words)
+        assert unknown == []
+        config = load_config("decode", find_config_file(options.config), settings(options), KEY)
+        assert (config.nnodes, config.node_rank) == (template["size"], int(rank))
+        assert config.world_size == int(leader["resources"]["limits"]["nvidia.com/gpu"]) * config.nnodes
+    leader_labels = template["leaderTemplate"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= leader_labels.items()
+    assert not service["spec"]["selector"].items() <= template["workerTemplate"]["metadata"]["labels"].items()
+
+
+def substituted(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
+def settings(options: argparse.Namespace) -> dict[str, str | bool]:
+    return given_flags(options, CONFIG_OF_ROLE[options.command].model_fields)
+
+
+def test_servers_of_several_hosts_have_valid_settings() -> None:
+    content = yaml.safe_load((ROOT / "deploy" / "docker-compose.hosts.yml").read_text(encoding="utf-8"))
+    values = {"HOST_IP": "10.0.0.2", "FRONT_IP": "10.0.0.1", "PREFILL": "10.0.0.2:8998,10.0.0.4:8998"}
+    profiles = {name: service["profiles"] for name, service in content["services"].items()}
+    assert profiles == {
+        "prefill": ["prefill"],
+        "decode": ["decode"],
+        **{name: ["front"] for name in ("store", "router", "prometheus", "grafana")},
+    }
+    for role in ("prefill", "decode", "store"):
+        command = [
+            re.sub(r"\$\{(\w+):(?:\?|-([^}]*))\}", lambda found: values.get(found[1], found[2] or ""), word)
+            for word in content["services"][role]["command"]
+        ]
+        options, unknown = make_parser().parse_known_args(command)
+        assert (options.command, unknown) == (role, [])
+        if role in CONFIG_OF_ROLE:
+            config = load_config(options.command, find_config_file(options.config), settings(options), KEY)
+            assert config.public_host == values["HOST_IP"]
+            assert config.shutdown_timeout_s + 15 <= int(content["x-server"]["stop_grace_period"].removesuffix("s"))
+            assert config.port == int(content["services"][role]["environment"].get("HEALTH_PORT", 8200))
+
+
+@pytest.mark.parametrize("name", ["docker-compose.hosts.yml", "docker-compose.observability.yml"])
+def test_containers_mount_existing_files(name: str) -> None:
+    content = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))
+    mounted = [
+        volume.split(":")[0] for service in content["services"].values() for volume in service.get("volumes", ())
+    ]
     paths = [source for source in mounted if source.startswith("./")]
     assert paths
     assert [source for source in paths if not (ROOT / "deploy" / source).exists()] == []
@@ -102,6 +177,19 @@ def test_servers_of_the_store_example_name_its_etcd() -> None:
         assert (options.command, unknown) == (name.partition("-")[0], [])
         url = read_store_options(options).url if options.command == "store" else options.kv_store
         assert url == "etcd://etcd:2379"
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda13"])
+def test_lock_files_pin_every_dependency(extra: str) -> None:
+    lines = (ROOT / "deploy" / "locks" / f"{extra}.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in pins)
+    pinned = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = project["optional-dependencies"]
+    for text in (*project["dependencies"], *optional[extra], *optional["otel"]):
+        wanted = Requirement(text)
+        assert wanted.specifier.contains(pinned[canonicalize_name(wanted.name)]), text
 
 
 def test_release_workflow_builds_packages_and_image() -> None:

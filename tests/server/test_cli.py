@@ -12,6 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from pdserve.configs.errors import StartupError
+from pdserve.server.cli import main
 from pdserve.server.launch.pair import PAIR_FIELDS, check_ports, load_pair_config
 from pdserve.server.launch.up import server_environ
 from tests.cluster.servers import ForkedCommand
@@ -168,3 +169,12 @@ def test_up_reports_a_port_in_use_before_starting() -> None:
         )
         with pytest.raises(StartupError, match=f"port {port} on 0.0.0.0 is in use; choose another with --port"):
             check_ports(load_pair_config(None, {"port": str(port), "host": "0.0.0.0"}, {}))
+
+
+def test_closed_pipe_ends_a_command_without_a_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert main(["version"]) == 141
+    assert capfd.readouterr().err == ""

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from ....configs.schema import DispatchSetting, LocalPrefillSetting
+from ....configs.arithmetic import ceil_div
+from ....configs.schema import DecodeConfig, DispatchSetting, LocalPrefillSetting
 
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
@@ -35,3 +36,30 @@ class DecodeLimits:
     """Prompt tokens that a step computes, if this server computes prompts."""
     itl_target_s: float | None = None
     """Longest step with prompt tokens; 0 is no limit, None follows the time of a decode step."""
+
+    @classmethod
+    def of(
+        cls, config: DecodeConfig, *, max_running_requests: int, retract_pages: int, overlap: bool, max_step_tokens: int
+    ) -> "DecodeLimits":
+        """The limits of each engine of a server. What the ranks have chosen replaces the settings."""
+        return cls(
+            page_size=config.page_size,
+            max_running_requests=max_running_requests,
+            max_queued_requests=ceil_div(config.max_queued_requests, config.dp_size),
+            growth_tokens=config.growth_tokens,
+            retract_pages=retract_pages,
+            queue_timeout_s=config.queue_timeout_s,
+            prefill_wait_s=config.prefill_wait_s,
+            prefill_timeout_s=config.prefill_timeout_s,
+            request_timeout_s=config.request_timeout_s,
+            quarantine_s=config.quarantine_s,
+            verify_kv=config.verify_kv,
+            prefix_cache=config.prefix_cache,
+            hisparse=config.enable_hisparse,
+            stages=config.pp,
+            overlap=overlap,
+            dispatch=config.dispatch,
+            local_prefill=config.local_prefill,
+            max_step_tokens=max_step_tokens,
+            itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
+        )

@@ -47,7 +47,10 @@ def test_sampling_defaults_are_read_from_the_checkpoint(tmp_path: Path, caplog: 
 
 def test_sampling_defaults_are_neutral_without_a_recommendation(tmp_path: Path) -> None:
     assert read_default_sampling(locate_model(str(write_byte_model(tmp_path)))) == NEUTRAL_SAMPLING
-    assert read_default_sampling(locate_model("smollm2")) == NEUTRAL_SAMPLING
+
+
+def test_embedded_model_has_the_recommendation_of_its_authors() -> None:
+    assert read_default_sampling(locate_model("smollm2")) == SamplingParams(temperature=0.2, top_p=0.9)
 
 
 def test_invalid_recommendation_is_a_startup_error(tmp_path: Path) -> None:

@@ -1,0 +1,274 @@
+"""Compares what `pdserve plan` predicts with real servers on this machine: goodput of three loads on three ratios.
+
+    python -m benchmarks.plan_check
+    python -m benchmarks.plan_check --small                    # a tiny model with random weights, short runs
+    python -m benchmarks.plan_check --loads prefill --ratios 1:1,2:1 --requests 80
+
+A pair is measured first. Rates and bounds of the loads follow from its step times, so that each load keeps one side of
+a 1P:1D cluster busy for `--busy` of the time. Then each ratio is started, and gets the same requests at the same times
+as the simulation. With several decode servers, requests go to them in turn. On a machine with other load, use
+`--measure-again`: step times are measured again on the servers of each ratio, just before its runs.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.servers import free_port, running, wait_ready, write_model
+from pdserve.configs.errors import PdserveError
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.server.bench.client import BenchClient
+from pdserve.server.bench.options import BenchOptions
+from pdserve.server.bench.prompts import ModelLimits
+from pdserve.server.bench.summary import Goodput, summarize
+from pdserve.server.launch.pair import PairConfig
+from pdserve.server.launch.up import base_url
+from pdserve.server.plan.ratio.calibration import calibrate
+from pdserve.server.plan.ratio.command import measure_own_pair
+from pdserve.server.plan.ratio.load import Load, random_load
+from pdserve.server.plan.ratio.options import DEFAULT_RATIOS, Ratio, parse_ratios
+from pdserve.server.plan.ratio.pair import MeasuredPair, read_pair, write_pair
+from pdserve.server.plan.ratio.predict import NEARLY_BEST, Prediction, best_of, predict
+
+START_TIMEOUT_S = 600
+ALLOWED_ERROR = 0.15
+SHAPES = {"prefill": (384, 16), "balanced": (128, 48), "decode": (32, 96)}
+"""Prompt and output tokens of the loads."""
+BATCH = 8
+"""Running requests for which rates and bounds are chosen."""
+TINY_MODEL: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One load on one ratio."""
+
+    prediction: Prediction
+    measured: Goodput
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to the measured goodput."""
+        real = self.measured.requests_per_s
+        return abs(self.prediction.goodput.requests_per_s - real) / real if real else float("inf")
+
+
+def main() -> int:
+    options, screen = _parse(), Console(stderr=True, highlight=False)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.small:
+            write_model(Path(folder), TINY_MODEL)
+            options.model = folder
+        try:
+            pair = _measured_pair(options, screen)
+            benches = {name: _bench(name, pair, options) for name in options.loads}
+            loads = {name: random_load(bench, _limits(pair)) for name, bench in benches.items()}
+            cells: dict[tuple[str, Ratio], Cell] = {}
+            for ratio in options.ratios:
+                then, found = _run_ratio(ratio, pair, benches, loads, options, screen)
+                for name, measured in found.items():
+                    cells[name, ratio] = Cell(predict(then, loads[name], benches[name], ratio), measured)
+        except PdserveError as error:
+            screen.print(f"error: {error}", style="red", markup=False)
+            return 1
+    table, ok = _report(benches, options.ratios, cells)
+    Console(highlight=False, width=120).print(table)
+    if options.output is not None:
+        options.output.write_text(json.dumps(_document(pair, cells), indent=2))
+    return 0 if ok else 1
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="default: smollm2, the embedded model")
+    parser.add_argument("--small", action="store_true", help="a tiny model with random weights")
+    parser.add_argument("--loads", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
+    parser.add_argument("--ratios", type=parse_ratios, default=parse_ratios(DEFAULT_RATIOS), help=DEFAULT_RATIOS)
+    parser.add_argument("--requests", type=int, default=60, help="of each run (default: 60)")
+    parser.add_argument("--busy", type=float, default=1.2, help="load of the busier side of 1P:1D (default: 1.2)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool of each server (default: 32768)")
+    parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
+    parser.add_argument("--rates", type=Path, metavar="FILE", help="use step times of an earlier run")
+    parser.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured step times")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
+    options = parser.parse_args()
+    if unknown := set(options.loads) - SHAPES.keys():
+        parser.error(f"unknown loads: {', '.join(sorted(unknown))}")
+    return options
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    load_format = {"load_format": "dummy"} if options.small else {}
+    return {"model": options.model, "threads": options.threads, "kv_tokens": options.kv_tokens, **load_format}
+
+
+def _prefill(options: argparse.Namespace, **ports: int) -> PrefillConfig:
+    return PrefillConfig(**_settings(options), **ports, chunk_size=128 if options.small else None)
+
+
+def _measured_pair(options: argparse.Namespace, screen: Console) -> MeasuredPair:
+    if options.rates is not None:
+        return read_pair(options.rates)
+    config = PairConfig(_prefill(options), DecodeConfig(**_settings(options), local_prefill="never"))
+    pair = measure_own_pair(config, screen)
+    if options.save_rates is not None:
+        write_pair(options.save_rates, pair)
+    return pair
+
+
+def _limits(pair: MeasuredPair) -> ModelLimits:
+    return ModelLimits(pair.vocab_size, frozenset(), pair.context_length)
+
+
+def _bench(name: str, pair: MeasuredPair, options: argparse.Namespace) -> BenchOptions:
+    """A load that keeps the busier side of 1P:1D busy, with bounds that an idle cluster meets easily."""
+    input_len, output_len = SHAPES[name]
+    prompt_s = pair.times.prefill_s([(0, input_len)])
+    step_s = pair.times.decode_s([input_len + output_len // 2] * BATCH)
+    per_s = min(1 / prompt_s, BATCH / (output_len * step_s))
+    return BenchOptions(
+        requests=options.requests,
+        concurrency=None,
+        rate_per_s=options.busy * per_s,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=0.5,
+        seed=1,
+        slo_ttft_ms=1000 * (8 * prompt_s + 2 * step_s),
+        slo_itl_ms=1000 * 1.5 * step_s,
+    )
+
+
+def _run_ratio(
+    ratio: Ratio,
+    pair: MeasuredPair,
+    benches: dict[str, BenchOptions],
+    loads: dict[str, Load],
+    options: argparse.Namespace,
+    screen: Console,
+) -> tuple[MeasuredPair, dict[str, Goodput]]:
+    """Start the servers of a ratio and measure all loads. Returns the step times to predict them with, too."""
+    ports = [{"port": free_port(), "bootstrap_port": free_port()} for _ in range(ratio.prefills)]
+    prefills = [_prefill(options, **own) for own in ports]
+    addresses = tuple(f"127.0.0.1:{config.bootstrap_port}" for config in prefills)
+    decodes = [
+        DecodeConfig(**_settings(options), port=free_port(), prefill=addresses, local_prefill="never")
+        for _ in range(ratio.decodes)
+    ]
+    configs: list[AnyServerConfig] = [*prefills, *decodes]
+    servers = {f"{config.role} {config.port}": config for config in configs}
+    found = {}
+    with running(servers, screen) as children:
+        wait_ready(children, configs, START_TIMEOUT_S)
+        if options.measure_again:
+            urls = base_url(decodes[0]), base_url(prefills[0])
+            pair = asyncio.run(calibrate(*urls, screen, machine_cores=pair.machine_cores))
+        for name, load in loads.items():
+            screen.print(f"{ratio}, {name}: {load.description}")
+            found[name] = asyncio.run(_measure([base_url(config) for config in decodes], benches[name], load))
+            children.check()
+    return pair, found
+
+
+async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Goodput:
+    clients = [BenchClient(url, api_key=None, timeout_s=600) for url in urls]
+    sampling = {"temperature": 0, "ignore_eos": True}
+    started = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for number, arrival in enumerate(load.arrivals):
+                body = msgspec.json.encode(
+                    {
+                        "input_ids": arrival.prompt,
+                        "sampling_params": {**sampling, "max_new_tokens": arrival.output_tokens},
+                        "stream": True,
+                    }
+                )
+                await asyncio.sleep(max(0.0, started + arrival.at_s - time.perf_counter()))
+                client = clients[number % len(clients)]
+                tasks.append(group.create_task(client.generate(body, started, expected_tokens=arrival.output_tokens)))
+        duration_s = time.perf_counter() - started
+    finally:
+        for client in clients:
+            client.close()
+    assert bench.slo_ttft_ms is not None
+    assert bench.slo_itl_ms is not None
+    summary = summarize(
+        [task.result() for task in tasks],
+        duration_s,
+        slo_ttft_s=bench.slo_ttft_ms / 1000,
+        slo_itl_s=bench.slo_itl_ms / 1000,
+    )
+    assert summary.goodput is not None
+    return summary.goodput
+
+
+def _report(
+    benches: dict[str, BenchOptions], ratios: tuple[Ratio, ...], cells: dict[tuple[str, Ratio], Cell]
+) -> tuple[Table, bool]:
+    table = Table(title="goodput, requests a second within the bounds")
+    for column in ("load", "bounds, ms", "ratio", "predicted", "measured", "error", "limit", "best"):
+        table.add_column(
+            column, no_wrap=True, justify="right" if column in ("predicted", "measured", "error") else "left"
+        )
+    ok = True
+    for name, bench in benches.items():
+        best = best_of([cells[name, ratio].prediction for ratio in ratios]).ratio
+        most = max(cells[name, ratio].measured.good for ratio in ratios)
+        right = cells[name, best].measured.good >= NEARLY_BEST * most
+        ok = ok and right
+        for ratio in ratios:
+            cell = cells[name, ratio]
+            ok = ok and cell.error <= ALLOWED_ERROR
+            table.add_row(
+                f"{name}, {bench.input_len} in, {bench.output_len} out, {bench.rate_per_s:.2f} /s",
+                f"{bench.slo_ttft_ms:.0f}, {bench.slo_itl_ms:.0f}",
+                str(ratio),
+                f"{cell.prediction.goodput.requests_per_s:.3f} ({cell.prediction.goodput.share:.0%})",
+                f"{cell.measured.requests_per_s:.3f} ({cell.measured.share:.0%})",
+                f"{cell.error:.0%}",
+                cell.prediction.limit,
+                "" if ratio != best else "best" if right else "best, wrongly",
+            )
+    return table, ok
+
+
+def _document(pair: MeasuredPair, cells: dict[tuple[str, Ratio], Cell]) -> dict[str, Any]:
+    return {
+        "pair": msgspec.to_builtins(pair),
+        "cells": [
+            {"load": name, "ratio": str(ratio), "error": cell.error, **dataclasses.asdict(cell)}
+            for (name, ratio), cell in cells.items()
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

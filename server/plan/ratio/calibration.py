@@ -1,0 +1,199 @@
+"""Measures the step times of a running pair with a few requests, through its HTTP interface.
+
+Prompts of several lengths, one at a time, show the time of prefill steps, of transfers and of messages; batches of
+requests show the time of decode steps. Nothing else may use the two servers meanwhile.
+"""
+
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from ....configs.arithmetic import ceil_div
+from ....configs.errors import StartupError
+from ....scheduler.simulation.step_times import StepTimes
+from ...bench.client import BenchClient, RequestRecord
+from .fit import fit_nonnegative
+from .pair import MeasuredPair, server_of
+
+REPEATS = 3
+DECODE_STEPS = 24
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SHORT_PROMPT = 16
+INFO_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 300.0
+
+
+class Calibration:
+    """The measurements of one pair."""
+
+    def __init__(self, client: BenchClient, pair_info: "PairInfo", most_running: int, screen: Console) -> None:
+        self._client = client
+        self._info = pair_info
+        self._most_running = most_running
+        self._screen = screen
+        self._random = random.Random(0)
+        self._vocabulary = [token for token in range(pair_info.vocab_size) if token not in pair_info.special]
+
+    async def measure(self) -> StepTimes:
+        await self._send(SHORT_PROMPT, DECODE_STEPS)  # warm-up
+        samples = await self._prompts()
+        rows, seconds = [], []
+        for record in samples:
+            tokens = record.prompt_tokens
+            rows.append((ceil_div(tokens, self._info.chunk_size), tokens, tokens * tokens / 2))
+            seconds.append(record.timeline["prefill"])
+        prefill_step_s, prefill_token_s, prefill_pair_s = fit_nonnegative(rows, seconds)
+        last = [record.prompt_tokens % self._info.chunk_size or self._info.chunk_size for record in samples]
+        write_s, kv_token_s = fit_nonnegative(
+            [(1, tokens) for tokens in last], [record.timeline["transfer"] for record in samples]
+        )
+        steps, pair_s = await self._decode_steps()
+        return StepTimes(
+            prefill_token_s=prefill_token_s,
+            prefill_step_s=prefill_step_s,
+            prefill_pair_s=prefill_pair_s,
+            decode_steps=tuple(steps),
+            decode_pair_s=pair_s,
+            write_s=write_s,
+            kv_token_s=kv_token_s,
+            message_s=statistics.median(record.timeline["control"] for record in samples) / 2,
+            response_s=max(0.0, statistics.median(_outside_s(record) for record in samples)),
+        )
+
+    async def _prompts(self) -> list[RequestRecord]:
+        """Prompts of several lengths that prefill computed, one at a time."""
+        chunk = self._info.chunk_size
+        lengths = [SHORT_PROMPT, chunk // 4, chunk // 2, chunk, 2 * chunk]
+        records: list[RequestRecord] = []
+        for length in sorted({max(1, min(length, self._info.max_total_tokens - DECODE_STEPS)) for length in lengths}):
+            records += [await self._send(length, 2) for _ in range(REPEATS)]
+            spent = statistics.median(record.timeline["prefill"] for record in records[-REPEATS:])
+            self._screen.print(f"prompt of {length:,} tokens: {1000 * spent:.1f} ms")
+        remote = [record for record in records if record.timeline["transfer"] > 0]
+        if len({record.prompt_tokens for record in remote}) < 2:
+            raise StartupError("decode computes most prompts itself: measure a pair with --local-prefill never")
+        return _medians(remote)
+
+    async def _decode_steps(self) -> tuple[list[tuple[int, float]], float]:
+        """Times of batches of short contexts, and the time per request and token of context."""
+        steps: list[tuple[int, float]] = []
+        context = SHORT_PROMPT + DECODE_STEPS
+        for size in BATCHES:
+            if size <= self._most_running:
+                step_s = await self._batch_step_s(size, SHORT_PROMPT)
+                steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
+                self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
+        # one request: of several long prompts, the first would end before the last is computed
+        prompt = min(2 * self._info.chunk_size, self._info.max_total_tokens - DECODE_STEPS)
+        long_s = await self._batch_step_s(1, prompt)
+        self._screen.print(f"decode step with a context of {prompt:,} tokens: {1000 * long_s:.1f} ms")
+        pair_s = max(0.0, long_s - steps[0][1]) / max(1, prompt - SHORT_PROMPT)
+        return [(count, max(0.0, seconds - pair_s * count * context)) for count, seconds in steps], pair_s
+
+    async def _batch_step_s(self, size: int, prompt: int) -> float:
+        """The time of a step while `size` requests run: between the first token of the last one and the end of the
+        first one.
+        """
+        records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
+        begin = max(record.started_s + record.arrivals[0][0] for record in records)
+        end = min(record.started_s + record.arrivals[-1][0] for record in records)
+        steps: list[float] = []
+        for record in records:
+            times = [record.started_s + at_s for at_s, _ in record.arrivals]
+            inside = [time for time in times if begin <= time <= end]
+            steps += [later - earlier for earlier, later in itertools.pairwise(inside)]
+        if not steps:  # the first has ended before the last began: take what there is
+            steps = [gap for record in records for gap in record.itl_s]
+        return statistics.median(steps)
+
+    async def _send(self, prompt: int, output: int) -> RequestRecord:
+        sampling = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
+        tokens = self._random.choices(self._vocabulary, k=prompt)
+        body = msgspec.json.encode({"input_ids": tokens, "sampling_params": sampling, "stream": True})
+        record = await self._client.generate(body, 0.0, expected_tokens=output)
+        if not record.ok:
+            raise StartupError(f"a request of the calibration failed: {record.failure}: {record.detail}")
+        return record
+
+
+class PairInfo(msgspec.Struct):
+    """What the calibration needs to know about a pair."""
+
+    chunk_size: int
+    max_total_tokens: int
+    vocab_size: int
+    special: frozenset[int]
+
+
+async def calibrate(
+    url: str, prefill_url: str, screen: Console, *, api_key: str | None = None, machine_cores: int | None = None
+) -> MeasuredPair:
+    """Measure a running pair. Raises StartupError if a server does not respond, or computes with other settings than
+    the simulation has.
+    """
+    decode_info, model_info = await _get(url, "server_info", api_key), await _get(url, "model_info", api_key)
+    prefill_info = await _get(prefill_url, "server_info", api_key)
+    for info, role, where in ((decode_info, "decode", url), (prefill_info, "prefill", prefill_url)):
+        if info["disaggregation_mode"] != role:
+            raise StartupError(f"{where} is not a {role} server")
+    decode, prefill = server_of(decode_info), server_of(prefill_info)
+    pair_info = PairInfo(
+        chunk_size=prefill.settings["chunk_size"],
+        max_total_tokens=min(decode_info["pool"]["max_total_tokens"], prefill_info["pool"]["max_total_tokens"]),
+        vocab_size=model_info["vocab_size"],
+        special=frozenset(model_info["eos_token_ids"]),
+    )
+    client = BenchClient(url, api_key=api_key, timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        measured = Calibration(client, pair_info, decode.settings["max_running_requests"], screen)
+        times = await measured.measure()
+    finally:
+        client.close()
+    device = str(decode_info["ranks"][0]["device"])
+    threads = decode_info["config"]["threads"]
+    return MeasuredPair(
+        model=decode_info["served_model_name"],
+        device="cpu" if device == "cpu" else device.partition(":")[0],
+        context_length=pair_info.max_total_tokens,
+        vocab_size=pair_info.vocab_size,
+        prefill=prefill,
+        decode=decode,
+        step_cores=min(threads or machine_cores or 1, machine_cores or threads or 1),
+        machine_cores=machine_cores,
+        times=times,
+    )
+
+
+async def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
+            response = (await http.get(f"{url}/{route}")).raise_for_status()
+            return dict(response.json())
+    except (httpx.HTTPError, ValueError) as error:
+        raise StartupError(f"{url}/{route}: {error}") from None
+
+
+def _outside_s(record: RequestRecord) -> float:
+    """Time to first token that is in no stage of the server: HTTP, tokenizer, client."""
+    stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in ("decode", "admit", "retracted"))
+    return (record.ttft_s or 0.0) - stages
+
+
+def _medians(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Of each length, the request with the median time on prefill."""
+    by_length: dict[int, list[RequestRecord]] = {}
+    for record in records:
+        by_length.setdefault(record.prompt_tokens, []).append(record)
+    found = []
+    for same in by_length.values():
+        same.sort(key=lambda record: record.timeline["prefill"])
+        found.append(same[len(same) // 2])
+    return found

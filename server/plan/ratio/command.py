@@ -1,0 +1,130 @@
+"""`pdserve plan` for a load: measures a pair or reads its step times, simulates each ratio, names the best."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import socket
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from ....configs.errors import StartupError
+from ...bench.prompts import ModelLimits
+from ...bench.summary import Distribution
+from ...launch.children import ChildEndedError
+from ...launch.pair import PairConfig
+from ...launch.up import NotReadyError, base_url, running_pair
+from .calibration import calibrate
+from .load import Load, random_load, read_trace
+from .options import RatioOptions
+from .pair import MeasuredPair, read_pair, write_pair
+from .predict import Prediction, best_of, predict
+
+
+def run_ratio_plan(options: RatioOptions) -> int:
+    screen = Console(stderr=True, highlight=False)
+    pair = _pair(options, screen)
+    if options.cores is not None:
+        pair = msgspec.structs.replace(pair, machine_cores=options.cores or None)
+    load = make_load(options, pair)
+    predictions = [predict(pair, load, options.bench, ratio) for ratio in options.ratios]
+    print(_as_json(pair, load, predictions) if options.as_json else _as_text(pair, load, options, predictions))
+    return 0
+
+
+def make_load(options: RatioOptions, pair: MeasuredPair) -> Load:
+    if options.trace is not None:
+        return read_trace(
+            options.trace, most=options.bench.requests, speed=options.speed, max_total_tokens=pair.context_length
+        )
+    limits = ModelLimits(pair.vocab_size, frozenset(), pair.context_length)
+    return random_load(options.bench, limits)
+
+
+def _pair(options: RatioOptions, screen: Console) -> MeasuredPair:
+    if options.rates is not None:
+        return read_pair(options.rates)
+    if options.prefill_url is not None:
+        measured = asyncio.run(calibrate(options.bench.url, options.prefill_url, screen, api_key=options.bench.api_key))
+    else:
+        assert options.pair is not None, "checked with the flags"
+        measured = measure_own_pair(options.pair, screen)
+    if options.save_rates is not None:
+        write_pair(options.save_rates, measured)
+    return measured
+
+
+def measure_own_pair(config: PairConfig, screen: Console) -> MeasuredPair:
+    """Start a pair on free ports, measure it, and end it. Prefill computes all prompts meanwhile."""
+    free = {role: _free_ports() for role in ("prefill", "decode")}
+    prefill = config.prefill.model_copy(update={"port": free["prefill"][0], "bootstrap_port": free["prefill"][1]})
+    decode = config.decode.model_copy(
+        update={
+            "port": free["decode"][0],
+            "prefill": (f"127.0.0.1:{prefill.bootstrap_port}",),
+            "local_prefill": "never",
+        }
+    )
+    screen.print("starting a prefill and a decode server to measure them")
+    try:
+        with running_pair(PairConfig(prefill, decode), screen) as pair:
+            pair.wait_ready()
+            key = decode.api_key.get_secret_value() if decode.api_key is not None else None
+            cores = len(os.sched_getaffinity(0))
+            measured = asyncio.run(calibrate(pair.url, base_url(prefill), screen, api_key=key, machine_cores=cores))
+    except (ChildEndedError, NotReadyError) as error:
+        raise StartupError(str(error)) from None
+    if measured.device != "cpu":
+        measured = msgspec.structs.replace(measured, machine_cores=None)
+    settings = {**measured.decode.settings, "local_prefill": config.decode.local_prefill}
+    return msgspec.structs.replace(measured, decode=msgspec.structs.replace(measured.decode, settings=settings))
+
+
+def _free_ports() -> tuple[int, int]:
+    """Two ports that are free now."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+def _as_json(pair: MeasuredPair, load: Load, predictions: list[Prediction]) -> str:
+    document: dict[str, Any] = {
+        "load": load.description,
+        "best": str(best_of(predictions).ratio),
+        "ratios": [{**dataclasses.asdict(found), "ratio": str(found.ratio)} for found in predictions],
+        "pair": msgspec.to_builtins(pair),
+    }
+    return json.dumps(document, indent=2)
+
+
+def _as_text(pair: MeasuredPair, load: Load, options: RatioOptions, predictions: list[Prediction]) -> str:
+    shared = f", all on {pair.machine_cores} cores" if pair.machine_cores is not None else ""
+    bounds = {"first token": options.bench.slo_ttft_ms, "between tokens": options.bench.slo_itl_ms}
+    within = " and ".join(f"{what} within {ms:g} ms" for what, ms in bounds.items() if ms is not None)
+    lines = [f"{pair.model} on {pair.device}{shared}; {load.description}", f"goodput: {within}", ""]
+    rows = [("", "goodput", "of all", "TTFT p50", "p95", "TPOT p50", "p95", "prefill", "decode", "limit")]
+    rows += [
+        (
+            str(found.ratio),
+            f"{found.goodput.requests_per_s:.2f} /s",
+            f"{found.goodput.share:.0%}",
+            *_milliseconds(found.summary.ttft_s),
+            *_milliseconds(found.summary.tpot_s),
+            f"{found.prefill_busy:.0%} busy",
+            f"{found.decode_busy:.0%} busy",
+            found.limit,
+        )
+        for found in predictions
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    best = best_of(predictions)
+    lines += ["", f"best: {best.ratio}, {best.goodput.requests_per_s:.2f} requests a second within the bounds"]
+    if failed := {reason for found in predictions for reason in found.summary.failures}:
+        lines.append(f"some requests failed: {', '.join(sorted(failed))}")
+    return "\n".join(lines)
+
+
+def _milliseconds(found: Distribution | None) -> tuple[str, str]:
+    return ("-", "-") if found is None else (f"{1000 * found.p50:.0f} ms", f"{1000 * found.p95:.0f} ms")

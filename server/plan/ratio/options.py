@@ -1,0 +1,138 @@
+"""The flags of `pdserve plan` for a load: which ratio of prefill to decode servers. Light: every command imports it."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....configs.errors import StartupError
+from ....configs.flags import add_flags, given_flags
+from ....configs.load import secrets_in
+from ...bench.options import BenchOptions, positive, share, whole_number
+from ...launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+
+DEFAULT_RATIOS = "1:1,2:1,1:2"
+MOST_SERVERS = 64
+MEASURED_SETTINGS = ("device", "threads", "chunk_size", "max_step_tokens", "load_format")
+"""Settings of the measured pair, besides those that the sizes of a decode server depend on."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Prefill and decode servers."""
+
+    prefills: int
+    decodes: int
+
+    def __str__(self) -> str:
+        return f"{self.prefills}P:{self.decodes}D"
+
+
+@dataclass(frozen=True)
+class RatioOptions:
+    """A load, the ratios to compare, and where the step times come from: `rates`, a running pair, or one to start."""
+
+    bench: BenchOptions
+    trace: Path | None
+    speed: float
+    ratios: tuple[Ratio, ...]
+    rates: Path | None
+    save_rates: Path | None
+    prefill_url: str | None
+    cores: int | None
+    pair: PairConfig | None
+    as_json: bool
+
+
+def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
+    default = BenchOptions()
+    load = parser.add_argument_group("load: predicts its goodput for each ratio of prefill to decode servers")
+    load.add_argument("--trace", type=Path, metavar="FILE", help="requests, as .jsonl (Mooncake) or .csv (Azure)")
+    load.add_argument("--speed", type=positive, default=1.0, metavar="X", help="play the trace X times as fast")
+    load.add_argument("--input-len", type=whole_number(1), metavar="N", help="instead of a trace: prompt tokens")
+    load.add_argument("--output-len", type=whole_number(1), default=128, metavar="N", help="default: %(default)s")
+    load.add_argument("--range-ratio", type=share, default=0.0, metavar="X", help="lengths vary by this share")
+    load.add_argument("--prefix-len", type=whole_number(0), default=0, metavar="N", help="tokens all prompts share")
+    load.add_argument("--rate", type=positive, metavar="R", help="requests a second (Poisson)")
+    load.add_argument("--requests", type=whole_number(1), default=200, metavar="N", help="most requests to simulate")
+    load.add_argument("--seed", type=whole_number(0), default=default.seed, metavar="N", help="default: %(default)s")
+    bound = "bound on the time to first token"
+    load.add_argument("--slo-ttft-ms", "--slo-ttft", type=positive, metavar="MS", help=bound)
+    bound = "bound on a request's mean time between tokens"
+    load.add_argument("--slo-itl-ms", "--slo-itl", type=positive, metavar="MS", help=bound)
+    load.add_argument("--ratios", default=DEFAULT_RATIOS, metavar="P:D,...", help="default: %(default)s")
+
+    rates = parser.add_argument_group("step times: from a file, of a running pair, or of a pair that is started here")
+    rates.add_argument("--rates", type=Path, metavar="FILE", help="read them from this file")
+    rates.add_argument("--save-rates", type=Path, metavar="FILE", help="write what was measured")
+    rates.add_argument("--url", metavar="URL", help="measure this running decode server ...")
+    rates.add_argument("--prefill-url", metavar="URL", help="... and this prefill server, both idle")
+    cores = "all servers share a machine of N cores; 0: each has a device of its own (default: as measured)"
+    rates.add_argument("--cores", type=whole_number(0), metavar="N", help=cores)
+    add_flags(parser.add_argument_group("settings of the pair that is started"), PAIR_FIELDS, MEASURED_SETTINGS)
+
+
+def plans_load(given: argparse.Namespace) -> bool:
+    """Whether the flags name a load; otherwise sizes are planned."""
+    return given.trace is not None or given.input_len is not None
+
+
+def read_ratio_options(
+    given: argparse.Namespace, environ: Mapping[str, str], decode_settings: tuple[str, ...]
+) -> RatioOptions:
+    """`decode_settings` are further settings that a pair is started with. Raises StartupError for a combination that
+    makes no sense.
+    """
+    if given.trace is not None and given.input_len is not None:
+        raise StartupError("--trace and --input-len: give one of them")
+    if given.input_len is not None and given.rate is None:
+        raise StartupError("--input-len needs --rate R, in requests a second")
+    if given.slo_ttft_ms is given.slo_itl_ms is None:
+        raise StartupError("goodput needs --slo-ttft-ms or --slo-itl-ms, or both")
+    if (given.url is None) != (given.prefill_url is None):
+        raise StartupError("--url and --prefill-url: a pair has both")
+    if given.rates is not None and (given.url is not None or given.save_rates is not None):
+        raise StartupError("--rates reads step times: --url and --save-rates are for measuring them")
+    pair = None
+    if given.rates is None and given.url is None:
+        pair = load_pair_config(None, given_flags(given, (*decode_settings, *MEASURED_SETTINGS)), environ)
+    default = BenchOptions()
+    return RatioOptions(
+        bench=BenchOptions(
+            url=(given.url or default.url).rstrip("/"),
+            requests=given.requests,
+            concurrency=None,
+            rate_per_s=given.rate,
+            input_len=given.input_len or 1,
+            output_len=given.output_len,
+            range_ratio=given.range_ratio,
+            prefix_len=given.prefix_len,
+            seed=given.seed,
+            slo_ttft_ms=given.slo_ttft_ms,
+            slo_itl_ms=given.slo_itl_ms,
+            api_key=secrets_in(environ).get("api_key"),
+        ),
+        trace=given.trace,
+        speed=given.speed,
+        ratios=parse_ratios(given.ratios),
+        rates=given.rates,
+        save_rates=given.save_rates,
+        prefill_url=None if given.prefill_url is None else given.prefill_url.rstrip("/"),
+        cores=given.cores,
+        pair=pair,
+        as_json=given.json,
+    )
+
+
+def parse_ratios(text: str) -> tuple[Ratio, ...]:
+    """`1:1,2:1`; raises StartupError."""
+    ratios = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([1-9][0-9]?)[pP]?:([1-9][0-9]?)[dD]?\s*", part)
+        if found is None or int(found[1]) + int(found[2]) > MOST_SERVERS:
+            raise StartupError(
+                f"--ratios {text!r}: give prefill:decode servers, as {DEFAULT_RATIOS}, at most {MOST_SERVERS} in all"
+            )
+        ratios.append(Ratio(int(found[1]), int(found[2])))
+    return tuple(dict.fromkeys(ratios))

@@ -99,5 +99,5 @@ class FrontendLink:
                 payload = self._socket.recv(zmq.NOBLOCK)
                 try:
                     self._on_message(self._decoder.decode(payload))
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     log.error("cannot decode a message of the frontend: %s", error)

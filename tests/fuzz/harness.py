@@ -19,7 +19,9 @@ CHECKS = 12
 SHARE_S = 60 * float(os.environ.get("PDSERVE_FUZZ_MINUTES", "0")) / CHECKS
 EXAMPLES = 500 if SHARE_S else 30
 NUMBERS = (-1, 0, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
-ODD = st.sampled_from([*NUMBERS, 0.5, 1e308, None, True, "", "x", "\0", b"", [], {}, [[]], [None], {"": None}])
+ODD: st.SearchStrategy[Any] = st.sampled_from(
+    [*NUMBERS, 0.5, 1e308, None, True, "", "x", "\0", b"", [], {}, [[]], [None], {"": None}]
+)
 
 T = TypeVar("T")
 

@@ -83,6 +83,18 @@ faults: setup ## every fault in every state of a request, as a table; about an h
 soak: setup ## random traffic with random faults for MINUTES, 60 unless given; SEED=n replays the same faults
 	@$(FAULTS).soak --minutes $(or $(MINUTES),60) --seed $(or $(SEED),0) $(ARGS)
 
+.PHONY: overload
+overload: setup ## 20 times more clients than slots: goodput, waits and Retry-After; about eight minutes
+	@$(FAULTS).overload $(ARGS)
+
+.PHONY: fuzz
+fuzz: setup ## random and broken input for MINUTES, 10 unless given; failures are kept in .hypothesis
+	@PDSERVE_FUZZ_MINUTES=$(or $(MINUTES),10) $(PYTEST) tests/fuzz $(ARGS)
+
+.PHONY: test-upgrade
+test-upgrade: setup ## replace servers one by one by those of BASE, an older tag or commit, and back, under load
+	@PDSERVE_UPGRADE=$(or $(BASE),auto) $(PYTEST) tests/upgrade $(ARGS)
+
 .PHONY: test-clients
 test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
 	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients

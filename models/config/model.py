@@ -14,7 +14,7 @@ import numpy as np
 
 from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
-from ..formats.json_fields import Json, integer, number, read_json
+from ..formats.json_fields import Json, integer, number, read_json, unusable_values
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .mla import MlaConfig, read_mla_config
 from .moe import MoeConfig, grouped_moe_layers, read_grouped_moe, read_softmax_moe, softmax_moe_layers
@@ -180,10 +180,11 @@ def read_hf_config(directory: Path) -> ModelConfig:
 def read_config_file(path: Path) -> ModelConfig:
     """Parse a config.json, and the generation_config.json beside it, if there is one; raises StartupError."""
     raw = read_json(path)
-    architecture = _hf_architecture(path, raw)
-    if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
-        return _latent_config(path, raw, architecture)
-    return _dense_config(path, raw, architecture)
+    with unusable_values(path):
+        architecture = _hf_architecture(path, raw)
+        if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
+            return _latent_config(path, raw, architecture)
+        return _dense_config(path, raw, architecture)
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:

@@ -1,6 +1,8 @@
 """Reads fields of a JSON file with checks. No torch."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,20 @@ def read_json(path: Path) -> Json:
     """The JSON object in a file; raises StartupError if there is none."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise StartupError(f"{path}: expected a JSON object")
     return value
+
+
+@contextlib.contextmanager
+def unusable_values(path: Path) -> Iterator[None]:
+    """Raises StartupError where the block fails because a value has a type or size that no check has refused."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise StartupError(f"{path}: a field has a value that cannot be used: {error}") from error
 
 
 def integer(path: Path, raw: Json, key: str, default: int | None = None, *, least: int = 1) -> int:

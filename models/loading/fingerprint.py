@@ -9,8 +9,9 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO
 
+import msgspec
 import xxhash
 
 from ...configs.errors import StartupError
@@ -20,6 +21,19 @@ from .catalog import ModelSource, safetensors_files
 
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+
+_MAX_TENSOR_BYTES = 1 << 50
+
+_Offset = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[_Offset, _Offset]
+
 
 TensorRecord = tuple[str, list[int], str, bytes]
 
@@ -63,13 +77,15 @@ def _file_records(path: Path, file: BinaryIO) -> Iterator[TensorRecord]:
     if header_bytes > _MAX_HEADER_BYTES:
         raise StartupError(f"model {path}: not a safetensors file (a header of {header_bytes} bytes)")
     try:
-        header = json.loads(file.read(header_bytes))
-    except ValueError as error:
+        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        entries = msgspec.convert(header, dict[str, _Entry])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StartupError(f"model {path}: the safetensors header is damaged: {error}") from error
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        start, end = entry["data_offsets"]
+    for name, entry in entries.items():
+        start, end = entry.data_offsets
+        if not start <= end <= _MAX_TENSOR_BYTES:
+            raise StartupError(f"model {path}: the safetensors header is damaged: {name} is at {start} to {end}")
         middle = (start + end) // 2
         file.seek(8 + header_bytes + middle)
-        yield name, entry["shape"], entry["dtype"], file.read(min(_SAMPLE_BYTES, end - middle))
+        yield name, entry.shape, entry.dtype, file.read(min(_SAMPLE_BYTES, end - middle))

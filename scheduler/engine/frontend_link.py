@@ -21,6 +21,8 @@ from ..messages.frontend import Status, ToFrontend, ToLeader
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.25
+LINGER_MS = 1000
+"""How long close() waits for the frontend to read."""
 
 
 class FrontendLink:
@@ -39,7 +41,7 @@ class FrontendLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(address)
         self._lock = threading.Lock()
         self._closing = os.eventfd(0)
@@ -57,11 +59,18 @@ class FrontendLink:
             self._socket.send(self._encoder.encode(messages))
             self._receive()  # the descriptor signals an arrival once, and a send may consume the signal
 
+    def lost(self) -> None:
+        """The frontend has exited: close() drops what is queued instead of waiting for a reader."""
+        with self._lock:
+            if not self._closed:
+                self._socket.setsockopt(zmq.LINGER, 0)
+
     def close(self) -> None:
         """Send what is queued, then end the thread. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
         os.eventfd_write(self._closing, 1)
         self._thread.join()
         os.close(self._closing)
@@ -90,5 +99,5 @@ class FrontendLink:
                 payload = self._socket.recv(zmq.NOBLOCK)
                 try:
                     self._on_message(self._decoder.decode(payload))
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     log.error("cannot decode a message of the frontend: %s", error)

@@ -34,6 +34,7 @@ from ...transfer.control.decode import UNPAIRED_S, DecodeControl
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.control.session import Timing
 from ...transfer.control.thread import Control
+from ...transfer.mooncake.library import prepare_environment
 from ...transfer.mooncake.transports import describe_transport_mismatch
 from ...transfer.plan.pairing import check_pair
 from ...transfer.plan.ring import StagingRing
@@ -75,9 +76,10 @@ def main() -> int:
     introduction = json.loads(sys.stdin.buffer.readline())
     config = parse_config(introduction["config"])
     configure_logging(config.log_level, config.role, config.log_format)
+    prepare_environment(config.ib_gid_index)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    threading.Thread(target=_watch_frontend, args=(inbox,), name="frontend-watch", daemon=True).start()
     frontend = FrontendLink(introduction["frontend"], inbox.put)
+    threading.Thread(target=_watch_frontend, args=(inbox, frontend), name="frontend-watch", daemon=True).start()
     status, all_ended = 0, False
     try:
         all_ended = Leader(config, frontend, inbox).serve()
@@ -95,10 +97,11 @@ def main() -> int:
     return status
 
 
-def _watch_frontend(inbox: "queue.SimpleQueue[object]") -> NoReturn:
+def _watch_frontend(inbox: "queue.SimpleQueue[object]", frontend: FrontendLink) -> NoReturn:
     """Exit when the frontend exits: stop the loop, and exit anyway if it does not react (long step, start-up)."""
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
         pass
+    frontend.lost()
     inbox.put(Stop(drain_s=0))
     time.sleep(ORPHAN_GRACE_S)
     os._exit(1)

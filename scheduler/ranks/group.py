@@ -360,7 +360,7 @@ class _Hub:
             self._unknown_peers.introduced(int(identity.get(zmq.SRCFD)))
         try:
             report = self._decoder.decode(payloads[0].buffer)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._on_report(RankFailed(rank, f"the link to rank {rank} failed: {error}"))
             return
         self._heard[report.rank] = time.monotonic()

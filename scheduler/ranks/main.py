@@ -26,6 +26,7 @@ from ...configs.logs import configure_logging
 from ...models.loading.catalog import locate_model
 from ...transfer.control.curve import ClusterKeys
 from ...transfer.control.wakeup import ConnectionMonitor
+from ...transfer.mooncake.library import prepare_environment
 from ..messages.ranks import (
     ComputeCommand,
     LeaderAlive,
@@ -144,6 +145,7 @@ def main() -> int:
     introduction = json.loads(sys.stdin.buffer.readline())
     config, rank = parse_config(introduction["config"]), int(introduction["rank"])
     configure_logging(config.log_level, f"{config.role} rank {rank}", config.log_format)
+    prepare_environment(config.ib_gid_index)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
     link = LeaderLink(introduction["leader"], rank, keys)

@@ -376,7 +376,7 @@ class LeaderClient:
     def _receive(self, payload: bytes) -> None:
         try:
             batch = self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.error("message from the leader cannot be decoded: %s", error)
             return
         for message in batch:

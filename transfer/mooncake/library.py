@@ -1,7 +1,12 @@
 """Loads the Mooncake wheel: sets its environment, silences its log, and declares the part of its API that we use.
 
-Mooncake reads its settings from MC_* variables, at import and at the first engine. Only this module sets them: wrong
-values are dangerous, see FORBIDDEN. The wheel is imported on first use; a leader that moves no KV never loads it.
+Mooncake reads its settings from MC_* variables, at import, at every engine and at every write. Only this module sets
+them: wrong values are dangerous, see FORBIDDEN. The wheel is imported on first use; a leader that moves no KV never
+loads it.
+
+glibc frees the table of variables when a new name needs more room. A thread of native code that reads a variable at
+that moment (Mooncake, oneDNN) crashes the process. So processes with engines set all names at their start, before other
+threads run (`prepare_environment`). Engines then only change values.
 
 Mooncake logs through glog, directly to file descriptor 2, one or more lines per failed write; even at its highest level
 it logs spurious errors. A filter on fd 2 would lose tracebacks and faulthandler output of a crash, so the log is
@@ -100,6 +105,28 @@ class _EngineModule(Protocol):
 
 _lock = threading.Lock()
 _module: _EngineModule | None = None
+_prepared = False
+
+
+def prepare_environment(gid_index: int | None = None) -> None:
+    """Set the variables of engines. Call it before the process has other threads; later calls have no effect.
+
+    `gid_index` is the entry of the GID tables of HCAs, which Mooncake reads once per process.
+    """
+    global _prepared
+    if _prepared:
+        return
+    _prepared = True
+    for name in FORBIDDEN:
+        if os.environ.pop(name, None) is not None:
+            log.warning("%s is set in the environment and does not work with pdserve: ignored", name)
+    os.environ.update(SETTINGS)
+    os.environ[_PROGRESS_VARIABLE] = str(SENDER_TIMEOUT_S)
+    if gid_index is not None:
+        os.environ[GID_INDEX_VARIABLE] = str(gid_index)
+    for name in _TRANSPORT_VARIABLES.values():  # makes room for all of them
+        os.environ[name] = "1"
+    _choose_transport("tcp")
 
 
 def create_engine(
@@ -112,14 +139,15 @@ def create_engine(
 ) -> MooncakeEngine:
     """A new, initialised engine. Must not be used across fork. Raises StartupError if there is no usable wheel.
 
-    `devices` are the HCAs an RDMA engine may use (default: all) and `gid_index` the entry of their GID tables, which
-    Mooncake reads once per process.
+    `devices` are the HCAs an RDMA engine may use (default: all); `gid_index` is as for `prepare_environment`.
     """
     with _lock:
-        module = _load(transport)
-        os.environ[_PROGRESS_VARIABLE] = str(SENDER_TIMEOUT_S if sends else PROGRESS_TIMEOUT_S)
+        prepare_environment(gid_index)
+        _choose_transport(transport)
+        _set_value(_PROGRESS_VARIABLE, str(SENDER_TIMEOUT_S if sends else PROGRESS_TIMEOUT_S))
         if transport == "rdma" and gid_index is not None:
-            os.environ[GID_INDEX_VARIABLE] = str(gid_index)
+            _set_value(GID_INDEX_VARIABLE, str(gid_index))
+        module = _load()
         engine = module.TransferEngine()
         # Mooncake ignores the port and the protocol argument; "P2PHANDSHAKE" means no metadata server.
         status = engine.initialize(
@@ -133,15 +161,21 @@ def create_engine(
     return engine
 
 
-def _load(transport: Transport) -> _EngineModule:
+def _choose_transport(transport: Transport) -> None:
+    """Mooncake looks which of these variables exist."""
+    for other, name in _TRANSPORT_VARIABLES.items():
+        if other != transport:
+            os.environ.pop(name, None)
+    _set_value(_TRANSPORT_VARIABLES[transport], "1")
+
+
+def _set_value(name: str, value: str) -> None:
+    if os.environ.get(name) != value:
+        os.environ[name] = value
+
+
+def _load() -> _EngineModule:
     global _module
-    os.environ.update(SETTINGS)
-    for name in _TRANSPORT_VARIABLES.values():
-        os.environ.pop(name, None)
-    os.environ[_TRANSPORT_VARIABLES[transport]] = "1"
-    for name in FORBIDDEN:
-        if os.environ.pop(name, None) is not None:
-            log.warning("%s is set in the environment and does not work with pdserve: ignored", name)
     if _module is None:
         _module = _import_engine()
         if "MC_LOG_LEVEL" not in os.environ:

@@ -4,7 +4,9 @@ import collections
 from collections.abc import Collection
 
 MEASURED_S = 30.0
-"""The rate is measured over this time, or since the queue was empty."""
+"""The rate is measured over this much time in which prompts waited."""
+CARRIED_S = 5.0
+"""What a new queue takes over from the last one: a burst fills the queue before anything moves."""
 SHORTEST_S = 1.0
 """Shortest time to compute a rate from: less would measure a burst."""
 
@@ -28,14 +30,15 @@ class QueuePace:
     def __init__(self) -> None:
         self._busy: dict[str | None, _Busy] = {}
         self._served: collections.deque[float] = collections.deque()
+        """On a clock that runs while prompts wait."""
         self._waiting_since: float | None = None
+        self._carried_s = 0.0
 
     def note(self, queued: int, busy: Collection[str | None], now: float) -> None:
         """`queued` prompts are left in the queue; at the endpoints in `busy`, because prefill servers take no more."""
         if not queued:
             self._busy.clear()
-            self._served.clear()
-            self._waiting_since = None
+            self._end_wait(now)
             return
         if self._waiting_since is None:
             self._waiting_since = now
@@ -57,15 +60,34 @@ class QueuePace:
     def served(self, now: float) -> None:
         """The KV of a prompt has arrived."""
         if self._waiting_since is not None:
-            self._served.append(now)
+            self._served.append(self._waited_s(now))
 
     def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
         """Expected wait of a prompt behind `queued` others, `most_s` at most."""
         if self._waiting_since is None:
             return 0.0
-        begin = max(self._waiting_since, now - MEASURED_S)
+        waited_s = self._waited_s(now)
+        begin = max(0.0, waited_s - MEASURED_S)
+        self._forget_before(begin)
+        measured_s = waited_s - begin
+        if not self._served:  # the first may be served now
+            return min(most_s, max(SHORTEST_S, queued * measured_s))
+        return min(most_s, queued * max(SHORTEST_S, measured_s) / len(self._served))
+
+    def _waited_s(self, now: float) -> float:
+        return self._carried_s + (now - self._waiting_since if self._waiting_since is not None else 0.0)
+
+    def _end_wait(self, now: float) -> None:
+        """The queue is empty. Keep the last CARRIED_S."""
+        if self._waiting_since is None:
+            return
+        waited_s = self._waited_s(now)
+        self._waiting_since = None
+        self._carried_s = min(waited_s, CARRIED_S)
+        begin = waited_s - self._carried_s
+        self._forget_before(begin)
+        self._served = collections.deque(served - begin for served in self._served)
+
+    def _forget_before(self, begin: float) -> None:
         while self._served and self._served[0] < begin:
             self._served.popleft()
-        if not self._served:
-            return most_s
-        return min(most_s, queued * max(SHORTEST_S, now - begin) / len(self._served))

@@ -216,7 +216,9 @@ def test_queue_pace_predicts_the_wait() -> None:
     pace = QueuePace()
     assert pace.wait_s(0, 0.0, most_s=60.0) == 0.0
     pace.note(10, (), 0.0)
-    assert pace.wait_s(10, 0.5, most_s=60.0) == 60.0, "nothing has moved yet"
+    assert pace.wait_s(10, 0.01, most_s=60.0) == 1.0, "nothing is known yet"
+    assert pace.wait_s(10, 0.5, most_s=60.0) == 5.0, "nothing has moved yet"
+    assert pace.wait_s(10, 20.0, most_s=60.0) == 60.0
     for second in range(1, 100):
         pace.served(float(second))
         pace.served(second + 0.5)
@@ -226,6 +228,21 @@ def test_queue_pace_predicts_the_wait() -> None:
     assert pace.wait_s(10, 100.0 + 2 * MEASURED_S, most_s=60.0) == 60.0
     pace.note(0, (), 200.0)
     assert pace.wait_s(0, 201.0, most_s=60.0) == 0.0
+
+
+def test_queue_pace_of_a_new_queue_begins_with_that_of_the_last_one() -> None:
+    """A burst fills the queue at once. The seconds without a queue do not count."""
+    pace = QueuePace()
+    for second in range(100):
+        pace.note(10, (), float(second))
+        pace.served(second + 0.5)
+    pace.note(0, (), 100.0)
+    pace.served(500.0)
+    pace.note(30, (), 1000.0)
+    assert pace.wait_s(30, 1000.0, most_s=60.0) == pytest.approx(30.0, rel=0.05)
+    for quarter in range(1, 81):
+        pace.served(1000.0 + quarter / 4)
+    assert pace.wait_s(30, 1020.0, most_s=60.0) == pytest.approx(9.0, rel=0.1), "soon, the new rate counts"
 
 
 def test_queue_pace_measures_how_long_prefill_was_busy() -> None:

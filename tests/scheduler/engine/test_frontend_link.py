@@ -1,6 +1,7 @@
 """The leader's end of the socket to the frontend; the test is the frontend."""
 
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from pdserve.scheduler.engine import frontend_link
 from pdserve.scheduler.engine.frontend_link import FrontendLink
 from pdserve.scheduler.messages.frontend import Cancel, StartupFailed, ToFrontendBatch, Tokens
 
@@ -58,3 +60,15 @@ def test_messages_of_the_frontend_arrive_while_other_threads_send(frontend: Fron
         frontend.link.send(Tokens("r", (number,)))
         frontend.socket.send(msgspec.msgpack.encode(Cancel(f"r{number}")))
     assert [frontend.inbox.get(timeout=5) for _ in range(100)] == [Cancel(f"r{number}") for number in range(100)]
+
+
+def test_close_does_not_wait_for_a_frontend_that_has_exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_link, "LINGER_MS", 60_000)
+    link = FrontendLink(f"ipc://{tmp_path}/nobody", lambda _: None)
+    link.send(Tokens("r", (1,)))
+    link.lost()
+    closing = threading.Thread(target=link.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    link.lost()

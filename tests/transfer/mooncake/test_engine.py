@@ -304,6 +304,22 @@ def test_dangerous_settings_are_removed() -> None:
     assert "MC_LOG_DIR is set in the environment" in result.stderr
 
 
+def test_table_of_variables_stays_where_it_is_when_engines_are_created() -> None:
+    """Native threads read it at any time: glibc would free it if an engine added a name."""
+    result = run_python(
+        "import ctypes\n"
+        "from pdserve.transfer.mooncake import library\n"
+        "table = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'environ')\n"
+        "library.prepare_environment(3)\n"
+        "prepared = table.value\n"
+        "for transport in ('tcp', 'rdma', 'nvlink', 'tcp'): library._choose_transport(transport)\n"
+        "engines = [library.create_engine('127.0.0.1', 'tcp', sends=sends) for sends in (False, True)]\n"
+        "assert table.value == prepared\n"
+        "print('in place')"
+    )
+    assert result.stdout == "in place\n", result.stderr
+
+
 def test_error_for_a_missing_wheel_names_the_extras() -> None:
     result = run_python(
         "import sys; sys.modules['mooncake'] = None\n"

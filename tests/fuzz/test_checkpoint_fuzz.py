@@ -1,0 +1,102 @@
+"""Damaged model directories: StartupError with a reason, or a model whose weights can be read. Chat templates come with
+the weights and run on the client's values: whatever they do is an error of the client.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from pdserve.configs.errors import ClientError, StartupError
+from pdserve.models.loading.catalog import locate_model
+from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.weights import open_checkpoint
+from pdserve.server.text.tokenizer import load_tokenizer
+from tests.checkpoints import make_checkpoint
+from tests.fuzz.harness import altered, as_json, damaged, fuzz, kept
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'user' and loop.first %}{{ raise_exception('x') }}"
+    "{% endif %}{{ message.content | trim | tojson }}{% endfor %}{% if tools %}{{ tools[0]['a'] }}{% endif %}"
+    "{{ bos_token }}{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}"
+)
+WORDS = ("{%", "%}", "{{", "}}", " for ", " in ", "range(9**9)", ".__class__", "[0]", "|tojson", "|safe", "*", "(", "'")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("fuzz") / "model", "llama", max_position_embeddings=64)
+
+
+def read_model(directory: Path) -> None:
+    """What both processes of a server read at their start."""
+    with contextlib.suppress(StartupError):
+        source = locate_model(str(directory))
+        load_tokenizer(source)
+        fingerprint(source)
+        open_checkpoint(source)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_of_json_is_read_or_refused(name: str, model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        if path.name != name:
+            (tmp_path / path.name).symlink_to(path)
+    valid = (model / name).read_bytes()
+
+    def check(data: bytes) -> None:
+        (tmp_path / name).write_bytes(data)
+        read_model(tmp_path)
+
+    for data in kept("checkpoint"):
+        check(data)
+    # of a tokenizer, a part: hypothesis would take long for a file of many kilobytes
+    fuzz(altered(json.loads(valid)).map(as_json) | damaged(valid), check)
+
+
+def test_safetensors_header_is_read_or_refused(model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    valid = (model / "model.safetensors").read_bytes()
+    length = int.from_bytes(valid[:8], "little")
+    header, rest = json.loads(valid[8 : 8 + length]), valid[8 + length :]
+
+    def check(data: bytes) -> None:
+        (tmp_path / "model.safetensors").write_bytes(data)
+        read_model(tmp_path)
+
+    def framed(text: bytes) -> bytes:
+        return len(text).to_bytes(8, "little") + text + rest
+
+    for text in kept("checkpoint"):
+        check(framed(text))
+    headers = altered(header).map(as_json) | damaged(as_json(header))
+    fuzz(headers.map(framed) | damaged(valid[: 8 + length]).map(lambda data: data + rest), check)
+
+
+def test_chat_template_renders_or_is_refused(model: Path, tmp_path: Path) -> None:
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    source = locate_model(str(tmp_path))
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+
+    def check(template: str) -> None:
+        (tmp_path / "chat_template.jinja").write_text(template, "utf-8", "surrogateescape")
+        with contextlib.suppress(StartupError, ClientError):
+            load_tokenizer(source).render_chat(messages)
+
+    for data in kept("templates"):
+        check(data.decode())
+    words = st.lists(st.tuples(st.integers(0, len(TEMPLATE)), st.sampled_from(WORDS)), max_size=4)
+
+    def with_words(chosen: list[tuple[int, str]]) -> str:
+        text = TEMPLATE
+        for at, word in chosen:
+            text = text[:at] + word + text[at:]
+        return text
+
+    fuzz(words.map(with_words) | damaged(TEMPLATE.encode()).map(lambda data: data.decode(errors="replace")), check)

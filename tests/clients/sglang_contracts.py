@@ -92,7 +92,8 @@ def json_schemas(url: str) -> None:
         asked = [None, None, schema, schema] * 2
         found = list(threads.map(lambda each: generate(url, "A city:", json_schema=each, max_new_tokens=64), asked))
     for each, output in zip(asked, found, strict=True):
-        assert each is None or check_city(output["text"]) is None
+        if each is not None:
+            check_city(output["text"])
         assert output["meta_info"]["completion_tokens"] > 0
 
 
@@ -128,10 +129,10 @@ def grammars(url: str) -> None:
             assert re.fullmatch(pattern, output["text"]), (grammar, output["text"])
 
 
-def matched_stops(url: str) -> None:
+def matched_stops(url: str, paths: tuple[str, ...] = ("/v1/completions", "/v1/chat/completions")) -> None:
     """`matched_stop` is the stop string, the expression, the id of the end token or null, on both OpenAI routes."""
     sentence = r"[.!?]\s*$"
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in paths:
         for fields, reason, matched in (
             ({"max_tokens": 5}, "length", None),
             ({"stop": "e", "max_tokens": 200}, "stop", "e"),

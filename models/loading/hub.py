@@ -22,7 +22,7 @@ from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.schema import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_architecture
-from .catalog import EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource
+from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource
 
 log = logging.getLogger("pdserve.models")
 
@@ -33,7 +33,7 @@ _SMALL_FILES = (
     "generation_config.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
+    *CHAT_TEMPLATE_FILES.values(),
     WEIGHT_INDEX,
 )
 _LISTED = 20

@@ -17,6 +17,7 @@ from rich.console import Console
 from ...configs.errors import StartupError
 from ...configs.words import counted
 from .options import ChatOptions
+from .tls import describe, verification
 
 CONNECT_TIMEOUT_S = 5.0
 HELP = """\
@@ -34,7 +35,9 @@ def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = s
     """Exit code 0, or 1 when a message of a pipe was not answered. Raises StartupError without a server."""
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    with httpx.Client(base_url=options.url, headers=headers, timeout=timeout) as client:
+    with httpx.Client(
+        base_url=options.url, headers=headers, timeout=timeout, verify=verification(options.tls)
+    ) as client:
         model = served_model(client)
         chat = Chat(client, options, stdout)
         if stdin.isatty() and stdout.isatty():
@@ -138,7 +141,7 @@ class Chat:
                             raise ChatError(event["error"]["message"])
                         yield event
         except httpx.HTTPError as error:
-            raise ChatError(f"{self._options.url}: {error or type(error).__name__}") from None
+            raise ChatError(f"{self._options.url}: {describe(error)}") from None
         raise ChatError("the stream ended before the answer did")
 
     def note(self, text: str) -> None:
@@ -151,7 +154,7 @@ def served_model(client: httpx.Client) -> str:
         response = client.get("/v1/models")
     except httpx.HTTPError as error:
         raise StartupError(
-            f"no server answers at {client.base_url} ({error}); start one with 'pdserve up', or give --url"
+            f"no server answers at {client.base_url} ({describe(error)}); start one with 'pdserve up', or give --url"
         ) from None
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")

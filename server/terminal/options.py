@@ -15,12 +15,19 @@ _KEY = f"For servers with an API key, set {SECRET_VARIABLES['api_key']}."
 
 
 @dataclass(frozen=True, slots=True)
+class TlsOptions:
+    cacert: str | None = None
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ChatOptions:
     url: str
     system: str | None
     max_tokens: int | None
     temperature: float | None
     api_key: str | None
+    tls: TlsOptions = TlsOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,7 @@ class TopOptions:
     interval_s: float
     once: bool
     api_key: str | None
+    tls: TlsOptions = TlsOptions()
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +44,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message; /system changes it")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's")
+    _add_tls_flags(parser)
     parser.epilog = f"{_KEY} Without a terminal, every line of stdin is a message, and only answers are printed."
 
 
@@ -44,18 +53,26 @@ def add_top_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", action="append", metavar="URL", help=both)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two frames (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame, measured over one interval, and exit")
+    _add_tls_flags(parser)
     parser.epilog = f"{_KEY} Ctrl-C ends it."
 
 
+def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    """As curl has them."""
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--cacert", metavar="FILE", help="certificates to trust instead of the system's; for https")
+    either.add_argument("-k", "--insecure", action="store_true", help="trust any certificate; for https")
+
+
 def read_chat_options(given: argparse.Namespace, environ: Mapping[str, str]) -> ChatOptions:
-    return ChatOptions(_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ))
+    return ChatOptions(_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), _tls(given))
 
 
 def read_top_options(given: argparse.Namespace, environ: Mapping[str, str]) -> TopOptions:
     if not 0.1 <= given.interval < math.inf:
         raise StartupError(f"--interval must be at least 0.1 seconds, got {given.interval:g}")
     urls = tuple(_url(url) for url in given.url or (DECODE_URL, PREFILL_URL))
-    return TopOptions(urls, given.interval, given.once, _key(environ))
+    return TopOptions(urls, given.interval, given.once, _key(environ), _tls(given))
 
 
 def _url(text: str) -> str:
@@ -63,6 +80,10 @@ def _url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StartupError(f"--url must be http://HOST:PORT, got {text!r}")
     return text.rstrip("/")
+
+
+def _tls(given: argparse.Namespace) -> TlsOptions:
+    return TlsOptions(given.cacert, given.insecure)
 
 
 def _key(environ: Mapping[str, str]) -> str | None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..observability.activity import Activity, activity_between, byte_rate
 from .options import TopOptions
+from .tls import describe, verification
 
 TIMEOUT_S = 2.0
 BAR_WIDTH = 24
@@ -65,7 +66,7 @@ class Sample:
 def run_top(options: TopOptions) -> int:
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     console = Console(highlight=False)
-    with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
+    with httpx.Client(headers=headers, timeout=TIMEOUT_S, verify=verification(options.tls)) as client:
         earlier = [take_sample(client, url) for url in options.urls]
         time.sleep(options.interval_s)
         later = [take_sample(client, url) for url in options.urls]
@@ -87,8 +88,10 @@ def take_sample(client: httpx.Client, url: str) -> Sample:
         response.raise_for_status()
         info = response.json()
         return Sample(url, info) if "recent" in info else Sample(url, {}, "not a pdserve server of this release")
-    except (httpx.HTTPError, ValueError) as error:
-        return Sample(url, {}, str(error) or type(error).__name__)
+    except httpx.HTTPError as error:
+        return Sample(url, {}, describe(error))
+    except ValueError as error:
+        return Sample(url, {}, str(error))
 
 
 def frame(earlier: Sequence[Sample], later: Sequence[Sample]) -> Group:

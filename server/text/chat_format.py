@@ -34,16 +34,15 @@ class ChatFormat:
     def of(
         cls, tokenizer: Tokenizer, tool_parser: ToolParserName, reasoning_parser: ReasoningParserName
     ) -> "ChatFormat":
-        template = tokenizer.chat_template or ""
-        has_tools = "tools" in tokenizer.template_variables
+        has_tools = tokenizer.template_has_tools
         family: CallFamily | None = None
         if tool_parser == "auto":
-            family = family_of_template(template) if has_tools else FAMILIES["hermes"]
+            family = family_of_template(tokenizer.tool_template or "") if has_tools else FAMILIES["hermes"]
         elif tool_parser != "none":
             family = FAMILIES[tool_parser]
         reasoning: ReasoningStyle | None = None
         if reasoning_parser == "auto":
-            reasoning = style_of_template(template)
+            reasoning = style_of_template(f"{tokenizer.chat_template}{tokenizer.tool_template}")
         elif reasoning_parser != "none":
             reasoning = STYLES[reasoning_parser]
         return cls(

@@ -8,8 +8,19 @@ expressions, which is bounded, so no expression can block the server.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from re import RegexFlag, _compiler, _parser, error  # type: ignore[attr-defined]  # the parser of `re`, not in its stubs
-from typing import Any
+
+from .regex_syntax import (
+    Branch,
+    Character,
+    Group,
+    Node,
+    Nodes,
+    Position,
+    RegexSyntaxError,
+    RegexTooLargeError,
+    Repeat,
+    parse_regex,
+)
 
 MAX_SIZE = 512
 """Most characters and classes of an expression, with its repetitions `{m,n}` written out."""
@@ -19,8 +30,7 @@ MAX_MATCH_CHARACTERS = 4096
 END = ""
 """Instead of the next character: the text ends here, for now."""
 
-_CHARACTERS = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
-_REPEATS = {"MAX_REPEAT", "MIN_REPEAT"}  # greedy and lazy: the first complete match counts, so they are the same
+_TOO_LARGE = f"is too large: with its repetitions written out, it may have {MAX_SIZE} items"
 
 
 class StopRegexError(ValueError):
@@ -133,69 +143,63 @@ def _follow(
 def compile_stop_regex(pattern: str) -> State:
     """The first state of the automaton; raises StopRegexError."""
     try:
-        tree = _parser.parse(pattern)
-    except (error, OverflowError, RecursionError) as problem:
+        nodes = parse_regex(pattern, MAX_SIZE)
+    except RegexSyntaxError as problem:
         raise StopRegexError(f"is not a valid regular expression: {problem}") from None
-    begin = _Builder(tree).sequence(tree, tree.state.flags, State(final=True))
+    except RegexTooLargeError:
+        raise StopRegexError(_TOO_LARGE) from None
+    begin = _Builder().sequence(nodes, State(final=True))
     if _follow([(begin, 0)], None, END)[1] is not None:
         raise StopRegexError("matches the empty text, so it would end every output at once")
     return begin
 
 
 class _Builder:
-    """Makes states from the tree of `re`'s parser, from the end to the beginning. Any: the tree has no types."""
+    """Makes states from the nodes of an expression, from the end to the beginning."""
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
+    def __init__(self) -> None:
         self._size = 0
 
-    def sequence(self, nodes: Iterable[Any], flags: int, then: State) -> State:
-        for operation, argument in reversed(list(nodes)):
-            then = self._node(str(operation), (operation, argument), flags, then)
+    def sequence(self, nodes: Nodes, then: State) -> State:
+        for node in reversed(nodes):
+            then = self._node(node, then)
         return then
 
-    def _node(self, name: str, node: Any, flags: int, then: State) -> State:
+    def _node(self, node: Node, then: State) -> State:
         self._grow()
-        argument = node[1]
-        if name in _CHARACTERS:
-            return State(accepts=self._character(node, flags), next=[then])
-        if name in _REPEATS:
-            least, most, nodes = argument
-            return self._repeat(least, most, nodes, flags, then)
-        match name:
-            case "BRANCH":
-                return State(next=[self.sequence(branch, flags, then) for branch in argument[1]])
-            case "SUBPATTERN":
-                _, added, removed, nodes = argument
-                return self.sequence(nodes, (flags | added) & ~removed, then)
-            case "AT":
-                return State(condition=_condition(str(argument), flags), next=[then])
-        raise StopRegexError(f"has {_DESCRIBED.get(name, name)}, which is not supported")
+        match node:
+            case Character(accepts):
+                return State(accepts=accepts, next=[then])
+            case Repeat(least, most, nodes):
+                return self._repeat(least, most, nodes, then)
+            case Branch(options):
+                return State(next=[self.sequence(option, then) for option in options])
+            case Group(nodes):
+                return self.sequence(nodes, then)
+            case Position():
+                return State(condition=_condition(node), next=[then])
+        raise StopRegexError(f"has {_DESCRIBED.get(node.name, node.name)}, which is not supported")
 
-    def _repeat(self, least: int, most: Any, nodes: Any, flags: int, then: State) -> State:
-        if most is _parser.MAXREPEAT:
+    def _repeat(self, least: int, most: int | None, nodes: Nodes, then: State) -> State:
+        """Greedy and lazy repetitions are the same: the first complete match counts."""
+        if most is None:
             loop = State()
-            loop.next = [self.sequence(nodes, flags, loop), then]
+            loop.next = [self.sequence(nodes, loop), then]
             state = loop
         else:
             state = then
             for _ in range(most - least):
                 self._grow()
-                state = State(next=[self.sequence(nodes, flags, state), then])
+                state = State(next=[self.sequence(nodes, state), then])
         for _ in range(least):
             self._grow()
-            state = self.sequence(nodes, flags, state)
+            state = self.sequence(nodes, state)
         return state
-
-    def _character(self, node: Any, flags: int) -> Callable[[str], bool]:
-        """A single character, as `re` compares it: classes, categories and IGNORECASE are its own."""
-        matches = _compiler.compile(_parser.SubPattern(self._tree.state, [node]), flags).match
-        return lambda character: matches(character) is not None
 
     def _grow(self) -> None:
         self._size += 1
         if self._size > MAX_SIZE:
-            raise StopRegexError(f"is too large: with its repetitions written out, it may have {MAX_SIZE} items")
+            raise StopRegexError(_TOO_LARGE)
 
 
 _DESCRIBED = {
@@ -208,16 +212,16 @@ _DESCRIBED = {
 }
 
 
-def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:
+def _condition(position: Position) -> Callable[[str | None, str], bool]:
     """What a position must be like, by the characters before and after it."""
-    lines = bool(flags & RegexFlag.MULTILINE)
+    lines = position.multiline
 
     def is_word(character: str | None) -> bool:
         if character is None:
             return False
-        return (character.isalnum() or character == "_") and (character.isascii() or not flags & RegexFlag.ASCII)
+        return (character.isalnum() or character == "_") and (character.isascii() or not position.ascii)
 
-    match name:
+    match position.name:
         case "AT_BEGINNING":
             return lambda previous, _: previous is None or (lines and previous == "\n")
         case "AT_BEGINNING_STRING":
@@ -230,4 +234,4 @@ def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:
             return lambda previous, following: is_word(previous) != is_word(following)
         case "AT_NON_BOUNDARY":
             return lambda previous, following: is_word(previous) == is_word(following)
-    raise StopRegexError(f"has {name}, which is not supported")
+    raise StopRegexError(f"has {position.name}, which is not supported")

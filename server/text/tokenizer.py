@@ -25,12 +25,13 @@ from ...models.formats.gguf_file import GgufFile
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
 from ...models.formats.token_bytes import TokenBytes
-from ...models.loading.catalog import ModelSource
+from ...models.loading.catalog import CHAT_TEMPLATE_FILES, ModelSource
 from ...models.loading.tokenizer_file import hf_tokenizer
 from .token_floor import TokenFloor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
+_GGUF_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
 _SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 # Message content is what the client sent: text, or the parts of a multimodal message, as its template expects.
@@ -41,12 +42,13 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
     """The tokenizer of a located model; raises StartupError when it cannot be built."""
     if source.format == "gguf":
         file = GgufFile(source.path)
-        template = file.metadata.get("tokenizer.chat_template")
+        named = {name: file.metadata.get(key) for name, key in _GGUF_TEMPLATES.items()}
         return Tokenizer(
             gguf_tokenizer(file),
             eos_token_ids=source.config.eos_token_ids,
             special_tokens=gguf_special_tokens(file),
-            chat_template=template if isinstance(template, str) else None,
+            chat_template=_if_text(named["default"]),
+            tool_template=_if_text(named["tool_use"]),
         )
     backend = hf_tokenizer(source.path)
     settings = _read_settings(source.path)
@@ -54,18 +56,21 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
     eos_ids = set(source.config.eos_token_ids)
     if (eos_id := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
         eos_ids.add(eos_id)
+    templates = _hf_chat_templates(source.path, settings)
     return Tokenizer(
         backend,
         eos_token_ids=tuple(sorted(eos_ids)),
         special_tokens=special_tokens,
-        chat_template=_hf_chat_template(source.path, settings),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
     )
 
 
 class Tokenizer:
     """Thread-safe: after construction it only fills caches, at most once per id.
 
-    `eos_token_ids` are those of the model's configuration and the tokenizer's own end token.
+    `eos_token_ids` are those of the model's configuration and the tokenizer's own end token. `tool_template` is the
+    chat template of requests with tools; None: the same as of others.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
         chat_template: str | None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -83,7 +89,10 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.chat_template = chat_template
-        self._template = None if chat_template is None else _compile_template(chat_template)
+        self.tool_template = chat_template if tool_template is None else tool_template
+        self._template, self._tool_template = (
+            None if text is None else _compile_template(text) for text in (self.chat_template, self.tool_template)
+        )
         token_bytes = TokenBytes(backend)
         self._special = token_bytes.special
         self.floor = TokenFloor(backend, token_bytes.find)
@@ -97,16 +106,17 @@ class Tokenizer:
         return self._template is not None
 
     @cached_property
-    def template_variables(self) -> frozenset[str]:
-        """The variables that the chat template reads."""
-        if self.chat_template is None:
-            return frozenset()
-        return frozenset(jinja2.meta.find_undeclared_variables(_template_environment().parse(self.chat_template)))
+    def template_has_tools(self) -> bool:
+        """Whether the chat template of requests with tools reads `tools`."""
+        if self.tool_template is None:
+            return False
+        return "tools" in jinja2.meta.find_undeclared_variables(_template_environment().parse(self.tool_template))
 
     @cached_property
     def template_tests_content(self) -> bool:
-        """Whether the chat template tests if a message has content. Others would write `None`."""
-        return re.search(r"content(['\"]\])? is (not )?none", self.chat_template or "", re.IGNORECASE) is not None
+        """Whether the chat templates test if a message has content. Others would write `None`."""
+        test = re.compile(r"content(['\"]\])? is (not )?none", re.IGNORECASE)
+        return all(test.search(template or "") for template in (self.chat_template, self.tool_template))
 
     def special_tokens_in(self, texts: Sequence[str]) -> frozenset[int]:
         """The special tokens that are a part of one of these texts."""
@@ -144,10 +154,11 @@ class Tokenizer:
 
         `variables` are the template's own (Qwen3 has `enable_thinking`), without the names that are set here.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
             raise ClientError("messages: this model has no chat template; send a text prompt instead")
         try:
-            return self._template.render(
+            return template.render(
                 {
                     **self.special_tokens,
                     **(variables or {}),
@@ -277,21 +288,28 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 def _token_text(value: object) -> str | None:
     """Special tokens are strings, or objects that describe one."""
-    if isinstance(value, dict):
-        value = value.get("content")
+    return _if_text(value.get("content") if isinstance(value, dict) else value)
+
+
+def _hf_chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name: `default`, and `tool_use` if requests with tools have another one. Files take precedence over
+    tokenizer_config.json, which has one template, or a list with names.
+    """
+    paths = {name: directory / file for name, file in CHAT_TEMPLATE_FILES.items() if (directory / file).is_file()}
+    if paths:
+        return {name: _read_text(path) for name, path in paths.items()}
+    given = settings.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path}: cannot be read: {error}") from error
+
+
+def _if_text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _hf_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja takes precedence; tokenizer_config.json has one template, or a list with a default."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise StartupError(f"{path}: cannot be read: {error}") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None

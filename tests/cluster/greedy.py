@@ -1,9 +1,14 @@
-"""Compares greedy tokens of a server with those of transformers, on a GPU."""
+"""Greedy tokens of transformers, to compare those of a server with."""
 
 from typing import Any
 
 import httpx
+import numpy as np
+import torch
 
+from pdserve.configs.sampling import Grammar
+from pdserve.models.grammar.compiler import GrammarCompiler
+from pdserve.models.loading.catalog import locate_model
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.cluster.servers import Server, body
 
@@ -38,3 +43,28 @@ def _is_same(reference: Any, prompt: list[int], got: list[int], new_tokens: int,
     gap = float(logits[expected[step]] - logits[got[step]])
     assert gap <= noise, f"token {step}: {got[step]} is {gap} below transformers' {expected[step]}"
     return False
+
+
+def masked_greedy(reference: Any, model: str, prompt: list[int], grammar: Grammar, new_tokens: int) -> list[int]:
+    """Greedy tokens of transformers whose logits are masked with llguidance directly."""
+    source = locate_model(model)
+    matcher = GrammarCompiler.of(source).new_matcher(grammar)
+
+    def mask(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > len(prompt):
+            assert matcher.consume_token(int(ids[0, -1]))
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        return scores.masked_fill(~torch.from_numpy(bits[: scores.shape[1]].astype(bool)), -torch.inf)
+
+    ids = torch.tensor([prompt])
+    made = reference.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=list(source.config.eos_token_ids),
+        pad_token_id=0,
+        logits_processor=[mask],
+    )
+    found: list[int] = made[0, len(prompt) :].tolist()
+    return found

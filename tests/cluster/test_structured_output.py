@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema
-import numpy as np
 import openai
 import pydantic
 import pytest
-import torch
 
 from pdserve.configs.sampling import Grammar
-from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference
+from tests.clients.sglang_contracts import matched_stops, models, prefilled_answers, regexes
+from tests.cluster.greedy import masked_greedy
 from tests.cluster.servers import HTTP, Server, cluster
 
 PERSON: dict[str, Any] = {
@@ -132,6 +131,14 @@ def test_sglang_fields(decode: Server, sampling: dict[str, str], pattern: str) -
         assert output["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+def test_contracts_of_sglang(decode: Server) -> None:
+    """A part of its test kits; `make test-clients` runs all of them."""
+    regexes(decode.url, ("an email address", "a three-digit number"))
+    matched_stops(decode.url, ("/v1/completions",))
+    prefilled_answers(decode.url)
+    models(decode.url)
+
+
 def test_structural_tag_constrains_only_what_follows_a_trigger(decode: Server) -> None:
     tag = {
         "type": "structural_tag",
@@ -167,25 +174,8 @@ def test_vllm_fields(client: openai.OpenAI, fields: dict[str, Any], pattern: str
 def test_greedy_output_equals_transformers_with_masked_logits(decode: Server, tokenizer: Tokenizer) -> None:
     """The reference masks the logits of transformers with llguidance directly."""
     prompt = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False)
-    matcher = GrammarCompiler.of(locate_model("smollm2")).new_matcher(Grammar("json_schema", json.dumps(PERSON)))
-
-    def mask(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] > len(prompt):
-            assert matcher.consume_token(int(ids[0, -1]))
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return scores.masked_fill(~torch.from_numpy(bits[: scores.shape[1]].astype(bool)), -torch.inf)
-
-    ids = torch.tensor([prompt])
-    made = load_smollm2_reference().generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=80,
-        do_sample=False,
-        eos_token_id=list(tokenizer.eos_token_ids),
-        pad_token_id=0,
-        logits_processor=[mask],
-    )
-    expected = made[0, len(prompt) :].tolist()
+    grammar = Grammar("json_schema", json.dumps(PERSON))
+    expected = masked_greedy(load_smollm2_reference(), "smollm2", prompt, grammar, 80)
     params = {"max_new_tokens": 80, "temperature": 0, "json_schema": json.dumps(PERSON)}
     response = HTTP.post(f"{decode.url}/generate", json={"input_ids": prompt, "sampling_params": params}, timeout=120)
     assert response.json()["output_ids"] == expected

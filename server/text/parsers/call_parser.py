@@ -1,18 +1,15 @@
 """The base of parsers that find calls of tools in the text of an output, piece by piece.
 
-A subclass is a state machine: `self._step` is the current state, a method that takes characters from `self._buffer` and
-returns whether it has made progress; otherwise it waits for more text. Its decisions depend on the characters alone, so
-that any division of a text into pieces gives the same events.
-
 Text that only looks like a call becomes content. After a CallBegin that is no longer possible: a call that is broken
 later ends there, and its arguments may be invalid JSON.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from .events import CallArguments, CallBegin, CallEnd, Content, Event, merged
+from .events import CallArguments, CallBegin, CallEnd, Content
+from .text_parser import TextParser, held_back
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The parameters of each function, a JSON schema, by its name."""
@@ -20,24 +17,12 @@ Tools = Mapping[str, Mapping[str, Any]]
 LONGEST_NAME = 256
 
 
-def partial_marker(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` are the beginning of a marker."""
-    tail = text[-max(map(len, markers)) :]
-    beginnings = (at for at in range(len(tail)) if any(marker.startswith(tail[at:]) for marker in markers))
-    return len(tail) - next(beginnings, len(tail))
-
-
-def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """The same, with the white space before it."""
-    return len(text) - len(text[: len(text) - partial_marker(text, markers)].rstrip())
-
-
 def find_first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """The first marker in a text, after its position. No marker begins another."""
     return min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
 
 
-class CallParser(ABC):
+class CallParser(TextParser):
     """Finds calls in a text that arrives in pieces. White space around calls is dropped."""
 
     markers: ClassVar[tuple[str, ...]]
@@ -46,35 +31,19 @@ class CallParser(ABC):
     """All strings of the format that a tokenizer may have as special tokens: they must stay in the text."""
 
     def __init__(self, tools: Tools) -> None:
+        super().__init__()
         self._tools = tools
-        self._buffer = ""
         self._unsure = ""
         """Text since a marker that becomes content if no call follows."""
         self._calls = 0
         self._in_call = False
         self._after_call = False
-        self._final = False
-        self._events: list[Event] = []
-        self._step: Callable[[], bool] = self._start
 
-    def feed(self, text: str) -> list[Event]:
-        """The events of more text."""
-        self._buffer += text
-        return self._run()
-
-    def finish(self) -> list[Event]:
-        """The events of text that was held back, when no more text follows."""
-        self._final = True
-        return self._run()
-
-    def _run(self) -> list[Event]:
-        while self._step():
-            pass
+    def _run_states(self) -> None:
+        super()._run_states()
         if self._final:
             self._consume(len(self._buffer))
             self._give_up()
-        events, self._events = self._events, []
-        return merged(events)
 
     def _start(self) -> bool:
         """The first state; formats that have no marker decide here whether the output is a call."""
@@ -99,10 +68,6 @@ class CallParser(ABC):
     @abstractmethod
     def _marker(self, marker: str) -> Callable[[], bool]:
         """The state that follows a marker, which is still in the buffer."""
-
-    def _take(self, count: int) -> str:
-        text, self._buffer = self._buffer[:count], self._buffer[count:]
-        return text
 
     def _consume(self, count: int) -> str:
         """Take text that becomes content again if no call follows."""

@@ -4,11 +4,10 @@ Reasoning stands between two tags at the beginning of the output. The opening ta
 first of the output. White space around the reasoning is dropped.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from .call_parser import held_back
-from .events import Content, Event, Reasoning, merged
+from .events import Content, Event, Reasoning
+from .text_parser import TextParser, held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,33 +48,17 @@ def style_of_template(template: str) -> ReasoningStyle | None:
     return next((style for style in (THINK, BRACKETS) if style.open in template or style.close in template), None)
 
 
-class ReasoningParser:
+class ReasoningParser(TextParser):
     """Finds the reasoning in a text that arrives in pieces. `is_open`: the text begins with it."""
 
     def __init__(self, style: ReasoningStyle, *, is_open: bool) -> None:
+        super().__init__()
         self._style = style
-        self._buffer = ""
-        self._final = False
-        self._events: list[Event] = []
-        self._step: Callable[[], bool] = self._start
         self.is_open = is_open
 
     def feed(self, text: str) -> list[Event]:
         """Reasoning and content in more text."""
-        if self._step == self._content:
-            return [Content(text)]
-        self._buffer += text
-        return self._run()
-
-    def finish(self) -> list[Event]:
-        self._final = True
-        return self._run()
-
-    def _run(self) -> list[Event]:
-        while self._step():
-            pass
-        events, self._events = self._events, []
-        return merged(events)
+        return [Content(text)] if self._step == self._content else super().feed(text)
 
     def _start(self) -> bool:
         """An opening tag at the beginning, or none."""
@@ -104,11 +87,9 @@ class ReasoningParser:
             self._step = self._space_before
             return True
         held = 0 if self._final else held_back(text, (self._style.close,))
-        self._events.append(Reasoning(text[: len(text) - held]))
-        self._buffer = text[len(text) - held :]
+        self._events.append(Reasoning(self._take(len(text) - held)))
         return False
 
     def _content(self) -> bool:
-        text, self._buffer = self._buffer, ""
-        self._events.append(Content(text))
+        self._events.append(Content(self._take(len(self._buffer))))
         return False

@@ -9,7 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .call_parser import LONGEST_NAME, CallParser, Tools, partial_marker
+from .call_parser import LONGEST_NAME, CallParser, Tools
+from .text_parser import partial_marker
 
 
 def is_text(schema: object) -> bool | None:

@@ -24,6 +24,12 @@ STRUCTURES = {
 SLASH = {"type": "regex", "pattern": "a/b"}
 
 
+def triggered(trigger: str = "<f=", **options: bool) -> str:
+    """A structural tag with two tags, `<f=a>` and `<f=b>`, after `trigger`, which may be a special token."""
+    tags = [{"begin": f"{trigger}{name}>", "content": SLASH, "end": "</f>"} for name in "ab"]
+    return json.dumps({"format": {"type": "triggered_tags", "triggers": [trigger], "tags": tags, **options}})
+
+
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler.of(locate_model(str(make_checkpoint(tmp_path_factory.mktemp("tiny")))), max_cached=4)
@@ -61,6 +67,18 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
             ["[]", '{"a"', "{" + 41 * " " + "}"],
         ),
         ("json_schema", '{"type": "integer", "maximum": 5}', ["5", "-17"], ["6", "1.5", '"5"']),
+        (
+            "json_schema",
+            '{"properties": {"enum": {"type": "string", "format": "date", "allOf": [{"pattern": "^[12]"}]}}}',
+            [f'{{"enum": "{date}"}}' for date in ("2024-02-29", "2000-02-29", "1999-02-28", "1999-12-31")],
+            [f'{{"enum": "{date}"}}' for date in ("2023-02-29", "1900-02-29", "3000-01-01", "2023-04-31")],
+        ),
+        (
+            "json_schema",
+            '{"anyOf": [{"format": "date-time", "type": "string"}, {"const": {"format": "date"}}]}',
+            ['"2024-02-29T10:00:00Z"', '{"format": "date"}'],
+            ['"2023-02-29T10:00:00Z"', '"0000-01-01T10:00:00Z"'],
+        ),
         ("regex", r"[a-c]{2}\d?", ["ab", "cc3"], ["a", "abd", "ab33"]),
         ("ebnf", 'root ::= "x" tail*\ntail ::= [0-9] | "-"', ["x", "x1-2"], ["1", "y"]),
         ("choice", '["yes", "no, \\"never\\""]', ["yes", 'no, "never"'], ["no", "ye"]),
@@ -70,6 +88,36 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
             json.dumps({"format": {"type": "tag", "begin": "<|im_start|>", "content": SLASH, "end": ""}}),
             ["<|im_start|>a/b"],
             ["a/b"],
+        ),
+        (
+            "structural_tag",
+            triggered(),
+            ["", "free", "<f=a>a/b</f>", "x <f=b>a/b</f>\n<f=a>a/b</f> y"],
+            ["<f=", "x <f=c>", "<f=a>b"],
+        ),
+        (
+            "structural_tag",
+            triggered(stop_after_first=True),
+            ["", "free < text", "<f=a>a/b</f>", "some\ntext <f=b>a/b</f>"],
+            ["x <f=c>", "<f=a>b", "<f=a>a/b</f> more", "<f=a>a/b</f><f=a>a/b</f>"],
+        ),
+        (
+            "structural_tag",
+            triggered("<|im_start|>", stop_after_first=True),
+            ["", "free", "<|im_start|>a>a/b</f>", "text <|im_start|>b>a/b</f>"],
+            ["<|im_start|>c>", "<|im_start|>a>a/b</f>x"],
+        ),
+        (
+            "structural_tag",
+            triggered(at_least_one=True),
+            ["<f=a>a/b</f>", "<f=a>a/b</f> x <f=b>a/b</f> y"],
+            ["", "free", "x <f=a>a/b</f>", "<f=a>a/b</f><f=c>"],
+        ),
+        (
+            "structural_tag",
+            triggered(at_least_one=True, stop_after_first=True),
+            ["<f=a>a/b</f>"],
+            ["", "x <f=a>a/b</f>", "<f=a>a/b</f> "],
         ),
     ],
 )

@@ -1,5 +1,8 @@
 """The frontend as a process: start-up, its leader's death, signals and exit codes. The leader is a scripted program."""
 
+import argparse
+import dataclasses
+import io
 import json
 import os
 import re
@@ -22,11 +25,22 @@ import httpx
 import pytest
 import trustme
 
+from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
 from pdserve.server.launch.tls import own_server_context
+from pdserve.server.terminal.chat import run_chat
+from pdserve.server.terminal.options import (
+    ChatOptions,
+    TlsOptions,
+    add_chat_flags,
+    add_top_flags,
+    read_chat_options,
+    read_top_options,
+)
+from pdserve.server.terminal.top import run_top
 from tests.cluster.forkserver import ForkedProcess
 from tests.cluster.servers import fork_server, wait_until
 from tests.ports import free_port
@@ -155,7 +169,7 @@ def test_serves_and_drains_on_sigterm(model: Path, tmp_path: Path) -> None:
 
 def test_serves_tls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     files, temp = tmp_path_factory.mktemp("certificate"), tmp_path_factory.mktemp("temporary")
-    certificate = trustme.CA().issue_cert("server.example.com")
+    certificate = trustme.CA().issue_cert("server.example.com", "127.0.0.1")
     certificate.cert_chain_pems[0].write_to_path(files / "cert.pem")
     certificate.private_key_pem.write_to_path(files / "key.pem")
     settings: Any = {"ssl_certfile": str(files / "cert.pem"), "ssl_keyfile": str(files / "key.pem")}
@@ -171,12 +185,33 @@ def test_serves_tls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> No
             httpx.get(f"{running.url}/health", verify=ssl.create_default_context(), trust_env=False)
         with pytest.raises(httpx.TransportError):
             httpx.get(f"http://127.0.0.1:{running.port}/health", **DIRECT)
+        check_terminal_clients(running.url, files / "cert.pem")
         running.process.send_signal(signal.SIGTERM)
         code, stderr = running.end()
     assert code == 0, stderr
     assert f"ready: bytes at https://127.0.0.1:{running.port}" in stderr
     assert " E " not in stderr
     assert "Traceback" not in stderr
+
+
+def check_terminal_clients(url: str, certificate: Path) -> None:
+    """`pdserve chat` and `pdserve top` trust the server with --cacert or --insecure, and not without them."""
+    key = {"PDSERVE_API_KEY": "frontend-secret"}
+    for trust in (["--cacert", str(certificate)], ["--insecure"], ["-k"]):
+        flags = argparse.ArgumentParser()
+        add_chat_flags(flags)
+        out = io.StringIO()
+        options = read_chat_options(flags.parse_args(["--url", url, "--max-tokens", "2", *trust]), key)
+        assert (run_chat(options, io.StringIO("Hello\n"), out), out.getvalue()) == (0, "hi\n")
+        flags = argparse.ArgumentParser()
+        add_top_flags(flags)
+        assert run_top(read_top_options(flags.parse_args(["--once", "--interval=0.1", "--url", url, *trust]), key)) == 0
+    nothing_given = ChatOptions(url, None, None, None, None)
+    with pytest.raises(StartupError, match=r"CERTIFICATE_VERIFY_FAILED.*--cacert FILE .* --insecure"):
+        run_chat(nothing_given, io.StringIO())
+    for absent in (certificate.with_name("absent.pem"), certificate.with_name("key.pem")):
+        with pytest.raises(StartupError, match=f"--cacert .*{absent.name}: cannot be read as certificates"):
+            run_chat(dataclasses.replace(nothing_given, tls=TlsOptions(str(absent))), io.StringIO())
 
 
 def test_request_fails_when_the_leader_is_killed(model: Path, tmp_path: Path) -> None:

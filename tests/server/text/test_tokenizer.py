@@ -130,10 +130,25 @@ def test_template_variables_override_special_tokens_only(tmp_path: Path) -> None
 
 def test_template_is_found_in_each_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     assert reload(tmp_path, chat_template=named).render_chat([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert reload(tmp_path).render_chat([]) == "F"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_requests_with_tools_have_the_template_named_tool_use(tmp_path: Path, in_files: bool) -> None:
+    make_checkpoint(tmp_path)
+    templates = {"default": "D{{ messages | length }}", "tool_use": "T{{ tools | tojson }}"}
+    ours = reload(tmp_path, chat_template=[{"name": name, "template": text} for name, text in templates.items()])
+    if in_files:
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        theirs.save_pretrained(tmp_path)
+        assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").read_text() == templates["tool_use"]
+        ours = reload(tmp_path, chat_template=None)
+    assert ours.render_chat([]) == "D0"
+    assert ours.render_chat([], tools=[{"type": "function"}]) == 'T[{"type": "function"}]'
+    assert ours.template_has_tools
 
 
 def test_chat_without_a_template_or_refused_by_it_is_a_client_error(tmp_path: Path) -> None:

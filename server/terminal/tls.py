@@ -1,0 +1,30 @@
+"""How the clients check the certificate of a server with TLS."""
+
+import ssl
+
+import httpx
+
+from ...configs.errors import StartupError
+from .options import TlsOptions
+
+_HINT = "; --cacert FILE trusts this server's certificate, --insecure trusts any"
+
+
+def verification(options: TlsOptions) -> ssl.SSLContext | bool:
+    """httpx's `verify`. Raises StartupError for a file without certificates."""
+    if options.cacert is None:
+        return not options.insecure
+    try:
+        context = ssl.create_default_context(cafile=options.cacert)
+    except (OSError, ssl.SSLError) as error:
+        raise StartupError(
+            f"--cacert {options.cacert}: cannot be read as certificates in PEM format: {error}"
+        ) from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate of the server itself is enough
+    return context
+
+
+def describe(error: httpx.HTTPError) -> str:
+    """The message of an error, with the flags that help if the certificate is not trusted."""
+    text = str(error) or type(error).__name__
+    return f"{text}{_HINT}" if "CERTIFICATE_VERIFY_FAILED" in text else text

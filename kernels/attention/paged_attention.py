@@ -5,13 +5,15 @@ query at row r of sequence i is at position p = kv_lens[i] - query_lens[i] + r a
 
     out[i, r, h] = sum_{j <= p} softmax_j(scale * query[i, r, h] . key[i, j, g]) value[i, j, g],   g = h // (Hq / Hkv)
 
+With a sliding window W it sees only (p - W, p], and pages that hold only earlier keys are not read.
+
 Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
 any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
 out as query. Rows of a page beyond a sequence's end may hold anything, including NaN, from an earlier sequence.
 Pages have the dtype of query, or float8_e4m3fn: then keys and values are converted to that of query when read.
 
-The plan of a batch is made once and used by every layer: `WorkPlan` for the Triton kernels and the CUDA kernel of
-paged_prefill_cuda.py, else `GatherPlan`, for torch or, for sequences of one query, the Numba kernel.
+The plan of a batch is made once and used by every layer with the same window: `WorkPlan` for the Triton kernels and the
+CUDA kernel of paged_prefill_cuda.py, else `GatherPlan`, for torch or, for sequences of one query, the Numba kernel.
 """
 
 from collections.abc import Sequence
@@ -68,11 +70,12 @@ class PageTable:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of one query each, computed together. `mask` is None if all have the same length."""
+    """Sequences of one query each, computed together. `mask` is None if all see the keys [first, kv_len)."""
 
     rows: torch.Tensor | None  # [B] rows of `query`; None means all of them, in order
     table: PageTable  # padded with each sequence's last page
     mask: torch.Tensor | None  # [B, 1, 1, kv_len] bool, True where the key is seen
+    first: int  # 0 with a mask
     kv_len: int  # of the longest
 
 
@@ -88,9 +91,10 @@ class PrefillSequence:
 
 
 class DecodingSequence(NamedTuple):
-    """A sequence of one query: its row, pages and length."""
+    """A sequence of one query: its row and the pages that it reads. Keys are counted from the first of these pages."""
 
     row: int
+    first: int  # key that it sees
     kv_len: int
     pages: tuple[int, ...]
 
@@ -100,10 +104,11 @@ class DecodeRows:
     """B sequences of one query each, for the Numba kernel; all int64 and contiguous."""
 
     rows: torch.Tensor  # [B] rows of `query`
+    firsts: torch.Tensor  # [B]
     kv_lens: torch.Tensor  # [B]
     page_starts: torch.Tensor  # [B], index of each sequence's first page in `pages`
     pages: torch.Tensor
-    longest: int  # of kv_lens
+    longest: int  # of the numbers of keys
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,11 @@ class GatherPlan:
         starts = [0, *accumulate(len(sequence.pages) for sequence in self.decoding)]
         return DecodeRows(
             rows=torch.tensor([sequence.row for sequence in self.decoding]),
+            firsts=torch.tensor([sequence.first for sequence in self.decoding]),
             kv_lens=torch.tensor(kv_lens),
             page_starts=torch.tensor(starts[:-1]),
             pages=torch.tensor([page for sequence in self.decoding for page in sequence.pages]),
-            longest=max(kv_lens),
+            longest=max(sequence.kv_len - sequence.first for sequence in self.decoding),
         )
 
 
@@ -152,10 +158,11 @@ def plan_attention(
     num_kv_heads: int,
     device: torch.device,
     num_heads: int | None = None,
+    window: int | None = None,
     impl: Impl = "auto",
 ) -> AttentionPlan:
-    """Plan a batch for `impl`. `pages[i]` may be longer than kv_lens[i] needs. `num_heads` are the query heads; the
-    default is as many as KV heads. It only matters for speed.
+    """Plan a batch for `impl`, for layers with this sliding `window`. `pages[i]` may be longer than kv_lens[i] needs.
+    `num_heads` are the query heads; the default is as many as KV heads. It only matters for speed.
     """
     used = [tuple(ids[: ceil_div(kv_len, page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
     for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
@@ -173,6 +180,7 @@ def plan_attention(
             num_heads=num_heads or num_kv_heads,
             device=device,
             allow_cuda=impl == "auto",
+            window=window,
         )
     row_starts = [0, *accumulate(query_lens)]
     batch = list(zip(row_starts, query_lens, kv_lens, used, strict=False))
@@ -182,13 +190,31 @@ def plan_attention(
         tokens=row_starts[-1],
         page_size=page_size,
         num_kv_heads=num_kv_heads,
-        decoding=tuple(DecodingSequence(row, kv_len, ids) for row, query_len, kv_len, ids in batch if query_len == 1),
+        decoding=tuple(
+            _decoding_sequence(row, kv_len, ids, page_size, window)
+            for row, query_len, kv_len, ids in batch
+            if query_len == 1
+        ),
         prefill=tuple(
-            _prefill_sequence(row, query_len, kv_len, ids, num_kv_heads, device)
+            _prefill_sequence(row, query_len, kv_len, ids, page_size, num_kv_heads, device, window)
             for row, query_len, kv_len, ids in batch
             if query_len > 1
         ),
     )
+
+
+def _before_window(first_position: int, page_size: int, window: int | None) -> tuple[int, int]:
+    """What the query at `first_position`, and all after it, do not see: the number of whole pages, and the keys of the
+    next page.
+    """
+    return divmod(0 if window is None else max(0, first_position - window + 1), page_size)
+
+
+def _decoding_sequence(
+    row: int, kv_len: int, pages: tuple[int, ...], page_size: int, window: int | None
+) -> DecodingSequence:
+    unread, first = _before_window(kv_len - 1, page_size, window)
+    return DecodingSequence(row, first, kv_len - unread * page_size, pages[unread:])
 
 
 def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[DecodingSequence]]:
@@ -205,26 +231,39 @@ def _similar_lengths(sequences: Sequence[DecodingSequence]) -> list[list[Decodin
 def _decode_group(
     sequences: Sequence[DecodingSequence], tokens: int, page_size: int, num_kv_heads: int, device: torch.device
 ) -> DecodeGroup:
-    rows, kv_lens, pages = zip(*sequences, strict=True)
+    rows, firsts, kv_lens, pages = zip(*sequences, strict=True)
     longest = max(len(ids) for ids in pages)
     padded = [ids + (ids[-1],) * (longest - len(ids)) for ids in pages]
-    mask, unseen = None, None
-    if len(set(kv_lens)) > 1:
-        unseen = torch.arange(longest * page_size) >= torch.tensor(kv_lens).unsqueeze(1)
-        mask = ~unseen[:, None, None, : max(kv_lens)].to(device)
+    mask, unseen, first = None, None, firsts[0]
+    if len(set(kv_lens)) > 1 or len(set(firsts)) > 1:
+        keys = torch.arange(longest * page_size)
+        unseen = keys >= torch.tensor(kv_lens).unsqueeze(1)
+        unseen |= keys < torch.tensor(firsts).unsqueeze(1)
+        mask, first = ~unseen[:, None, None, : max(kv_lens)].to(device), 0
     table = PageTable(padded, num_kv_heads, device, unseen)
     everything = rows == tuple(range(tokens))
-    return DecodeGroup(None if everything else torch.tensor(rows, device=device), table, mask, max(kv_lens))
+    return DecodeGroup(None if everything else torch.tensor(rows, device=device), table, mask, first, max(kv_lens))
 
 
 def _prefill_sequence(
-    row_start: int, query_len: int, kv_len: int, pages: tuple[int, ...], num_kv_heads: int, device: torch.device
+    row_start: int,
+    query_len: int,
+    kv_len: int,
+    pages: tuple[int, ...],
+    page_size: int,
+    num_kv_heads: int,
+    device: torch.device,
+    window: int | None,
 ) -> PrefillSequence:
-    table = PageTable([pages], num_kv_heads, device)
+    unread, _ = _before_window(kv_len - query_len, page_size, window)
+    kv_len -= unread * page_size
+    table = PageTable([pages[unread:]], num_kv_heads, device)
     mask = None
-    if query_len < kv_len:
+    if query_len < kv_len or (window is not None and window < kv_len):
         positions = torch.arange(kv_len - query_len, kv_len, device=device).unsqueeze(1)
-        mask = (torch.arange(kv_len, device=device) <= positions)[None, None]
+        distance = positions - torch.arange(kv_len, device=device)
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        mask = seen[None, None]
     return PrefillSequence(row_start, row_start + query_len, kv_len, table, mask)
 
 
@@ -269,7 +308,7 @@ def _attend_decode(
     # the query heads of one KV head take the axis of query positions, so KV heads are not repeated in memory
     kv_heads = key_pages.shape[1]
     grouped = query.view(batch, kv_heads, num_heads // kv_heads, head_dim)
-    key, value = _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype)
+    key, value = _gather(key_pages, value_pages, group.table, group.first, group.kv_len, query.dtype)
     out = scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=scale)
     return out.reshape(batch, num_heads, head_dim)
 
@@ -281,10 +320,11 @@ def _attend_one(
     kv_heads, head_dim = key_pages.shape[1], key_pages.shape[3]
     pages = group.table.adjacent
     if pages is None:
-        keys, values = (part[0] for part in _gather(key_pages, value_pages, group.table, group.kv_len, query.dtype))
+        gathered = _gather(key_pages, value_pages, group.table, group.first, group.kv_len, query.dtype)
+        keys, values = (part[0] for part in gathered)
     else:
         keys, values = (
-            part[pages].transpose(0, 1).to(query.dtype).reshape(kv_heads, -1, head_dim)[:, : group.kv_len]
+            part[pages].transpose(0, 1).to(query.dtype).reshape(kv_heads, -1, head_dim)[:, group.first : group.kv_len]
             for part in (key_pages, value_pages)
         )
     scores = torch.bmm(query.view(kv_heads, -1, head_dim) * scale, keys.transpose(1, 2))
@@ -298,7 +338,7 @@ def _attend_prefill(
     sequence: PrefillSequence,
     scale: float,
 ) -> torch.Tensor:
-    key, value = _gather(key_pages, value_pages, sequence.table, sequence.kv_len, query.dtype)
+    key, value = _gather(key_pages, value_pages, sequence.table, 0, sequence.kv_len, query.dtype)
     out = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key,
@@ -312,9 +352,10 @@ def _attend_prefill(
 
 
 def _gather(
-    key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, kv_len: int, dtype: torch.dtype
+    key_pages: torch.Tensor, value_pages: torch.Tensor, table: PageTable, first: int, kv_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a table's sequences, [B, H, kv_len, D] of `dtype`, in one copy of both if the pool allows it.
+    """Keys and values [first, kv_len) of a table's sequences, [B, H, kv_len - first, D] of `dtype`, in one copy of both
+    if the pool allows it.
 
     In a page-major pool a page's values are a whole number of blocks behind its keys, so both are rows of one matrix.
     Copying rows of a matrix is two to four times as fast as indexing over two dimensions.
@@ -333,7 +374,7 @@ def _gather(
     rows = rows.to(dtype)
     if table.unseen is not None:
         rows.view(-1, head_dim).index_fill_(0, table.unseen, 0.0)
-    key, value = rows.view(2, len(table.pages), num_heads, -1, head_dim)[:, :, :, :kv_len]
+    key, value = rows.view(2, len(table.pages), num_heads, -1, head_dim)[:, :, :, first:kv_len]
     return key, value
 
 

@@ -75,7 +75,9 @@ def _attend(a, part, sequence, kv_head):
     bests, totals = floats(a.bests + 4 * slot, group), floats(a.totals + 4 * slot, group)
     sums = floats(a.sums + 4 * slot * dim, (group, dim))
     scale = np.float32(a.scale)
-    first, last = slice_of(longs(a.kv_lens, a.batch)[sequence], part, a.parts)
+    first_seen = longs(a.firsts, a.batch)[sequence]
+    first, last = slice_of(longs(a.kv_lens, a.batch)[sequence] - first_seen, part, a.parts)
+    first, last = first_seen + first, first_seen + last
     used_pages = range(first // page_size, -(-last // page_size))
     pages = longs(a.pages + 8 * longs(a.page_starts, a.batch)[sequence], used_pages.stop)
 
@@ -115,7 +117,7 @@ def _join(a, slot):
 
 
 @kernel(
-    "query keys values out rows kv_lens page_starts pages scores bests totals sums "
+    "query keys values out rows firsts kv_lens page_starts pages scores bests totals sums "
     "batch heads kv_heads head_dim page_size page_stride head_stride token_stride most_keys parts",
     "scale",
 )
@@ -157,6 +159,7 @@ def launch_decode(
         value_pages.data_ptr(),
         out.data_ptr(),
         decode.rows.data_ptr(),
+        decode.firsts.data_ptr(),
         decode.kv_lens.data_ptr(),
         decode.page_starts.data_ptr(),
         decode.pages.data_ptr(),

@@ -1,4 +1,4 @@
-"""The forward pass of a decoder with full attention over a paged KV cache: one rank's share of it.
+"""The forward pass of a decoder with full or windowed attention over a paged KV cache: one rank's share of it.
 
 The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree in every dtype: norms
 in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several ranks sum
@@ -39,6 +39,7 @@ class Decoder:
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
         )
         self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._windowed = [self.config.window_of(layer) is not None for layer in parameters.layer_range]
         self._scale = self.config.head_dim**-0.5
 
     @property
@@ -87,8 +88,7 @@ class Decoder:
         nothing, and their results are undefined.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
-        (pool,), plan, sum_over_ranks = cache.pools, batch.attention, self._sum_over_ranks
-        assert plan is not None, "batches of dense models have an attention plan"
+        (pool,), sum_over_ranks = cache.pools, self._sum_over_ranks
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         cos, signed_sin = self._rotary.cos_sin(batch.positions)
@@ -110,6 +110,8 @@ class Decoder:
                 live_rows=live_rows,
             )
             at_end = last_only and index + 1 == len(layers)
+            plan = batch.windowed if self._windowed[index] else batch.attention
+            assert plan is not None, "the batch was planned for this model"
             attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale, last_only=at_end)
             if at_end:
                 assert batch.last_rows is not None

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from ..config.model import ModelConfig, RopeConfig
+from ..config.model import ModelConfig
+from ..config.rope import RopeConfig
 
 
 class Rotary:

@@ -28,7 +28,7 @@ def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
     """32 hexadecimal digits. Independent of paths, sharding, the order of tensors and the stop tokens."""
     config = dataclasses.asdict(source.config)
     del config["eos_token_ids"]
-    for name in ("moe", "mixed", "weight_block"):  # the fingerprint is older than these fields
+    for name in ("moe", "mixed", "weight_block", "window", "windowed"):  # the fingerprint is older than these fields
         if not config[name]:
             del config[name]
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())

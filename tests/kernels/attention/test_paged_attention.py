@@ -8,9 +8,12 @@ import torch
 from pdserve.kernels.attention.paged_attention import GatherPlan, paged_attention, plan_attention
 from pdserve.kernels.backends.dispatch import Impl
 from tests.kernels.numba_kernels import needs_numba
+from tests.kernels.places import PLACES, each_of
 from tests.kernels.poison import poisoned
 
 CPU = torch.device("cpu")
+
+everywhere = each_of(*PLACES, ("numba", "cpu"), ("triton", "cpu"))
 
 # (query_len, kv_len) of each sequence
 BATCHES = {
@@ -42,12 +45,15 @@ def pools(
     return data[:, 1, 0], data[:, 1, 1]
 
 
-def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def exact(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None = None
+) -> torch.Tensor:
     """query [L, Hq, D], key and value [T, Hkv, D], one query head at a time in float64."""
     length, heads, _ = query.shape
     group = heads // key.shape[1]
     position = torch.arange(len(key) - length, len(key), device=query.device)
-    hidden = torch.arange(len(key), device=query.device) > position.unsqueeze(1)
+    distance = position.unsqueeze(1) - torch.arange(len(key), device=query.device)
+    hidden = (distance < 0) | (distance >= (window or len(key)))
     out = torch.empty_like(query, dtype=torch.float64)
     for head in range(heads):
         scores = query[:, head].double() @ key[:, head // group].double().T * scale
@@ -64,8 +70,9 @@ def check(
     page_size: int,
     dtype: torch.dtype,
     where: tuple[Impl, torch.device],
+    window: int | None = None,
 ) -> None:
-    """Run (query_len, kv_len) sequences over scattered pages and compare with `exact`."""
+    """Run (query_len, kv_len) sequences on scattered pages and compare with `exact`; pages before a window hold NaN."""
     impl, device = where
     scale = dim**-0.5
     generator = torch.Generator().manual_seed(7)
@@ -78,13 +85,14 @@ def check(
         query = torch.randn(query_len, heads, dim, generator=generator).to(device, dtype)
         key, value = torch.randn(2, kv_len, kv_heads, dim, generator=generator).to(device, dtype)
         pages = [free.pop() for _ in range(-(-kv_len // page_size))]
-        slots = torch.arange(kv_len, device=device)
+        first = max(0, kv_len - query_len - (window or kv_len) + 1) // page_size * page_size
+        slots = torch.arange(first, kv_len, device=device)
         page_ids = torch.tensor(pages, device=device)[slots // page_size]
-        key_pages[page_ids, :, slots % page_size] = key
-        value_pages[page_ids, :, slots % page_size] = value
+        key_pages[page_ids, :, slots % page_size] = key[first:]
+        value_pages[page_ids, :, slots % page_size] = value[first:]
         queries.append(query)
         tables.append([*pages, unused])  # a page reserved for growth, never read
-        expected.append(exact(query, key, value, scale))
+        expected.append(exact(query, key, value, scale, window))
     plan = plan_attention(
         [query_len for query_len, _ in lengths],
         [kv_len for _, kv_len in lengths],
@@ -92,6 +100,7 @@ def check(
         page_size=page_size,
         num_kv_heads=kv_heads,
         device=device,
+        window=window,
         impl=impl,
     )
     with poisoned(impl):
@@ -133,15 +142,44 @@ def test_long_sequences_equal_float64(
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
 
 
+@pytest.mark.parametrize("window", [1, 8, 20])
+def test_sliding_window_equals_float64(window: int, everywhere: tuple[Impl, torch.device]) -> None:
+    lengths = [(1, 50), (9, 9), (1, 3), (30, 60), (1, 49), (8, 150), (1, 50)]
+    check(lengths, heads=4, kv_heads=2, dim=16, page_size=8, dtype=torch.float32, where=everywhere, window=window)
+
+
+@pytest.mark.parametrize("window", [100, 300])
+def test_window_over_several_blocks_equals_float64(window: int, everywhere: tuple[Impl, torch.device]) -> None:
+    """Blocks before the window, at its start, inside it and on the diagonal."""
+    check([(200, 700)], heads=2, kv_heads=1, dim=16, page_size=16, dtype=torch.float32, where=everywhere, window=window)
+
+
+@pytest.mark.parametrize("batch", LONG_BATCHES)
+@pytest.mark.parametrize(("dim", "page_size", "window"), [(128, 16, 512), (64, 32, 128), (256, 64, 1000)])
+@pytest.mark.gpu
+def test_window_of_long_sequences_equals_float64(batch: str, dim: int, page_size: int, window: int) -> None:
+    check(
+        LONG_BATCHES[batch],
+        heads=8,
+        kv_heads=2,
+        dim=dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        where=("auto", torch.device("cuda")),
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_divided_tiles_equal_float64(
-    dim: int, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
+    dim: int, window: int | None, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a single block of keys, of which the last one has keys that early queries do not see."""
     monkeypatch.setattr("pdserve.kernels.attention.attention_plan.LEAST_PART_BLOCKS", 1)
     lengths = [(5, 700)] if dim == 128 else [(5, 700), (1, 9), (100, 260)]
     dtype = torch.float16 if anywhere[1].type == "cuda" else torch.float32
-    check(lengths, heads=4, kv_heads=2, dim=dim, page_size=16, dtype=dtype, where=anywhere)
+    check(lengths, heads=4, kv_heads=2, dim=dim, page_size=16, dtype=dtype, where=anywhere, window=window)
 
 
 @needs_numba

@@ -41,6 +41,19 @@ def test_experts_are_read(checkpoints: Path, tmp_path: Path) -> None:
     assert (published.moe.num_experts, published.mixed) == (4, (False, True, True))
 
 
+def test_windows_are_read(checkpoints: Path, tmp_path: Path) -> None:
+    def windows(name: str, **changes: Any) -> list[int | None]:
+        config = read(checkpoints, tmp_path, name, **changes)
+        return [config.window_of(layer) for layer in range(config.num_layers)]
+
+    assert windows("mistral", sliding_window=8) == [8, 8, 8]
+    assert windows("mistral") == [4096, 4096, 4096]  # the default of a configuration that does not mention it
+    assert read_hf_config(checkpoints / "mistral").window is None  # null
+    assert windows("mixtral") == [None, None, None]
+    assert windows("qwen3_moe", use_sliding_window=True, sliding_window=8) == [8, 8, 8]
+    assert windows("qwen3_moe", use_sliding_window=False, sliding_window=8) == [None, None, None]
+
+
 def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None:
     dense, mixtral = (read_hf_config(checkpoints / name) for name in ("mistral", "mixtral"))
     mlp = 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers
@@ -50,9 +63,13 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("mistral", {"sliding_window": 4096}, "sliding_window is 4096; only full attention is supported"),
-        ("mistral", {"sliding_window": None}, "sliding_window is 4096 by default; only full attention"),
-        ("mixtral", {"sliding_window": 128}, "sliding_window is 128; only full attention is supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        (
+            "mistral",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "layer_types has full_attention beside sliding_window = 8, which all layers of this family have",
+        ),
+        ("mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"]}, "one entry for each of 3 layers"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_local_experts = 8"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, got 0"),
         ("qwen3_moe", {"num_local_experts": None}, "num_local_experts is missing"),

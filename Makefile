@@ -124,6 +124,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/settings_table.py
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
+	$(BIN)/python docs/models_table.py
 	$(BIN)/python deploy/observability/write_dashboards.py
 
 .PHONY: clean

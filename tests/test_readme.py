@@ -35,7 +35,7 @@ def services() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table"])
+@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table", "models_table"])
 def test_tables_in_docs_match_the_code(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

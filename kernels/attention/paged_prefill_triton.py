@@ -5,7 +5,7 @@ This takes a few percent of the time, and lets the tensor memory accelerator (TM
 faster (H200). Then the CUDA kernel of paged_prefill_cuda.py attends, where it supports the geometry, or the Triton
 kernel of this file. A program of the latter processes a tile of queries (half a tile if rows are wide) and one query
 head: first the keys at the start of the window, if there is one, then the keys that all its queries see, then the
-diagonal. The CUDA kernel has no window.
+diagonal. The CUDA kernel has no windows and no sinks.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .attention_plan import COPY_TOKENS, TILE_QUERIES, WorkPlan
-from .page_rows_triton import load_page_rows
+from .page_rows_triton import add_sinks, load_page_rows
 from .paged_prefill_cuda import launch_tiles, supports
 
 _COMBINED_ROWS = 16
@@ -141,6 +141,7 @@ def _prefill_tiles(
     row_starts_ptr,
     tiles_ptr,
     copy_starts_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
@@ -157,6 +158,7 @@ def _prefill_tiles(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -256,6 +258,8 @@ def _prefill_tiles(
         PRECISION,
     )
     if part < 0:
+        if SINKS:
+            acc, total = add_sinks(acc, top, total, sinks_ptr + head + 0 * number, number >= 0)
         out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -275,12 +279,14 @@ def _combine_parts(
     counts_ptr,
     query_lens_ptr,
     row_starts_ptr,
+    sinks_ptr,
     out_ptr,
     splits_stride,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -309,6 +315,8 @@ def _combine_parts(
         total = total * shrink + weight
         acc = acc * shrink[:, None] + partial * weight[:, None]
         top = new_top
+    if SINKS:
+        acc, total = add_sinks(acc, top, total, sinks_ptr + head + 0 * number, inside)
     row = tl.load(row_starts_ptr + sequence).to(tl.int64) + number
     out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -323,6 +331,7 @@ def launch_prefill(
     out: torch.Tensor,
     *,
     scale: float,
+    sinks: torch.Tensor | None = None,
     last_only: bool,
 ) -> None:
     """Fill the rows of `out` whose sequences are in the plan's tiles; with `last_only`, at least their last rows."""
@@ -336,7 +345,7 @@ def launch_prefill(
     if copied is None:
         copied = query.new_empty(2, kv_heads * plan.copied_tokens, head_dim)
     keys, values = copied.unbind()
-    use_cuda = plan.allow_cuda and plan.window is None and supports(query)
+    use_cuda = plan.allow_cuda and plan.window is None and sinks is None and supports(query)
     _copy_out[(kv_heads, min(plan.copies.shape[1], _MOST_COPY_PROGRAMS))](
         key_pages,
         value_pages,
@@ -378,6 +387,7 @@ def launch_prefill(
             plan.row_starts,
             tiles.tiles,
             plan.copy_starts,
+            sinks,
             out,
             partial,
             log_sum,
@@ -394,6 +404,7 @@ def launch_prefill(
             BLOCK_D=block_d,
             BLOCK=block,
             WINDOWED=plan.window is not None,
+            SINKS=sinks is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
             num_warps=4 if wide else 8,
             num_stages=2 if wide else 3,
@@ -407,10 +418,12 @@ def launch_prefill(
             tiles.counts,
             plan.query_lens,
             plan.row_starts,
+            sinks,
             out,
             tiles.splits.stride(0),
             TILE=TILE_QUERIES,
             ROWS=_COMBINED_ROWS,
+            SINKS=sinks is not None,
             D=head_dim,
             BLOCK_D=block_d,
             num_warps=4,

@@ -7,10 +7,22 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .swiglu import GELU_CUBIC, GELU_FACTOR
+
+_GELU_FACTOR, _GELU_CUBIC = tl.constexpr(GELU_FACTOR), tl.constexpr(GELU_CUBIC)
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def activate(gate, GELU: tl.constexpr):
+    """The activation of a gate, float32."""
+    exponent = gate
+    if GELU:
+        exponent = _GELU_FACTOR * (gate + _GELU_CUBIC * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-exponent))
+
+
+@triton.jit
+def _swiglu(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         start_next()
         wait_for_previous()
@@ -21,13 +33,13 @@ def _swiglu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constex
     stored = tl.load(gate_up_row, mask=inside, other=0.0)
     up = tl.load(gate_up_row + size, mask=inside, other=0.0).to(tl.float32)
     gate = stored.to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(stored.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (silu * up).to(stored.dtype), mask=inside)
+    active = activate(gate, GELU).to(stored.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (active * up).to(stored.dtype), mask=inside)
 
 
-def launch_swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+def launch_swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     rows, size = out.shape
     block = min(triton.next_power_of_2(size), 1024)
     _swiglu[(rows, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, num_warps=4, **overlap_options(out.device)
+        gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4, **overlap_options(out.device)
     )

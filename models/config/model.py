@@ -1,9 +1,9 @@
 """The configuration of a model as one value, from config.json or GGUF metadata. No torch.
 
-Supported are decoders of the Llama, Mistral and Qwen families, with full attention or sliding windows (windows.py),
-with or without mixtures of experts (moe.py), and those of DeepSeek-V3.2 and GLM with sparse attention (dsa.py). Options
-that change the result and are not implemented (other rope kinds, quantisation other than block-scaled fp8) are refused
-here, before any weight is read.
+Supported are decoders of the Llama, Mistral, Qwen, Gemma and gpt-oss families, with full attention or sliding windows
+(windows.py), with or without mixtures of experts (moe.py), and those of DeepSeek-V3.2 and GLM with sparse attention
+(dsa.py). Options that change the result and are not implemented (other rope kinds, quantisation other than block-scaled
+fp8) are refused here, before any weight is read.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,13 @@ from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
-from .moe import MoeConfig, grouped_moe_layers, read_grouped_moe, read_softmax_moe, softmax_moe_layers
+from .gemma3 import read_gemma3
+from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
 from .rope import RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
-from .windows import read_layer_types, read_windows
+from .windows import read_alternating_windows, read_layer_types, read_windows
 
-DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
 SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
 Architecture = DenseArchitecture | SparseArchitecture
@@ -32,6 +33,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
@@ -43,9 +46,12 @@ _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "qwen2": 32768,
     "qwen3": 32768,
     "qwen3_moe": 32768,
+    "gemma3_text": 131072,
+    "gpt_oss": 131072,
     "deepseek_v32": 163840,
     "glm_moe_dsa": 202752,
 }
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,16 @@ class ModelConfig:
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
     window: int | None = None  # tokens that a windowed layer sees
     windowed: tuple[bool, ...] = ()  # by layer; empty without `window`
+    local_rope: RopeConfig | None = None  # of windowed layers, if they have another one
+    query_scalar: int | None = None  # attention scores are divided by its root; None: by that of `head_dim`
+    gelu: bool = False  # the gates of MLPs are GELU (tanh) instead of SiLU
+    post_norms: bool = False  # the results of attention and of the MLP are normed before they are added
+    norm_offset: float = 0.0  # added to the weights of norms
+    float32_norms: bool = False  # the weights of norms are float32, and their results are rounded once
+    scaled_embedding: bool = False  # embeddings are multiplied with the root of `hidden_size`
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    sinks: bool = False  # attention has a sink per query head
+    mxfp4_experts: bool = False  # the checkpoint stores the matrices of experts in MXFP4
 
     @property
     def rotary_dim(self) -> int:
@@ -152,7 +168,9 @@ def read_config_file(path: Path) -> ModelConfig:
     architecture = _hf_architecture(path, raw)
     if architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
         return _sparse_config(path, raw, architecture)
-    return _dense_config(path, raw, architecture)
+    if architecture == "gemma3_text":
+        return _gemma3_config(path, raw)
+    return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
@@ -175,13 +193,13 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
+        head_dim=integer(path, raw, "head_dim", _DEFAULT_HEAD_DIM.get(architecture, hidden // heads)),
         context_length=context_length(rope, max_positions),
         norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "mixtral" else 1e-6),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2" or (architecture not in ("mistral", "mixtral") and attention_bias),
-        o_bias=architecture in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        o_bias=architecture in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss") and attention_bias,
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_hf_dtype(path, raw),
@@ -192,6 +210,57 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         window=windows.window,
         windowed=windows.windowed,
     )
+
+
+def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
+    """Gemma 3: what it shares with Llama, read from the same fields, and its own."""
+    own = read_gemma3(path, raw, integer(path, raw, "num_hidden_layers"))
+    shared = {"hidden_act": "silu", "layer_types": None, "rope_scaling": None, "rope_parameters": own.rope}
+    shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    config = _dense_config(path, raw | shared, "gemma3_text")
+    if config.weight_block is not None:
+        raise StartupError(f"{path}: quantised weights are not supported for gemma3_text; supported are 16 and 32 bits")
+    return replace(
+        config,
+        qk_norm=True,
+        window=own.windows.window,
+        windowed=own.windows.windowed,
+        local_rope=read_hf_rope(path, {"rope_parameters": own.local_rope}, config.context_length),
+        query_scalar=own.query_scalar,
+        gelu=True,
+        post_norms=True,
+        norm_offset=1.0,
+        float32_norms=True,
+        scaled_embedding=True,
+        logit_cap=own.logit_cap,
+    )
+
+
+def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:
+    """gpt-oss: what it shares with Mixtral, read from the same fields, and its own."""
+    num_layers = integer(path, raw, "num_hidden_layers")
+    defaults: Json = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
+    own: Json = {"layer_types": None, "quantization_config": None}
+    config = _dense_config(path, defaults | raw | own, "gpt_oss")
+    windows = read_alternating_windows(path, raw, num_layers)
+    return replace(
+        config,
+        window=windows.window,
+        windowed=windows.windowed,
+        moe=read_gpt_oss_moe(path, raw),
+        mixed=(True,) * num_layers,
+        float32_norms=True,
+        sinks=True,
+        mxfp4_experts=_has_mxfp4(path, raw),
+    )
+
+
+def _has_mxfp4(path: Path, raw: Json) -> bool:
+    quantization: Json = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise StartupError(f"{path}: quantised weights ({method}) are not supported; supported are mxfp4 experts")
+    return bool(quantization)
 
 
 def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> ModelConfig:

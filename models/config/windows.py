@@ -17,6 +17,8 @@ _EVERY_LAYER = {"mistral": 4096, "mixtral": None, "qwen3_moe": None}
 """Families whose layers all have the window, and the window of a configuration that does not mention one."""
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 """Families with a switch, `use_sliding_window`."""
+WINDOWED_ARCHITECTURES = ("mistral", "mixtral", *_SWITCHED, "gemma3_text", "gpt_oss")
+"""Families whose layers may have a window."""
 
 
 class Windows(NamedTuple):
@@ -41,6 +43,16 @@ def read_windows(path: Path, raw: Json, architecture: str, num_layers: int) -> W
         first = integer(path, raw, "max_window_layers", 28, least=0)
         kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return Windows(window, tuple(kind == SLIDING for kind in kinds)) if SLIDING in kinds else NO_WINDOWS
+
+
+def read_alternating_windows(path: Path, raw: Json, num_layers: int, *, period: int = 2, default: int = 128) -> Windows:
+    """The fields of families where by default all layers but every `period`-th have a window; raises StartupError."""
+    kinds = read_layer_types(path, raw, num_layers, (FULL, SLIDING))
+    if kinds is None:
+        kinds = [SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)]
+    if SLIDING not in kinds:
+        return NO_WINDOWS
+    return Windows(integer(path, raw, "sliding_window", default), tuple(kind == SLIDING for kind in kinds))
 
 
 def read_layer_types(path: Path, raw: Json, num_layers: int, supported: tuple[str, ...]) -> list[str] | None:

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from pdserve.kernels.attention.paged_attention import GatherPlan, paged_attention, plan_attention
+from pdserve.kernels.attention.gather_plan import GatherPlan
+from pdserve.kernels.attention.paged_attention import paged_attention, plan_attention
 from pdserve.kernels.backends.dispatch import Impl
 from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.places import PLACES, each_of
@@ -46,7 +47,12 @@ def pools(
 
 
 def exact(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [L, Hq, D], key and value [T, Hkv, D], one query head at a time in float64."""
     length, heads, _ = query.shape
@@ -57,7 +63,9 @@ def exact(
     out = torch.empty_like(query, dtype=torch.float64)
     for head in range(heads):
         scores = query[:, head].double() @ key[:, head // group].double().T * scale
-        out[:, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, head // group].double()
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[head].double().exp())
+        out[:, head] = weights / total @ value[:, head // group].double()
     return out
 
 
@@ -71,11 +79,13 @@ def check(
     dtype: torch.dtype,
     where: tuple[Impl, torch.device],
     window: int | None = None,
+    with_sinks: bool = False,
 ) -> None:
     """Run (query_len, kv_len) sequences on scattered pages and compare with `exact`; pages before a window hold NaN."""
     impl, device = where
     scale = dim**-0.5
     generator = torch.Generator().manual_seed(7)
+    sinks = 3 * torch.randn(heads, generator=generator).to(device) if with_sinks else None
     num_pages = sum(-(-kv_len // page_size) for _, kv_len in lengths) + 1
     free = random.Random(8).sample(range(num_pages), num_pages)
     unused = free.pop()
@@ -92,7 +102,7 @@ def check(
         value_pages[page_ids, :, slots % page_size] = value[first:]
         queries.append(query)
         tables.append([*pages, unused])  # a page reserved for growth, never read
-        expected.append(exact(query, key, value, scale, window))
+        expected.append(exact(query, key, value, scale, window, sinks))
     plan = plan_attention(
         [query_len for query_len, _ in lengths],
         [kv_len for _, kv_len in lengths],
@@ -104,7 +114,7 @@ def check(
         impl=impl,
     )
     with poisoned(impl):
-        out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale)
+        out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale, sinks=sinks)
     assert out.dtype == dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=tolerance)
@@ -142,10 +152,21 @@ def test_long_sequences_equal_float64(
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
 
 
-@pytest.mark.parametrize("window", [1, 8, 20])
-def test_sliding_window_equals_float64(window: int, everywhere: tuple[Impl, torch.device]) -> None:
-    lengths = [(1, 50), (9, 9), (1, 3), (30, 60), (1, 49), (8, 150), (1, 50)]
-    check(lengths, heads=4, kv_heads=2, dim=16, page_size=8, dtype=torch.float32, where=everywhere, window=window)
+@pytest.mark.parametrize(("window", "with_sinks"), [(1, False), (8, False), (20, True), (None, True)])
+def test_windows_and_sinks_equal_float64(
+    window: int | None, with_sinks: bool, everywhere: tuple[Impl, torch.device]
+) -> None:
+    check(
+        [(1, 50), (9, 9), (1, 3), (30, 60), (1, 49), (8, 150), (1, 50)],
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        page_size=8,
+        dtype=torch.float32,
+        where=everywhere,
+        window=window,
+        with_sinks=with_sinks,
+    )
 
 
 @pytest.mark.parametrize("window", [100, 300])
@@ -170,16 +191,26 @@ def test_window_of_long_sequences_equals_float64(batch: str, dim: int, page_size
     )
 
 
-@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (300, False), (300, True)])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_divided_tiles_equal_float64(
-    dim: int, window: int | None, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
+    dim: int, window: int | None, with_sinks: bool, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a single block of keys, of which the last one has keys that early queries do not see."""
     monkeypatch.setattr("pdserve.kernels.attention.attention_plan.LEAST_PART_BLOCKS", 1)
     lengths = [(5, 700)] if dim == 128 else [(5, 700), (1, 9), (100, 260)]
     dtype = torch.float16 if anywhere[1].type == "cuda" else torch.float32
-    check(lengths, heads=4, kv_heads=2, dim=dim, page_size=16, dtype=dtype, where=anywhere, window=window)
+    check(
+        lengths,
+        heads=4,
+        kv_heads=2,
+        dim=dim,
+        page_size=16,
+        dtype=dtype,
+        where=anywhere,
+        window=window,
+        with_sinks=with_sinks,
+    )
 
 
 @needs_numba

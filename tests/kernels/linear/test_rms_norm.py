@@ -5,7 +5,10 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.linear.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.places import PLACES, each_of
 from tests.kernels.poison import poisoned
+
+everywhere = each_of(*PLACES, ("triton", "cpu"))
 
 # a 16-bit result has at most two roundings: of the quotient and of the product
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -30,6 +33,19 @@ def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, anywhere: 
     torch.testing.assert_close(alone.double(), exact(x, weight, 1e-2), rtol=tolerance, atol=1e-6)
     assert total.equal(x + y)
     torch.testing.assert_close(normed.double(), exact(total, weight, 1e-2), rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float32_weights_are_rounded_once(dtype: torch.dtype, everywhere: tuple[Impl, torch.device]) -> None:
+    """Two roundings would be up to twice as far from the exact result."""
+    impl, device = everywhere
+    x = (3 * torch.randn(5, 96, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+    weight = 1 + torch.randn(96, generator=torch.Generator().manual_seed(1)).to(device)
+    with poisoned(impl):
+        found = rms_norm(x, weight, 1e-2, impl=impl)
+    assert found.dtype == dtype
+    half_a_step = 1.001 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(found.double(), exact(x, weight, 1e-2), rtol=half_a_step, atol=1e-7)
 
 
 @pytest.mark.gpu

@@ -115,6 +115,21 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3-moe-some-layers": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-other-fields": (
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {}),
     "mistral-window": ("mistral", {"sliding_window": 40}),
     "mixtral-window": ("mixtral", {"sliding_window": 40}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),

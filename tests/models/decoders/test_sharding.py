@@ -31,6 +31,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-tied": ("llama", {"tie_word_embeddings": True, "vocab_size": 321}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "qwen2": ("qwen2", {"vocab_size": 322}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 6, "intermediate_size": 64}),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "sliding_window": 6, "final_logit_softcapping": 5.0}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3-moe": ("qwen3_moe", {"moe_intermediate_size": 64, "mlp_only_layers": [1]}),
 }

@@ -259,7 +259,7 @@ def _prefill_tiles(
     )
     if part < 0:
         if SINKS:
-            acc, total = add_sinks(acc, top, total, sinks_ptr + head + 0 * number, number >= 0)
+            acc, total = add_sinks(acc, top, total, sinks_ptr + head + tl.zeros_like(number), number >= 0)
         out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -316,7 +316,7 @@ def _combine_parts(
         acc = acc * shrink[:, None] + partial * weight[:, None]
         top = new_top
     if SINKS:
-        acc, total = add_sinks(acc, top, total, sinks_ptr + head + 0 * number, inside)
+        acc, total = add_sinks(acc, top, total, sinks_ptr + head + tl.zeros_like(number), inside)
     row = tl.load(row_starts_ptr + sequence).to(tl.int64) + number
     out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)

@@ -7,9 +7,6 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .swiglu import GELU_CUBIC, GELU_FACTOR
-
-_GELU_FACTOR, _GELU_CUBIC = tl.constexpr(GELU_FACTOR), tl.constexpr(GELU_CUBIC)
 
 
 @triton.jit
@@ -17,7 +14,7 @@ def activate(gate, GELU: tl.constexpr):
     """The activation of a gate, float32."""
     exponent = gate
     if GELU:
-        exponent = _GELU_FACTOR * (gate + _GELU_CUBIC * gate * gate * gate)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # sqrt(8 / pi)
     return gate / (1.0 + tl.exp(-exponent))
 
 

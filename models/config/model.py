@@ -16,7 +16,7 @@ from ..formats.json_fields import Json, integer, number, read_json
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .gemma3 import read_gemma3
 from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
-from .rope import RopeConfig, context_length, read_gguf_rope, read_hf_rope
+from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
 from .windows import read_alternating_windows, read_layer_types, read_windows
 
@@ -241,6 +241,8 @@ def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:
     num_layers = integer(path, raw, "num_hidden_layers")
     defaults: Json = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
     own: Json = {"layer_types": None, "quantization_config": None}
+    if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+        own["rope_scaling"] = GPT_OSS_ROPE
     config = _dense_config(path, defaults | raw | own, "gpt_oss")
     windows = read_alternating_windows(path, raw, num_layers)
     return replace(

@@ -12,6 +12,13 @@ from ..formats.json_fields import Json, integer, number
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 _DEFAULT_THETA = 10_000.0
+GPT_OSS_ROPE: Json = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""The scaling of a gpt-oss configuration that does not mention one."""
 
 
 @dataclass(frozen=True)

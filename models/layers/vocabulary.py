@@ -35,13 +35,14 @@ class Vocabulary:
         assert self._embedding is not None, "the first stage embeds tokens"
         shard = self._parallel.shard.attention
         if shard.tp_size == 1:
-            rows = look_up(token_ids, self._embedding)
-            return rows if self._scale is None else rows.mul_(self._scale)
+            return self._scaled(look_up(token_ids, self._embedding))
         own = shard.vocabulary(self._config.vocab_size)
         elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
         rows = look_up((token_ids - own.start).masked_fill_(elsewhere, 0), self._embedding)
-        rows = self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
-        return rows if self._scale is None else rows.mul_(self._scale)
+        return self._scaled(self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0)))
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._scale is None else rows * self._scale
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of rows [N, hidden], in `out` if given.

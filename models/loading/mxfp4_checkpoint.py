@@ -37,8 +37,8 @@ class Mxfp4Checkpoint:
         self.shapes = dict(files.shapes)
         self._packed: set[str] = set()
         for name, shape in files.shapes.items():
-            if name.endswith(_BLOCKS) and len(shape) == 4:
-                tensor = name.removesuffix(_BLOCKS)
+            tensor = name.removesuffix(_BLOCKS)
+            if name.endswith(_BLOCKS) and len(shape) == 4 and tensor + _SCALES in files.shapes:
                 experts, rows, groups, _ = shape
                 self.shapes[tensor] = (experts, groups * BLOCK, rows)
                 del self.shapes[name], self.shapes[tensor + _SCALES]

@@ -50,6 +50,7 @@ CASES = {
     "qwen3-qk-norm": Case("qwen3", {}, decode_page=1),
     "mistral-window": Case("mistral", {"sliding_window": 40}, decode_page=8),
     "gemma3": Case("gemma3_text", {}, decode_page=8),
+    "gpt-oss": Case("gpt_oss", {}, decode_page=8),
     "mixtral": Case("mixtral", {}, decode_page=16),
     "qwen3-moe": Case("qwen3_moe", {"norm_topk_prob": True}, decode_page=16),
 }

@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -320,16 +321,22 @@ def time_step(engine: SteppedEngine, graphs: Forward, batch: int, context: int, 
 
 
 def list_kernels(engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
-    """The kernels of one step, by the time they take together; overlapping ones count twice."""
+    """The kernels of one step. A kernel counts from the end of the one before it: many start early and wait."""
     steps = Steps(engine, graphs, batch, context)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         steps.run()
         torch.cuda.synchronize()
-    kernels = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    print(f"\nkernels of a step of {batch} x {context}: {sum(event.count for event in kernels)} launches")
-    for event in kernels[:30]:
-        print(f"{event.self_device_time_total:9.1f} us {event.count:4}  {event.key[:90]}")
+    spans = sorted((event.time_range.end, event.time_range.start, event.key) for event in profile.events())
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    ended = 0.0
+    for end, start, key in spans:
+        taken[key].append(end - max(start, ended))
+        ended = end
+    total = sum(map(sum, taken.values()))
+    print(f"\nkernels of a step of {batch} x {context}: {len(spans)} launches, {total / 1e3:.2f} ms")
+    for key, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[:30]:
+        print(f"{sum(times):9.1f} us {len(times):4}  {key[:90]}")
 
 
 def main() -> None:

@@ -379,13 +379,13 @@ class DecodeConfig(ServerConfig):
         ge=1,
         le=1 << 20,
         description="tokens that one step computes, of prompts and running requests together; default: 256 on a CPU, "
-        "2048 on a GPU",
+        "6144 on a GPU",
     )
     itl_target_ms: float | None = Field(
         None,
         ge=0,
         description="longest time between two output tokens while this server computes prompts, by prediction; 0 is no "
-        "limit; default: twice the time of a decode step, more while many prompts wait",
+        "limit; default: 1.75 times that of a decode step, more while many prompts wait",
     )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(

@@ -1,9 +1,13 @@
 """Triton kernel for few rows and block-scaled weights, or plain ones of experts: reads the weights once.
 
 A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
-the matrix product, so that the rows of x are its narrow side; they are converted to the dtype of x in registers. Where
-there are too few blocks to keep the GPU busy, several programs divide the columns; the last of them to finish adds
-their sums, always in the same order.
+the matrix product, so that the rows of x are its narrow side. Where there are too few blocks to keep the GPU busy,
+several programs divide the columns; the last of them to finish adds their sums, always in the same order.
+
+The products of fp8 weights take one of two forms. Linear layers convert the weights to the dtype of x in registers.
+Experts write x as the sum of two fp8 values and multiply each: converting weights takes longer than reading them where
+every multiprocessor is busy, and the rows of x are fewer. The two values have all bits of a bfloat16 (`_two_parts`);
+tensor cores add the products of 128 columns with about 14 bits, as for many rows.
 
 With experts, a tile has rows of one expert (moe/routing.py says which): `gather` reads the tokens of x in the order of
 experts, `scatter` writes results in the order of tokens.
@@ -24,9 +28,10 @@ from .block_format import BLOCK, BlockScaled, Weight
 from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
-_WEIGHT_ROWS = 64
-_STAGE_BYTES = 90 << 10
-"""Shared memory for loads in flight: two programs fit a multiprocessor."""
+_WEIGHT_ROWS, _STAGE_BYTES = 64, 90 << 10
+"""Rows of the weights of a program, and its shared memory for loads in flight: two programs fit a multiprocessor."""
+_SPLIT_WEIGHT_ROWS, _SPLIT_STAGE_BYTES = 128, 60 << 10
+"""The same where x is split into two parts."""
 _AHEAD = 512
 """Columns prefetched into L2 before the input is ready."""
 _LEAST_GROUPS = 4
@@ -83,6 +88,22 @@ def _converted(fp8, dtype: tl.constexpr):
 
 
 @triton.jit
+def _two_parts(x):
+    """Rows of bfloat16 as (high + low / 16) * scale, with high and low in fp8.
+
+    The scale is a power of two, so that high has the first four significant bits of a value and low the other four. It
+    makes the largest value of a row 128 to 256: values below 2^-14 of that are subnormal in fp8 and lose bits.
+    """
+    wide = x.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)
+    scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * (1.0 / 128)
+    scaled = wide * (1.0 / scale)[:, None]
+    high = scaled.to(tl.float8e4nv)
+    low = ((scaled - high.to(tl.float32)) * 16).to(tl.float8e4nv)
+    return high, low, scale
+
+
+@triton.jit
 def _store_result(
     acc, out_ptr, out_size, target, exists, output, GATED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -128,6 +149,7 @@ def _few_rows(
     WHOLE: tl.constexpr,
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    TWO_PARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -184,7 +206,12 @@ def _few_rows(
             left = at + column < in_size
             weight = tl.load(weights + at, mask=left[None, :], other=0.0)
             x = tl.load(inputs + at, mask=exists[:, None] & left[None, :], other=0.0)
-        if SCALED:
+        if TWO_PARTS:
+            high, low, scale = _two_parts(x)
+            product = tl.dot(weight, tl.trans(low)) * (1.0 / 16)
+            product += tl.dot(weight, tl.trans(high))
+            acc += product * tl.load(scales + at // _BLOCK)[:, None] * scale[None, :]
+        elif SCALED:
             product = tl.dot(_converted(weight, x.dtype), tl.trans(x), input_precision=PRECISION)
             acc += product * tl.load(scales + at // _BLOCK)[:, None]
         else:
@@ -217,15 +244,18 @@ def launch_few_rows(
     *_, weight_rows, in_size = values.shape
     if len(out) == 0:
         return
+    two_parts = tiles is not None and scales is not None and x.dtype == torch.bfloat16
+    block_rows, stage_bytes = (_SPLIT_WEIGHT_ROWS, _SPLIT_STAGE_BYTES) if two_parts else (_WEIGHT_ROWS, _STAGE_BYTES)
     rows = max(16, triton.next_power_of_2(len(x) if tiles is None else tiles.rows))
     row_tiles = 1 if tiles is None else len(tiles.expert)
-    blocks = ceil_div(weight_rows, _WEIGHT_ROWS)
-    splits = _splits(blocks * row_tiles, ceil_div(in_size, BLOCK), x.device)
+    blocks, groups = ceil_div(weight_rows, block_rows), ceil_div(in_size, BLOCK)
+    splits = _splits(blocks * row_tiles, groups, x.device)
     sums = counters = out  # not read
     if splits > 1:
-        sums = torch.empty(blocks * row_tiles * splits * _WEIGHT_ROWS * rows, dtype=torch.float32, device=x.device)
+        sums = torch.empty(blocks * row_tiles * splits * block_rows * rows, dtype=torch.float32, device=x.device)
         counters = _counters(x.device)
-    stage = _WEIGHT_ROWS * BLOCK * values.itemsize + rows * BLOCK * x.itemsize
+    stage = block_rows * BLOCK * values.itemsize + rows * BLOCK * x.itemsize
+    stages = min(stage_bytes, shared_memory(x.device)) // stage
     _few_rows[(blocks, row_tiles, splits)](
         x,
         values,
@@ -248,13 +278,14 @@ def launch_few_rows(
         PER_TOKEN=1 if tiles is None else tiles.per_token,
         ROW_GROUP=row_group,
         ROWS=rows,
-        WEIGHT_ROWS=_WEIGHT_ROWS,
+        WEIGHT_ROWS=block_rows,
         SPLIT=splits > 1,
         WHOLE=in_size % BLOCK == 0,
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
+        TWO_PARTS=two_parts,
         num_warps=4,
-        num_stages=max(2, min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage)),
+        num_stages=max(2, min(8, stages, ceil_div(groups, splits))),
         **overlap_options(x.device),
     )
 

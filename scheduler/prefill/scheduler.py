@@ -28,25 +28,23 @@ from ...transfer.protocol.messages import (
     InstanceId,
     KvDestination,
     Load,
-    PrefillDone,
     StageFree,
     StageGrant,
     TransferFailed,
 )
 from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
-from ..messages.effects import Effect, SendToFrontend, SendToPeer
+from ..messages.effects import Effect, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
-from ..messages.ranks import CancelChunks, StoreLoaded
+from ..messages.ranks import StoreLoaded
 from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
-from .chunk_writes import chunk_write
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
-from .request import PageSpace, PrefillRequest, PrefillStep, TransferRef, prompt_sent
-from .staging import StagedSends
+from .request import PageSpace, PrefillRequest, PrefillStep
 from .stored_prefixes import StoredPrefixes
+from .transfers import Transfers
 
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""
@@ -65,7 +63,7 @@ class Refusal(NamedTuple):
 
 
 class PrefillScheduler:
-    """Owns the requests and the page allocator of one prefill server."""
+    """Owns the queues and the page allocator of one prefill server."""
 
     def __init__(
         self,
@@ -79,39 +77,38 @@ class PrefillScheduler:
         self.pages = pages
         self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
-        self.requests: dict[TransferRef, PrefillRequest] = {}
         self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
-        self._spaces: dict[InstanceId, PageSpace] = {}
         self._expire_at = math.inf
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
-        self.staging = StagedSends(limits.page_size, self.counters, self._outbox)
+        self._transfers = Transfers(limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw)
+        self.requests = self._transfers.requests
+        self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:
             store = KvStore[PrefillRequest](store_limits, pages, self.cache, self.counters, self._outbox)
             self.stored = StoredPrefixes(store, self.cache, self.counters)
-        self._accepting = True
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
-        self._spaces[instance] = pages
+        self._transfers.spaces[instance] = pages
         self.staging.peer_up(instance, staged)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """A decode server is silent or gone: end its requests."""
-        self._spaces.pop(instance, None)
+        self._transfers.spaces.pop(instance, None)
         self.reports.unsubscribe(instance)
         for request in [t for t in self.requests.values() if t.instance == instance]:
-            self._close(request, f"prefill lost the decode server: {reason}", now)
+            self._transfers.close(request, f"prefill lost the decode server: {reason}", now)
         self.staging.peer_lost(instance)
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
         """A decode server has reported its load, and whether it wants to know what is cached here."""
-        if load.cache_reports and instance in self._spaces and self.limits.prefix_cache:
+        if load.cache_reports and instance in self._transfers.spaces and self.limits.prefix_cache:
             self.reports.subscribe(instance)
         elif not load.cache_reports:
             self.reports.unsubscribe(instance)
@@ -144,13 +141,13 @@ class PrefillScheduler:
                 refusal.reason,
                 refusal.retryable,
                 refused=True,
-                leaving=not self._accepting,
+                leaving=self._transfers.leaving,
                 full=refusal.full,
             )
-            self._reply(request, failed)
+            self._transfers.reply(request, failed)
             return
         self.counters["requests"] += 1
-        request.path = self._spaces[instance].path(destination)
+        request.path = self._transfers.spaces[instance].path(destination)
         self.requests[request.ref] = request
         self._expire_at = min(self._expire_at, request.deadline)
         self._waiting.push(request)
@@ -161,16 +158,16 @@ class PrefillScheduler:
         if request is None:
             self._outbox.append(SendToPeer(instance, AbortAck(message.key)))
         else:
-            self._close(request, message.reason, now, aborted=True)
+            self._transfers.close(request, message.reason, now, aborted=True)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; decode servers use other prefill servers (shutdown, lost rank)."""
-        self._accepting = False
+        self._transfers.leaving = True
 
     def fail_all(self, reason: str, now: float) -> None:
         """Fail every request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self._close(request, reason, now)
+            self._transfers.close(request, reason, now)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
@@ -183,7 +180,7 @@ class PrefillScheduler:
         if now >= self._expire_at:
             self._expire(now)
         self.staging.due(now)
-        self._take_ended_chunks(now)
+        self._transfers.take_ended_chunks(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
@@ -202,7 +199,7 @@ class PrefillScheduler:
             request = row.request
             self.staging.request(request.ref, max(row.start, request.destination.prefix_tokens), row.end, now)
             if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._send(request, row.start, row.end, now, after=step.command_id)
+                self._transfers.send(request, row.start, row.end, now, after=step.command_id)
                 request.written = row.end
         return step
 
@@ -239,13 +236,13 @@ class PrefillScheduler:
                 continue
             if problem is not None:
                 request.retryable = False
-                self._close(request, f"the grammar cannot be followed: {problem}", now)
+                self._transfers.close(request, f"the grammar cannot be followed: {problem}", now)
                 continue
             self.counters["prompt_tokens"] += row.end - row.start
             request.computed = row.end
             request.input_logprobs += logprobs
             if request.written < row.end:
-                self._send(request, row.start, row.end, now)
+                self._transfers.send(request, row.start, row.end, now)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
             self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
             if self.stored is not None:
@@ -254,14 +251,14 @@ class PrefillScheduler:
                 request.first_tokens = tokens
                 self._computing.remove(request)
                 request.lifecycle.advance(PrefillState.SENDING, now)
-                self._finish_if_sent(request, now)
+                self._transfers.finish_if_sent(request, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
         for row in self._computing.take(command_id, now):
             if row.request.state is PrefillState.COMPUTING:
-                self._close(row.request, f"the prefill step failed: {reason}", now)
+                self._transfers.close(row.request, f"the prefill step failed: {reason}", now)
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
         """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
@@ -273,17 +270,17 @@ class PrefillScheduler:
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
         """The direct writes of a chunk have ended on all ranks, or failed."""
         self.staging.chunk_written(written, now)
-        self._take_ended_chunks(now)
+        self._transfers.take_ended_chunks(now)
 
     def part_written(self, written: PartWritten, now: float) -> None:
         """The write of a staged part has ended on its rank, or failed."""
         self.staging.part_written(written, now)
-        self._take_ended_chunks(now)
+        self._transfers.take_ended_chunks(now)
 
     def stage_message(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
         """Decode grants a region for a staged part, or has scattered it."""
         self.staging.receive(instance, message, now)
-        self._take_ended_chunks(now)
+        self._transfers.take_ended_chunks(now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -339,7 +336,7 @@ class PrefillScheduler:
             waiting_requests=len(self._waiting) + len(self._loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
-            accepting=self._accepting,
+            accepting=not self._transfers.leaving,
             window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(ROUND_TRIP_S * tokens_per_s)),
             tokens_per_s=tokens_per_s,
         )
@@ -357,14 +354,14 @@ class PrefillScheduler:
         return sum(request.state is PrefillState.COMPUTING for request in self._computing.running)
 
     def _refusal(self, request: PrefillRequest) -> Refusal | None:
-        if not self._accepting:
+        if self._transfers.leaving:
             return Refusal("the prefill server is shutting down", retryable=True)
         if len(self._waiting) >= self.limits.max_queued_requests:
             reason = f"prefill has {len(self._waiting)} requests queued (max_queued_requests)"
             return Refusal(reason, retryable=True, full=True)
-        if request.instance not in self._spaces:
+        if request.instance not in self._transfers.spaces:
             return Refusal("the decode server is not paired", retryable=True)
-        problem = self.limits.describe_problem(request, self._spaces[request.instance], self.pages.num_pages)
+        problem = self.limits.describe_problem(request, self._transfers.spaces[request.instance], self.pages.num_pages)
         return Refusal(problem, retryable=False) if problem is not None else None
 
     def _expire(self, now: float) -> None:
@@ -373,7 +370,9 @@ class PrefillScheduler:
         self._expire_at = min((request.deadline for request in still_open if request.deadline > now), default=math.inf)
         for request in [request for request in still_open if request.deadline <= now]:
             request.retryable = False
-            self._close(request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now)
+            self._transfers.close(
+                request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now
+            )
 
     def _report_begun(self, now: float) -> None:
         """Tell decode which prompts have begun, with an empty chunk, if their step takes long."""
@@ -382,7 +381,7 @@ class PrefillScheduler:
                 continue
             request.begun_reported = True
             start = request.destination.prefix_tokens
-            self._reply(request, ChunkArrived(request.key, start, start))
+            self._transfers.reply(request, ChunkArrived(request.key, start, start))
 
     def _start_waiting(self, now: float) -> None:
         while self._start_next(now):
@@ -429,117 +428,13 @@ class PrefillScheduler:
         # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
         span = self.limits.chunk_size if request.destination.verify else max(1, request.cached)
         for start in range(0, request.cached, span):
-            self._send(request, start, min(start + span, request.cached), now)
+            self._transfers.send(request, start, min(start + span, request.cached), now)
 
-    def _send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
-        assert request.grant is not None, f"{request.ref} sends without pages"
-        chunk = chunk_write(
-            request,
-            request.grant,
-            start,
-            end,
-            page_size=self.limits.page_size,
-            theirs=self._spaces[request.instance],
-            after=after,
-        )
-        if chunk is not None:
-            request.sending += 1
-            self._outbox.append(chunk)
-            self.staging.send(chunk, now)
-
-    def _take_ended_chunks(self, now: float) -> None:
-        for written in self.staging.take_ended():
-            self._chunk_ended(written, now)
-
-    def _chunk_ended(self, written: ChunkWritten, now: float) -> None:
-        """All writes of a chunk have ended, or failed."""
-        request = self.requests.get((written.instance, written.key))
-        if request is None:
-            self.counters["stale_messages"] += 1
-            return
-        request.sending -= 1
-        request.late_writes |= written.late_writes
-        request.writes += written.writes
-        request.bytes_written += written.bytes_written
-        self.counters["transfer_writes"] += written.writes
-        self.counters["transfer_bytes"] += written.bytes_written
-        self.counters[f"path_bytes_{request.path}"] += written.bytes_written
-        if request.state is PrefillState.CLOSING:
-            self._conclude_if_drained(request, now)
-        elif written.ok:
-            request.chunks += 1
-            self.counters["chunks"] += 1
-            self._reply(request, ChunkArrived(request.key, written.token_start, written.token_end, written.checksums))
-            self._finish_if_sent(request, now)
-        else:
-            self._close(request, written.reason, now)
-
-    def _finish_if_sent(self, request: PrefillRequest, now: float) -> None:
-        if request.state is not PrefillState.SENDING or request.sending:
-            return
-        assert request.first_tokens, f"{request.ref} was computed without a first token"
-        before = (PrefillState.WAITING, PrefillState.LOADING, PrefillState.COMPUTING)
-        before_s = sum(request.lifecycle.spent(state, now) for state in before)
-        done = PrefillDone(
-            key=request.key,
-            first_tokens=request.first_tokens,
-            prompt_tokens=request.prompt_tokens,
-            chunks=request.chunks,
-            writes=request.writes,
-            bytes_written=request.bytes_written,
-            queue_s=max(0.0, before_s - request.compute_s),
-            compute_s=request.compute_s,
-            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
-            cached_tokens=request.cached,
-            input_logprobs=tuple(request.input_logprobs),
-            stored_tokens=request.stored,
-        )
-        self._reply(request, done)
-        if request.destination.traceparent is not None:
-            self._outbox.append(SendToFrontend(prompt_sent(request, done, request.destination.traceparent)))
-        self.counters["requests_finished"] += 1
-        self._release(request, now)
-
-    def _close(self, request: PrefillRequest, reason: str, now: float, *, aborted: bool = False) -> None:
-        """Stop computing and sending a request; cancel its chunks in flight and wait for their end."""
-        request.aborted |= aborted
-        if request.state is PrefillState.CLOSING:
-            return
+    def _withdraw(self, request: PrefillRequest) -> None:
+        """Take a request out of the queue that it is in."""
         if request.state is PrefillState.WAITING:
             self._waiting.remove(request)
         elif request.state is PrefillState.COMPUTING:
             self._computing.remove(request)
         elif self.stored is not None:
             self.stored.loading.discard(request)
-        request.failure = reason
-        request.lifecycle.advance(PrefillState.CLOSING, now)
-        if request.sending:
-            self._outbox.append(CancelChunks(request.instance, request.key))
-        self.staging.abort(request.ref, reason, now)
-        self._conclude_if_drained(request, now)
-
-    def _conclude_if_drained(self, request: PrefillRequest, now: float) -> None:
-        if request.sending:
-            return
-        reason = request.failure or "unknown"
-        if request.aborted:
-            self.counters["requests_aborted"] += 1
-            self._reply(request, AbortAck(request.key, request.late_writes))
-        else:
-            self.counters["requests_failed"] += 1
-            leaving = not self._accepting
-            self._reply(
-                request,
-                TransferFailed(request.key, reason, request.retryable, request.late_writes, leaving=leaving),
-            )
-        self._release(request, now)
-
-    def _release(self, request: PrefillRequest, now: float) -> None:
-        request.lifecycle.advance(PrefillState.CLOSED, now)
-        del self.requests[request.ref]
-        if request.grant is not None:
-            self.pages.release(request.grant)
-            request.grant = None
-
-    def _reply(self, request: PrefillRequest, message: ChunkArrived | PrefillDone | TransferFailed | AbortAck) -> None:
-        self._outbox.append(SendToPeer(request.instance, message))

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 GRAPH_TOKENS, GRAPH_PROMPTS = 2048, 64
 """Largest prefill step that runs as a CUDA graph. In larger steps the GPU is slower than the host that launches."""
-CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 2048
+CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 6144
 """Defaults of `max_step_tokens`."""
 
 

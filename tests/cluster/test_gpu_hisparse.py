@@ -155,7 +155,7 @@ def test_tokens_equal_transformers_with_a_buffer_far_smaller_than_the_context(se
     for counter in ("hot_hits", "hot_misses", "hot_write_backs", "prefix_tokens_reused", "chunks_verified"):
         assert counters[counter] > 0, counter
     graphs = "CUDA graphs captured" in decode.log.read_text()
-    assert graphs == name.endswith("graphs")
+    assert graphs == (not name.endswith("eager"))
 
 
 def test_kv_goes_to_host_memory_over_tcp_and_to_the_gpu_between_gpus(servers: Servers) -> None:

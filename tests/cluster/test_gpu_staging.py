@@ -127,8 +127,8 @@ def test_tokens_equal_transformers_staged_or_not_over_tcp_and_cuda_ipc(prefills:
     for decode in decodes.values():
         assert decode.info()["counters"]["chunks_verified"] > 0
         log = decode.log.read_text()
-        assert (f"ranks share {DEVICE}: they communicate through host memory" in log) == (tp > 1)
-        assert ("CUDA graphs captured" in log) == (tp == 1)
+        assert (f"ranks share {DEVICE}" in log) == (tp > 1)
+        assert "CUDA graphs captured" in log
     for source, server in sources.items():
         routes = [line for line in server.log.read_text().splitlines() if "KV of rank" in line and "goes over" in line]
         assert routes

@@ -92,7 +92,7 @@ class LocalPrefill:
             running=running,
             waiting=waiting,
             idle_step_s=self.times.idle_step_s(batch),
-            tokens_per_s=self._rates.local_tokens.per_s or self._rates.prefilled_tokens.per_s,
+            tokens_per_s=self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s,
             target_s=self._target_s,
         )
         rows = min(tokens + batch, self._most)

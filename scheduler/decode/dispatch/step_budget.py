@@ -2,12 +2,15 @@
 
 import collections
 import math
+import statistics
 
-from ...rates import Rate
+from ...rates import Rate, RateBySize
 
 PROMPT_WEIGHT = 32
 """Without `itl_target_ms`: each waiting prompt after the first counts as much as this many running requests."""
-LEAST_PART = 32
+PROMPT_PART = 0.75
+"""Without `itl_target_ms`: prompt tokens take this part of the time of a decode step."""
+LEAST_PART = 96
 """A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
 REMEASURE_STEPS = 32
 """After so many steps with prompt tokens, one step has none: it shows how long a decode step takes now."""
@@ -27,8 +30,8 @@ def step_tokens(
     """Prompt tokens of the next step, beside `running` requests, while `waiting` prompts wait.
 
     The step takes about `idle_step_s` (a decode step alone) + tokens / `tokens_per_s`, at most `target_s`. Without a
-    target (None) it takes at most twice the idle step, more while several prompts wait: they wait longer than the
-    running requests. A target of 0 is no limit.
+    target (None) prompt tokens add PROMPT_PART of the idle step, more while several prompts wait: they wait longer than
+    the running requests. A target of 0 is no limit.
     """
     if not running or target_s == 0:
         return most
@@ -42,8 +45,8 @@ def step_tokens(
 
 
 def prompt_part_s(idle_step_s: float, target_s: float | None) -> float:
-    """Time for prompt tokens in a step. Without a target, as long as the decode step itself."""
-    return max(0.0, target_s - idle_step_s) if target_s else idle_step_s
+    """Time for prompt tokens in a step."""
+    return max(0.0, target_s - idle_step_s) if target_s else PROMPT_PART * idle_step_s
 
 
 class StepTimes:
@@ -52,6 +55,10 @@ class StepTimes:
     def __init__(self, prompt_tokens: Rate) -> None:
         """`prompt_tokens` gets the measured rate."""
         self._prompt_tokens = prompt_tokens
+        self._alone = RateBySize()
+        """Prompt tokens in steps without running requests."""
+        self._beside: collections.deque[float] = collections.deque(maxlen=3)
+        """Tokens per second in the last steps with running requests: fewer while the context of a prompt grows."""
         self._decode_steps: collections.defaultdict[int, Rate] = collections.defaultdict(lambda: Rate(samples=3))
         """Of few samples each, because contexts grow; by the number of bits of the running requests."""
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
@@ -69,6 +76,13 @@ class StepTimes:
             if rate.per_s is not None:
                 return 1 / rate.per_s
         return None
+
+    def tokens_per_s(self, most: int) -> float | None:
+        """Prompt tokens per second beside running requests: as in the last steps, but not more than up to `most` tokens
+        alone. Few tokens beside many requests take hardly any time, which says nothing about more of them.
+        """
+        beside = statistics.median(self._beside) if self._beside else None
+        return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
 
     @property
     def running(self) -> int:
@@ -96,6 +110,10 @@ class StepTimes:
             self._decode_steps[running.bit_length()].measured(1, seconds)
         elif not running:
             self._prompt_tokens.measured(tokens, seconds)
+            self._alone.measured(tokens, seconds)
         elif (idle_s := self.idle_step_s(running)) is not None:
-            self._prompt_tokens.measured(tokens, max(LEAST_EXTRA * seconds, seconds - idle_s))
+            extra_s = max(LEAST_EXTRA * seconds, seconds - idle_s)
+            self._prompt_tokens.measured(tokens, extra_s)
+            if extra_s > 0:
+                self._beside.append(tokens / extra_s)
         return seconds

@@ -184,7 +184,7 @@ def test_geometry_of_deepseek_on_a_gpu(tokens: int, own: range) -> None:
     few = has_few_rows(chosen.numel(), 256)
     expected = block_scaled_experts_reference(x, factors, chosen, *weights, first=own.start, exact=few)
     errors = (found.float() - expected.float()).abs()
-    assert errors.mean() < 2**-9
+    assert errors.mean() < 2**-8  # tensor cores add fp8 products with about 14 bits
     # sums in another order may round to the next fp8 number before the second product
     assert errors.max() < (2**-6 if few else 2**-4) * expected.abs().max()
 

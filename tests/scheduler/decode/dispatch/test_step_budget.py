@@ -20,7 +20,7 @@ H200: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({}, 240),  # twice the idle step
+        ({}, 180),  # three quarters of the idle step
         ({"target_s": 0.030}, 960),
         ({"target_s": 0.0}, 2048),
         ({"target_s": 10.0}, 2048),
@@ -28,8 +28,8 @@ H200: dict[str, Any] = {
         ({"running": 0}, 2048),
         ({"idle_step_s": None}, 2048),
         ({"tokens_per_s": None}, 2048 // LEAST_PART),
-        ({"waiting": 2}, 240),  # a second prompt waits
-        ({"waiting": 5}, 960),
+        ({"waiting": 2}, 180),  # a second prompt waits
+        ({"waiting": 5}, 720),
         ({"waiting": 32, "target_s": 0.012}, 240),
         ({"waiting": 64, "running": 1}, 2048),
         ({"most": 16}, 16),
@@ -47,6 +47,26 @@ def test_rate_of_prompt_tokens_excludes_the_decode_step() -> None:
         assert times.ended(10.0 * at + seconds) == seconds
     assert times.idle_step_s(4) == times.idle_step_s(1) == times.idle_step_s(100) == 0.25
     assert [sample for sample, _ in rate._samples] == [200, 200]
+
+
+def test_rate_beside_requests_is_that_of_the_last_steps_and_at_most_that_without_requests() -> None:
+    times = StepTimes(Rate())
+
+    def step(running: int, tokens: int, seconds: float) -> None:
+        times.started(running, tokens, 0.0)
+        times._ended_at = -1.0
+        times.ended(seconds)
+
+    assert times.tokens_per_s(2048) is None
+    step(0, 1, 0.010)
+    assert times.tokens_per_s(2048) is None, "one token shows the fixed cost of a step"
+    step(0, 1024, 0.025)
+    step(32, 0, 0.005)
+    step(32, 512, 0.005)
+    assert times.tokens_per_s(2048) == pytest.approx(1024 / 0.025), "tokens that seem to take no time"
+    for _ in range(2):
+        step(32, 240, 0.015)
+    assert times.tokens_per_s(2048) == pytest.approx(240 / 0.010)
 
 
 def test_overlapping_steps_count_from_the_end_of_the_previous_one() -> None:

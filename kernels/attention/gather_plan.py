@@ -18,8 +18,8 @@ class PageTable:
     """The pages of some sequences, padded to one length, for all heads: [B, H, P] blocks of [page_size, D] to gather.
 
     Block indices depend on the pool's strides, which are the same for every layer, so they are computed once. With
-    `unseen`, [B, P * page_size] bool on the CPU, rows beyond a sequence's end are gathered as zeros: the mask gives
-    them the weight 0, and 0 * NaN is NaN.
+    `unseen`, [B, P * page_size] bool on the CPU, rows beyond a sequence's end or before its window are gathered as
+    zeros: the mask gives them the weight 0, and 0 * NaN is NaN.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class PrefillSequence:
-    """One sequence of several queries. `mask` is None if no keys precede them: plain causal attention."""
+    """One sequence of several queries. `mask` is None for plain causal attention: no keys precede them, and a window
+    holds all keys.
+    """
 
     row_start: int
     row_end: int

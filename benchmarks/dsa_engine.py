@@ -39,7 +39,7 @@ from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.dummy_weights import fill_with_noise
@@ -78,7 +78,7 @@ def deepseek_v32(layers: int, mixed_layers: int, *, mlp: int, max_context: int) 
         qk_norm=False,
         dtype="bfloat16",
         eos_token_ids=(),
-        dsa=DsaConfig(
+        mla=DsaConfig(
             q_rank=1536,
             kv_rank=512,
             nope_dim=128,
@@ -156,7 +156,15 @@ class SteppedEngine(CachedSequences, ABC):
         """What a step must read."""
 
 
-class Engine(SteppedEngine):
+class EagerEngine(SteppedEngine):
+    """One that also runs steps without graphs."""
+
+    @abstractmethod
+    def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
+        """The logits of a step."""
+
+
+class Engine(EagerEngine):
     """A random model and a cache of randomly scattered pages, for `sequences` sequences of up to `max_context` tokens:
     on the GPU, or with `hot_rows` in host memory.
     """
@@ -167,7 +175,7 @@ class Engine(SteppedEngine):
         assert config.dsa is not None
         assert config.moe is not None
         self.config, self.dsa, self.moe = config, config.dsa, config.moe
-        self.parameters = DsaParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
+        self.parameters = LatentParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
         fill_with_noise(self.parameters.slots())
         self.decoder = DsaDecoder(self.parameters, fp8_index=fp8_index)
         num_pages = sequences * pages_for(config.context_length, page_size)
@@ -242,7 +250,7 @@ def following(slices: Sequence[SequenceSlice]) -> list[SequenceSlice]:
     return [msgspec.structs.replace(piece, start=piece.start + 1) for piece in slices]
 
 
-def check_graphs(engine: Engine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:
+def check_graphs(engine: EagerEngine, graphs: DecodeGraphs, batches: Sequence[int], context: int) -> None:
     """As many rows as a graph has: the same kernels on the same shapes and, with hot buffers of the same history, the
     same logits.
     """

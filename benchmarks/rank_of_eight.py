@@ -58,7 +58,7 @@ def model_config(layers: int, *, tiny: bool) -> ModelConfig:
     dense = min(config.mixed.count(False), layers - 1)
     mixed = (False,) * dense + (True,) * (layers - dense)
     dsa = dataclasses.replace(config.dsa, indexed=(True,) * layers)
-    config = dataclasses.replace(config, num_layers=layers, mixed=mixed, dsa=dsa)
+    config = dataclasses.replace(config, num_layers=layers, mixed=mixed, mla=dsa)
     if not tiny:
         return config
     assert config.moe is not None
@@ -67,7 +67,7 @@ def model_config(layers: int, *, tiny: bool) -> ModelConfig:
     small |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
     dsa = dataclasses.replace(dsa, **small)
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_heads": 8}
-    return dataclasses.replace(config, head_dim=dsa.latent_dim, dsa=dsa, moe=moe, weight_block=None, **sizes)
+    return dataclasses.replace(config, head_dim=dsa.latent_dim, mla=dsa, moe=moe, weight_block=None, **sizes)
 
 
 class Benchmark:

@@ -176,6 +176,12 @@ class ServerConfig(BaseModel):
     kv_store_timeout_ms: float = Field(
         1000.0, gt=0, le=600_000, description="longest time that a prompt waits for KV of the store"
     )
+    kv_store_lookup_timeout_ms: float = Field(
+        50.0,
+        gt=0,
+        le=600_000,
+        description="longest time that a prompt waits for the store to say what it has of it",
+    )
     max_queued_requests: int = Field(
         256,
         ge=1,

@@ -5,7 +5,7 @@ They are equal in every process and on every host, so servers can compare what t
 
 import hashlib
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,11 @@ def short_hash(page: bytes) -> int:
 def pack_hashes(hashes: Collection[int]) -> bytes:
     """Short hashes as little-endian 64-bit integers."""
     return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def pack_short_hashes(pages: Iterable[bytes]) -> bytes:
+    """The short hashes of pages, packed: `pack_hashes` of `short_hash`, and faster."""
+    return b"".join([page[:8] for page in pages])
 
 
 def unpack_hashes(packed: bytes) -> tuple[int, ...]:

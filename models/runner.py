@@ -15,7 +15,9 @@ from .config.sharding import WHOLE, RankTokens, Shard
 from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
-from .decoders.dsa_parameters import DsaParameters
+from .decoders.latent import LatentDecoder
+from .decoders.latent_parameters import LatentParameters
+from .decoders.mla import MlaDecoder
 from .graphs.capture import ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
@@ -70,7 +72,7 @@ class AnyDecoder(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def parameters(self) -> DecoderParameters | DsaParameters: ...
+    def parameters(self) -> DecoderParameters | LatentParameters: ...
 
     @property
     def kv_token_bytes(self) -> int: ...
@@ -86,25 +88,29 @@ class AnyDecoder(Protocol):
 
 def allocate_parameters(
     config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype, fp8: Collection[str] = frozenset()
-) -> DecoderParameters | DsaParameters:
+) -> DecoderParameters | LatentParameters:
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
     are the tensors to keep in block-scaled fp8.
     """
     config.check_shares(shard)
-    if config.dsa is None:
+    if config.mla is None:
         return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
-    return DsaParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
 def _decoder(
-    parameters: DecoderParameters | DsaParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
+    parameters: DecoderParameters | LatentParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
 ) -> AnyDecoder:
-    if isinstance(parameters, DsaParameters):
+    if isinstance(parameters, LatentParameters) and parameters.config.dsa is None:
+        if kv_dtype != "auto":
+            raise StartupError(f"kv_dtype {kv_dtype} is not supported for {parameters.config.architecture}: use auto")
+        return MlaDecoder(parameters, parallel)
+    if isinstance(parameters, LatentParameters):
         return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
     return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
-def _held_bytes(parameters: DecoderParameters | DsaParameters) -> int:
+def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
     return sum(slot.nbytes for slot in parameters.slots().values())
 
 
@@ -250,9 +256,9 @@ class ModelRunner:
         self._graphs.append(graphs)
         return graphs
 
-    def _capturable_decoder(self) -> Decoder | DsaDecoder | None:
+    def _capturable_decoder(self) -> Decoder | DsaDecoder | MlaDecoder | None:
         decoder = self._decoder
-        if not isinstance(decoder, Decoder | DsaDecoder):
+        if not isinstance(decoder, Decoder | DsaDecoder | MlaDecoder):
             return None
         return decoder if self.parallel.capturable and decoder.capturable else None
 
@@ -299,7 +305,7 @@ class ModelRunner:
     @torch.inference_mode()
     def assist(self, ranks: Sequence[RankTokens]) -> None:
         """Take part in a step in which this rank has no slices (data-parallel attention)."""
-        assert isinstance(self._decoder, DsaDecoder), "check_shares() refuses dp_attention for other models"
+        assert isinstance(self._decoder, LatentDecoder), "check_shares() refuses dp_attention for other models"
         self._decoder.assist(ranks)
 
     @torch.inference_mode()
@@ -333,7 +339,7 @@ class ModelRunner:
         return ForwardBatch.build(
             slices,
             page_size=cache.page_size,
-            num_kv_heads=kv_heads if config.dsa is None else None,
+            num_kv_heads=kv_heads if config.mla is None else None,
             num_heads=kv_heads * config.num_heads // config.num_kv_heads,
             window=config.window,
             device=self.device,

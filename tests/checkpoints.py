@@ -211,24 +211,27 @@ def is_reference_greedy(model: Any, token_ids: list[int], out: list[int]) -> boo
 
 
 DsaArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
+LatentArchitecture = Literal["deepseek_v3"] | DsaArchitecture
 
 
 def make_dsa_checkpoint(
     directory: Path,
-    architecture: DsaArchitecture = "deepseek_v32",
+    architecture: LatentArchitecture = "deepseek_v32",
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
-    """Write a sparse model of 4 layers, the first of them dense, that attends to 16 tokens; `overrides` are fields of
-    its config. With 16 indexer heads scores do not tie: with 4, one in ten is exactly 0.
+    """Write a model with latent attention, of 4 layers, the first of them without experts; `overrides` are fields of
+    its config. Sparse ones attend to 16 tokens. With 16 indexer heads scores do not tie: with 4, one in ten is 0.
     """
     config_class, model_class = {
+        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
         "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
     }[architecture]
-    groups = 2 if architecture == "deepseek_v32" else 1
+    groups = 1 if architecture == "glm_moe_dsa" else 2
+    indexer = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 32}
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -242,9 +245,7 @@ def make_dsa_checkpoint(
         "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 24,
         "v_head_dim": 20,
-        "index_topk": 16,
-        "index_n_heads": 16,
-        "index_head_dim": 32,
+        **({} if architecture == "deepseek_v3" else indexer),
         "moe_intermediate_size": 32,
         "n_routed_experts": 8,
         "n_shared_experts": 1,
@@ -282,8 +283,9 @@ _NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight",
 
 
 def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a sparse model a
-    layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out block by block.
+    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a model with latent
+    attention a layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out
+    block by block.
     """
     path = directory / "model.safetensors"
     stored, worth = {}, {}
@@ -303,7 +305,7 @@ def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, to
                 value[rows, columns] = fp8[rows, columns].float() * scale
         stored[name], stored[f"{name}_scale_inv"], worth[name] = fp8, scales, value
     config = json.loads((directory / "config.json").read_text())
-    if "index_topk" in config:
+    if "kv_lora_rank" in config:
         stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
     save_file(stored, path, metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}

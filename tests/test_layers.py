@@ -62,6 +62,7 @@ LAYERS = {
     "memory": ["hisparse", ""],
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
+        "dense_mla",
         "mla",
         "moe",
         "hisparse",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
-from ..backends.uploads import upload_array
+from ..backends.uploads import upload_arrays
 
 IntArray = npt.NDArray[np.int32]
 
@@ -32,9 +32,6 @@ LEAST_PART_BLOCKS = 8
 
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, zero-padded."""
-
-_ALIGNED = 4
-"""Arrays start at multiples of 16 bytes: Triton would compile kernels again for unaligned pointers."""
 
 PIECES_PER_SM = 4
 """Enough to hide latency and to balance the last wave; more only adds partial results."""
@@ -229,7 +226,7 @@ def make_work_plan(
         first_copies,
         num_copies,
         *flat_tiles,
-    ) = _upload(arrays, device)
+    ) = upload_arrays(arrays, device)
     return WorkPlan(
         tokens=sum(query_lens),
         page_size=page_size,
@@ -251,14 +248,3 @@ def make_work_plan(
         allow_cuda=allow_cuda,
         window=window,
     )
-
-
-def _upload(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """Upload the arrays to `device` in one copy."""
-    ends = np.cumsum([round_up(len(array), _ALIGNED) for array in arrays])
-    packed = np.zeros(ends[-1], dtype=np.int32)
-    starts = [0, *ends[:-1].tolist()]
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + len(array)] = array
-    buffer = upload_array(packed, device)
-    return [buffer[start : start + len(array)] for start, array in zip(starts, arrays, strict=True)]

@@ -1,14 +1,14 @@
-"""What the DeepSeek-V3.2 and GLM DSA families add to a dense decoder, from config.json. No torch.
+"""What the DeepSeek-V3.2 and GLM DSA families add to latent attention (mla.py), from config.json. No torch.
 
-Latent attention (MLA) over the rows that a lightning indexer selects. Their mixtures of experts are in moe.py.
-Supported is what transformers 5.17 computes; a configuration that would change the result is refused.
+They attend to the rows that a lightning indexer selects. Their mixtures of experts are in moe.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...configs.errors import StartupError
 from ..formats.json_fields import Json, integer
+from .mla import MlaConfig, read_mla_config
 from .sharding import Shard
 
 SPARSE_ATTENTION = "deepseek_sparse_attention"
@@ -16,36 +16,21 @@ SPARSE_ATTENTION = "deepseek_sparse_attention"
 
 
 @dataclass(frozen=True)
-class DsaConfig:
-    """Attention in the latent space, and the selection of tokens for it.
-
-    A query head has `nope_dim` dimensions without position and `rope_dim` with one. Layers that are not `indexed`
-    attend to the selection of the last indexed layer before them.
+class DsaConfig(MlaConfig):
+    """Latent attention, and the selection of tokens for it. Layers that are not `indexed` attend to the selection of
+    the last indexed layer before them.
     """
 
-    q_rank: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
     index_heads: int
     index_dim: int
     index_topk: int
     index_interleaved: bool  # the indexer rotates pairs of adjacent elements, not the two halves
     indexed: tuple[bool, ...]
 
-    @property
-    def latent_dim(self) -> int:
-        """Elements of a cache row: the normed latent, then the rotated part of the key."""
-        return self.kv_rank + self.rope_dim
-
-    def active_parameters(self, hidden_size: int, num_heads: int) -> int:
-        """Weights of attention and its indexers, in all layers, that one token is multiplied with."""
-        queries = self.q_rank * (hidden_size + num_heads * (self.nope_dim + self.rope_dim))
-        keys = hidden_size * self.latent_dim + num_heads * self.kv_rank * (self.nope_dim + self.value_dim)
-        output = num_heads * self.value_dim * hidden_size
+    def active_parameters(self, hidden_size: int, num_heads: int, num_layers: int) -> int:
+        """Weights of attention and its indexers."""
         indexer = self.index_dim * (self.q_rank * self.index_heads + hidden_size) + hidden_size * self.index_heads
-        return len(self.indexed) * (queries + keys + output) + sum(self.indexed) * indexer
+        return super().active_parameters(hidden_size, num_heads, num_layers) + sum(self.indexed) * indexer
 
     def stage_layers(self, shard: Shard) -> range:
         """Global layers of a stage: an even split, adjusted so that a layer and the layer whose selection it uses are
@@ -78,39 +63,19 @@ class DsaConfig:
 
 def read_dsa_config(path: Path, raw: Json, *, num_layers: int, num_heads: int, glm: bool) -> DsaConfig:
     """The fields of a `deepseek_v32` or `glm_moe_dsa` config.json; raises StartupError."""
-    _refuse_unsupported(path, raw, num_heads)
     config = DsaConfig(
-        q_rank=integer(path, raw, "q_lora_rank"),
-        kv_rank=integer(path, raw, "kv_lora_rank"),
-        nope_dim=integer(path, raw, "qk_nope_head_dim"),
-        rope_dim=integer(path, raw, "qk_rope_head_dim"),
-        value_dim=integer(path, raw, "v_head_dim"),
+        **asdict(read_mla_config(path, raw, num_heads=num_heads)),
         index_heads=integer(path, raw, "index_n_heads"),
         index_dim=integer(path, raw, "index_head_dim"),
         index_topk=integer(path, raw, "index_topk"),
         index_interleaved=bool(raw.get("indexer_rope_interleave", glm)),
         indexed=_indexed_layers(path, raw, num_layers) if glm else (True,) * num_layers,
     )
-    if config.rope_dim % 2 or config.rope_dim > config.index_dim:
+    if config.rope_dim > config.index_dim:
         raise StartupError(
-            f"{path}: qk_rope_head_dim = {config.rope_dim} must be even and at most index_head_dim = {config.index_dim}"
+            f"{path}: qk_rope_head_dim = {config.rope_dim} must be at most index_head_dim = {config.index_dim}"
         )
     return config
-
-
-def _refuse_unsupported(path: Path, raw: Json, num_heads: int) -> None:
-    for key, supported in (
-        ("attention_bias", False),
-        ("tie_word_embeddings", False),
-        ("rope_interleave", True),
-        ("num_key_value_heads", num_heads),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        value = raw.get(key)
-        if value is not None and value != supported:
-            raise StartupError(f"{path}: {key} {value!r} is not supported; supported is {supported!r}")
 
 
 def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:

@@ -1,9 +1,9 @@
 """The configuration of a model as one value, from config.json or GGUF metadata. No torch.
 
 Supported are decoders of the Llama, Mistral, Qwen, Gemma and gpt-oss families, with full attention or sliding windows
-(windows.py), with or without mixtures of experts (moe.py), and those of DeepSeek-V3.2 and GLM with sparse attention
-(dsa.py). Options that change the result and are not implemented (other rope kinds, quantisation other than block-scaled
-fp8) are refused here, before any weight is read.
+(windows.py), with or without mixtures of experts (moe.py), and those of DeepSeek and GLM with latent attention
+(mla.py), which may be sparse (dsa.py). Options that change the result and are not implemented (other rope kinds,
+quantisation other than block-scaled fp8) are refused here, before any weight is read.
 """
 
 from dataclasses import dataclass, replace
@@ -15,15 +15,17 @@ from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .gemma3 import read_gemma3
+from .mla import MlaConfig, read_mla_config
 from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
 from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
-from .windows import read_alternating_windows, read_layer_types, read_windows
+from .windows import FULL, read_alternating_windows, read_layer_types, read_windows
 
 DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
 SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
-Architecture = DenseArchitecture | SparseArchitecture
+LatentArchitecture = Literal["deepseek_v3"] | SparseArchitecture
+Architecture = DenseArchitecture | LatentArchitecture
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -35,6 +37,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
 }
@@ -48,6 +51,7 @@ _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "qwen3_moe": 32768,
     "gemma3_text": 131072,
     "gpt_oss": 131072,
+    "deepseek_v3": 4096,
     "deepseek_v32": 163840,
     "glm_moe_dsa": 202752,
 }
@@ -58,8 +62,9 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 class ModelConfig:
     """The shape of a decoder and its EOS tokens. `eos_token_ids` joins config and generation config.
 
-    Layers that are `mixed` have a mixture of experts, `moe`, instead of an MLP of `intermediate_size`. Sparse models
-    have `dsa`: they have one KV head, the latent row that all query heads share, and `head_dim` is its width.
+    Layers that are `mixed` have a mixture of experts, `moe`, instead of an MLP of `intermediate_size`. Models with
+    latent attention have `mla`: they have one KV head, the latent row that all query heads share, and `head_dim` is its
+    width.
     """
 
     architecture: Architecture
@@ -80,7 +85,7 @@ class ModelConfig:
     qk_norm: bool
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
-    dsa: DsaConfig | None = None
+    mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
@@ -98,15 +103,20 @@ class ModelConfig:
     mxfp4_experts: bool = False  # the checkpoint stores the matrices of experts in MXFP4
 
     @property
+    def dsa(self) -> DsaConfig | None:
+        """Latent attention with an indexer; None for other models."""
+        return self.mla if isinstance(self.mla, DsaConfig) else None
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
-        return self.head_dim if self.dsa is None else self.dsa.rope_dim
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def active_parameters(self) -> int:
         """Weights of all layers that one token is multiplied with; of a mixture of experts, the selected ones."""
-        if self.dsa is not None:
-            attention = self.dsa.active_parameters(self.hidden_size, self.num_heads)
+        if self.mla is not None:
+            attention = self.mla.active_parameters(self.hidden_size, self.num_heads, self.num_layers)
         else:
             per_layer = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
             attention = self.num_layers * per_layer
@@ -142,13 +152,13 @@ class ModelConfig:
         """Raise StartupError unless tensor-parallel ranks can divide this model like this."""
         if shard.dp_attention and not any(self.mixed):
             raise StartupError(f"dp_attention needs a model with experts, and {self.architecture} has none")
-        if shard.dp_attention and self.dsa is None:
+        if shard.dp_attention and self.mla is None:
             raise StartupError(
                 f"dp_attention needs latent attention (MLA), whose rows ranks cannot divide; the KV heads of "
                 f"{self.architecture} are divided by tp"
             )
         shard.attention.part("num_attention_heads", self.num_heads)
-        if self.dsa is None:
+        if self.mla is None:
             shard.kv_heads(self.num_kv_heads)
         if self.moe is not None and any(self.mixed):
             self.moe.share(shard, self.hidden_size)
@@ -166,8 +176,8 @@ def read_config_file(path: Path) -> ModelConfig:
     """Parse a config.json, and the generation_config.json beside it, if there is one; raises StartupError."""
     raw = read_json(path)
     architecture = _hf_architecture(path, raw)
-    if architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
-        return _sparse_config(path, raw, architecture)
+    if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
+        return _latent_config(path, raw, architecture)
     if architecture == "gemma3_text":
         return _gemma3_config(path, raw)
     return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
@@ -265,16 +275,19 @@ def _has_mxfp4(path: Path, raw: Json) -> bool:
     return bool(quantization)
 
 
-def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> ModelConfig:
+def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> ModelConfig:
     _check_activation(path, raw)
     heads = integer(path, raw, "num_attention_heads")
     num_layers = integer(path, raw, "num_hidden_layers")
-    read_layer_types(path, raw, num_layers, (SPARSE_ATTENTION,))
+    read_layer_types(path, raw, num_layers, (FULL if architecture == "deepseek_v3" else SPARSE_ATTENTION,))
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     rope = read_hf_rope(path, raw, max_positions)
     if rope.kind not in ("default", "yarn"):
         raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
-    dsa = read_dsa_config(path, raw, num_layers=num_layers, num_heads=heads, glm=architecture == "glm_moe_dsa")
+    if architecture == "deepseek_v3":
+        mla = read_mla_config(path, raw, num_heads=heads)
+    else:
+        mla = read_dsa_config(path, raw, num_layers=num_layers, num_heads=heads, glm=architecture == "glm_moe_dsa")
     return ModelConfig(
         architecture=architecture,
         vocab_size=integer(path, raw, "vocab_size"),
@@ -283,7 +296,7 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=1,
-        head_dim=dsa.latent_dim,
+        head_dim=mla.latent_dim,
         context_length=context_length(rope, max_positions),
         norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "glm_moe_dsa" else 1e-6),
         rope=rope,
@@ -294,7 +307,7 @@ def _sparse_config(path: Path, raw: Json, architecture: SparseArchitecture) -> M
         qk_norm=False,
         dtype=_hf_dtype(path, raw),
         eos_token_ids=_hf_eos(path.parent, raw),
-        dsa=dsa,
+        mla=mla,
         moe=read_grouped_moe(path, raw),
         mixed=grouped_moe_layers(path, raw, num_layers),
         weight_block=_weight_block(path, raw),

@@ -5,7 +5,6 @@ selected rows. Prompts, chunks and single tokens are treated alike: every token 
 up to itself.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -24,32 +23,27 @@ from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed
-from ..config.sharding import RankTokens, Shard
+from ..config.sharding import Shard
 from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
 from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
-from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
-from ..layers.rope import Rotary, score_factor
-from ..layers.token_exchange import over_all_ranks
-from ..layers.vocabulary import Vocabulary
-from .dsa_parameters import DsaParameters
+from .latent import LatentDecoder
+from .latent_parameters import LatentParameters
 
 SCALE_PLANE = "indexer_scale"
 
 
-class DsaDecoder:
-    """Weights and the arithmetic on them; has no state of sequences.
-
-    A cache has two pools: the "latent" rows of the stage's layers, and the keys of its indexers. Tensor-parallel ranks
-    have the same content; with data-parallel attention, each has the rows of its own requests. A layer and the
-    following ones that share its selection are an index group, with one set of keys.
+class DsaDecoder(LatentDecoder):
+    """Attends to selected rows. A cache has two pools: the "latent" rows of the stage's layers, and the keys of its
+    indexers. Tensor-parallel ranks have the same content; with data-parallel attention, each has the rows of its own
+    requests. A layer and the following ones that share its selection are an index group, with one set of keys.
     """
 
     def __init__(
-        self, parameters: DsaParameters, parallel: Parallel = ALONE, *, packed: bool = False, fp8_index: bool = False
+        self, parameters: LatentParameters, parallel: Parallel = ALONE, *, packed: bool = False, fp8_index: bool = False
     ) -> None:
         """Latent rows are stored in the weights' dtype, or `packed` (kernels/mla/packed_rows.py); indexer keys in the
         weights' dtype, or in fp8 (kernels/mla/fp8_rows.py). Raises StartupError for a geometry without such a format.
@@ -64,32 +58,17 @@ class DsaDecoder:
                 f"index_dtype fp8_e4m3 needs an index_head_dim that is a multiple of 4, got "
                 f"{parameters.config.dsa.index_dim}"
             )
-        self.parameters = parameters
-        self.config = parameters.config
+        super().__init__(parameters, parallel)
         self._dsa = parameters.config.dsa
         self._packed = packed
         self._fp8_index = fp8_index
-        self._parallel = parallel
-        self._vocabulary = Vocabulary(
-            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
-        )
-        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
         self._groups = [at - 1 for at in accumulate(layer.indexer is not None for layer in parameters.layers)]
         """The index group of each layer of this rank."""
-        self._scale = (self._dsa.nope_dim + self._dsa.rope_dim) ** -0.5 * score_factor(self.config.rope)
 
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of both pools per token on this rank."""
         return sum(self._token_bytes(plane, self.parameters.shard) for plane in ("latent", "indexer"))
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step. With data-parallel attention, the tokens of other ranks differ
-        between steps.
-        """
-        mlps = (layer.mlp for layer in self.parameters.layers)
-        return all_capturable(mlps) and not self.parameters.shard.dp_attention
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A cache of this rank's layers: the pool of latent rows, then the pool of indexer keys."""
@@ -235,28 +214,6 @@ class DsaDecoder:
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         rows.finish()
         return hidden + update
-
-    def assist(self, ranks: Sequence[RankTokens]) -> None:
-        """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`."""
-        nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
-        for index in range(len(self.parameters.layers)):
-            self._feed_forward(index, nothing, ranks)
-
-    def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
-        """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
-
-        def compute(rows: torch.Tensor) -> torch.Tensor:
-            return feed_forward(rows, self.parameters.layers[index].mlp, self.config.moe)
-
-        if ranks is None:
-            return self._parallel.all_reduce(compute(normed))
-        outputs_only = self.parameters.shard.last and index + 1 == len(self.parameters.layers)
-        counts = [rank.outputs if outputs_only else rank.tokens for rank in ranks]
-        return over_all_ranks(compute, normed, counts, self._parallel)
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""
-        return self._vocabulary.logits(hidden, out)
 
     def _key_write(
         self, indexer: IndexerParameters | None, planes: tuple[torch.Tensor, ...], rows: KvRows

@@ -21,12 +21,14 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ..decoders.dense import Decoder
 from ..decoders.dsa import DsaDecoder
+from ..decoders.mla import MlaDecoder
 from ..layers.batch import SequenceSlice
 from ..layers.parallel import ALONE, Parallel
 from .chunks import ChunkStep
 from .dense import DenseStep
 from .dsa import DsaStep
 from .dsa_chunks import LARGEST_STEP, DsaChunkStep
+from .mla import MlaChunkStep, MlaStep
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder,
+        decoder: Decoder | DsaDecoder | MlaDecoder,
         step: GraphedStep,
         device: torch.device,
         sizes: list[int],
@@ -213,7 +215,7 @@ class DecodeGraphs(StepGraphs):
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder,
+        decoder: Decoder | DsaDecoder | MlaDecoder,
         cache: KvCache,
         *,
         max_batch: int,
@@ -224,6 +226,8 @@ class DecodeGraphs(StepGraphs):
         step: GraphedStep
         if isinstance(decoder, DsaDecoder):
             step = DsaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
+        elif isinstance(decoder, MlaDecoder):
+            step = MlaStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         else:
             step = DenseStep(decoder, cache, max_batch=max_batch, max_pages=max_pages)
         sizes = graph_batch_sizes(max_batch)
@@ -239,7 +243,7 @@ class ChunkGraphs(StepGraphs):
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder,
+        decoder: Decoder | DsaDecoder | MlaDecoder,
         cache: KvCache,
         *,
         max_tokens: int,
@@ -249,8 +253,10 @@ class ChunkGraphs(StepGraphs):
         parallel: Parallel = ALONE,
     ) -> None:
         step: GraphedStep
-        if isinstance(decoder, DsaDecoder):
+        max_pages = pages_for(max_context, cache.page_size)
+        if not isinstance(decoder, Decoder):
             max_tokens = min(max_tokens, LARGEST_STEP)
+        if isinstance(decoder, DsaDecoder):
             step = DsaChunkStep(
                 decoder,
                 cache,
@@ -259,13 +265,22 @@ class ChunkGraphs(StepGraphs):
                 max_context=max_context,
                 last_only=parallel.shard.last,
             )
+        elif isinstance(decoder, MlaDecoder):
+            step = MlaChunkStep(
+                decoder,
+                cache,
+                max_tokens=max_tokens,
+                max_slices=max_slices,
+                max_pages=max_pages,
+                last_only=parallel.shard.last,
+            )
         else:
             step = ChunkStep(
                 decoder,
                 cache,
                 max_tokens=max_tokens,
                 max_slices=max_slices,
-                max_pages=pages_for(max_context, cache.page_size),
+                max_pages=max_pages,
                 decode_rows=decode_rows,
                 last_only=parallel.shard.last,
             )

@@ -19,6 +19,7 @@ from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.latent_write import latent_write
 from ...kernels.mla.rotate_queries import IndexQueries, rotate_queries
 from ..config.dsa import DsaConfig
+from ..config.mla import MlaConfig
 from .latent_rows import RowPlaces
 
 NORM_EPS = 1e-6
@@ -82,7 +83,7 @@ def expand_queries(
 
 
 def expand_head_queries(
-    compressed: torch.Tensor, parameters: MlaParameters, config: DsaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
+    compressed: torch.Tensor, parameters: MlaParameters, config: MlaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> torch.Tensor:
     """[T, heads, kv_rank + rope_dim]: queries whose product with a cache row equals that of the expanded ones."""
     rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
@@ -111,7 +112,7 @@ def _expand(
     compressed: torch.Tensor,
     expand: Weight,
     kv_b: torch.Tensor,
-    config: DsaConfig,
+    config: MlaConfig,
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
     fp8_index: bool = False,
@@ -124,20 +125,21 @@ def _expand(
         plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
         absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
         torch.bmm(plain.transpose(0, 1), kv_b[:, : config.nope_dim], out=absorbed)
+    indexer = config if isinstance(config, DsaConfig) else None
     index_query = rotate_queries(
         expanded,
         cos,
         signed_sin,
         query,
         head_dim=head_dim,
-        index_dim=config.index_dim,
-        interleaved=config.index_interleaved,
+        index_dim=config.rope_dim if indexer is None else indexer.index_dim,
+        interleaved=indexer is not None and indexer.index_interleaved,
         fp8=fp8_index,
     )
     return query, index_query
 
 
-def project_output(attended: torch.Tensor, parameters: MlaParameters, config: DsaConfig) -> torch.Tensor:
+def project_output(attended: torch.Tensor, parameters: MlaParameters, config: MlaConfig) -> torch.Tensor:
     """Project sums of latents [T, heads, kv_rank] to [T, hidden]: this rank's part of the sum over heads."""
     up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
     values = attended.new_empty(*attended.shape[:2], config.value_dim)

@@ -7,7 +7,6 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...kernels.linear.block_format import BLOCK
-from ..config.dsa import DsaConfig
 from ..config.model import ModelConfig
 from ..decoders.slots import Slot
 from .checkpoint import Checkpoint
@@ -32,7 +31,7 @@ class BlockScaledCheckpoint:
         self.shapes = {
             name: shape
             for name, shape in files.shapes.items()
-            if not self._is_scale(name) and not (config.dsa is not None and _is_unused(name, config.dsa))
+            if not self._is_scale(name) and not (config.mla is not None and _is_unused(name, config))
         }
 
     @property
@@ -75,9 +74,11 @@ class BlockScaledCheckpoint:
         return self._block is not None and name.endswith(_SCALES)
 
 
-def _is_unused(name: str, config: DsaConfig) -> bool:
+def _is_unused(name: str, config: ModelConfig) -> bool:
     found = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
     if found is None:
         return False
     layer = int(found[1])
-    return layer >= len(config.indexed) or (found[2] is not None and not config.indexed[layer])
+    if layer >= config.num_layers:
+        return True
+    return found[2] is not None and config.dsa is not None and not config.dsa.indexed[layer]

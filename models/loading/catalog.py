@@ -87,6 +87,11 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 
 def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
+    if not (directory / "tokenizer.json").is_file() and (directory / "tiktoken.model").is_file():
+        raise StartupError(
+            f"model {directory}: its tokenizer is tiktoken.model, which is not supported; supported is tokenizer.json, "
+            "which converted copies of the model have"
+        )
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise StartupError(f"model {directory}: {name} is missing; a Hugging Face model directory has one")

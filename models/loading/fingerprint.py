@@ -29,7 +29,7 @@ def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
     config = dataclasses.asdict(source.config)
     del config["eos_token_ids"]
     for field in dataclasses.fields(source.config):  # the fingerprint is older than fields with a default
-        if field.default is not dataclasses.MISSING and field.name != "dsa" and not config[field.name]:
+        if field.default is not dataclasses.MISSING and field.name != "mla" and not config[field.name]:
             del config[field.name]
     for name in ("biases", "limit"):
         if config.get("moe") and not config["moe"][name]:

@@ -10,7 +10,7 @@ from ...kernels.linear.block_format import BLOCK, supports_fp8
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
 from ..decoders.dense_parameters import DecoderParameters
-from ..decoders.dsa_parameters import DsaParameters
+from ..decoders.latent_parameters import LatentParameters
 from ..decoders.slots import Slot
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource
@@ -55,6 +55,6 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
 
 
 def _usual_tensors(config: ModelConfig) -> frozenset[str]:
-    parameters = DecoderParameters if config.dsa is None else DsaParameters
+    parameters = DecoderParameters if config.mla is None else LatentParameters
     slots = parameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
     return frozenset(name for name, slot in slots.items() if len(slot.shape) == 2 and not name.endswith(_IN_16_BITS))

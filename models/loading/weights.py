@@ -68,7 +68,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     files = SafetensorsCheckpoint(source.path)
     if source.config.mxfp4_experts:
         return Mxfp4Checkpoint(files)
-    plain = source.config.dsa is None and source.config.weight_block is None
+    plain = source.config.mla is None and source.config.weight_block is None
     return files if plain else BlockScaledCheckpoint(files, source.config)
 
 

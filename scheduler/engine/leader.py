@@ -272,6 +272,7 @@ class Leader:
             config.page_size,
             ranks=config.world_size // config.dp_size,
             timeout_s=config.kv_store_timeout_ms / 1000,
+            lookup_timeout_s=config.kv_store_lookup_timeout_ms / 1000,
         )
 
     def _rank_rings(self) -> list[RankRing]:

@@ -6,9 +6,11 @@ STORE_COUNTERS = (
     "store_bytes_loaded",
     "store_corrupt_cells",
     "store_skipped_as_slow",
+    "store_loads_late",
     "store_blocks_written",
     "store_bytes_written",
     "store_blocks_dropped",
+    "store_blocks_refused",
     "store_outages",
 )
 """Of servers with a KV store."""

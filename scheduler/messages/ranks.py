@@ -178,9 +178,10 @@ class PrepareGrammar(Command, frozen=True):
 
 
 class StoreLoad(Command, frozen=True):
-    """Load these blocks from the KV store, as far as they are there within `timeout_s`. `pages` hold them from token
-    `offset` on; the first `skip` tokens are in their pages already. Begins in order with the steps, whose rows may be
-    in these pages, and runs beside later ones. Reported as StoreLoaded, by every rank.
+    """Load these blocks from the KV store, as far as they are there within `timeout_s`; each lookup may take
+    `lookup_timeout_s`. `pages` hold them from token `offset` on; the first `skip` tokens are in their pages already.
+    Begins in order with the steps, whose rows may be in these pages, and runs beside later ones. Reported as
+    StoreLoaded, by every rank.
     """
 
     number: int
@@ -189,6 +190,7 @@ class StoreLoad(Command, frozen=True):
     offset: int
     skip: int
     timeout_s: float
+    lookup_timeout_s: float
 
 
 class StoreWrite(Command, frozen=True):
@@ -326,7 +328,7 @@ class GrammarReady(Report, frozen=True):
 
 class StoreLoaded(Report, frozen=True):
     """From every rank: the first `blocks` blocks of a StoreLoad are in its pages. `corrupt` cells had wrong bytes.
-    `problem` says why the store cannot be used, if so.
+    `problem` says why the store cannot be used, if so. `late`: the store has not answered in time.
     """
 
     number: int
@@ -335,15 +337,19 @@ class StoreLoaded(Report, frozen=True):
     size_bytes: int = 0
     corrupt: int = 0
     problem: str | None = None
+    late: bool = False
 
 
 class StoreWritten(Report, frozen=True):
-    """From every rank: a StoreWrite has ended, and its pages are not read any more."""
+    """From every rank: a StoreWrite has ended, and its pages are not read any more. The store did not accept `refused`
+    blocks.
+    """
 
     number: int
     blocks: int
     size_bytes: int
     problem: str | None = None
+    refused: int = 0
 
 
 class StorePinged(Report, frozen=True):

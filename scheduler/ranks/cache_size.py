@@ -25,7 +25,7 @@ def staging_bytes(config: AnyServerConfig, model: ModelConfig, token_bytes: int)
     """Memory of staged transfers beside the pool: the ring on decode, gather buffers on prefill. 0 if the KV has no
     heads to distribute.
     """
-    if model.dsa is not None or not may_stage(config, model.num_kv_heads):
+    if model.mla is not None or not may_stage(config, model.num_kv_heads):
         return 0
     if isinstance(config, DecodeConfig):
         return ring_bytes(config, token_bytes)

@@ -4,6 +4,7 @@ Two threads, for loads and for writes, so that a write does not delay a prompt. 
 of Mooncake Store may block for seconds (`transfer/store/agent.py`), and its own staging memory.
 """
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -105,13 +106,18 @@ class RankStore:
         loaded = corrupt = size_bytes = 0
         problem: str | None = None
         if started >= deadline:
-            return self._loaded(command, 0, started, 0, 0)
+            return self._loaded(command, 0, started, 0, 0, late=True)
         reads = self._reads
         assert reads is not None, "a load on a rank that only writes"
+        look_up = _Lookup(reads, deadline, command.lookup_timeout_s)
+        late = False
         try:
+            if busy_s := reads.busy_s():  # an earlier load was given up: this one would wait for it
+                problem = f"the store has not answered for {busy_s:.1f} s" if busy_s > command.timeout_s else None
+                return self._loaded(command, 0, started, 0, 0, problem, late=True)
             wait()
             while loaded < len(command.blocks):
-                cells, found = self._find(reads, command.blocks[loaded:], deadline)
+                cells, found = self._find(look_up, command.blocks[loaded:])
                 if cells is None:
                     break
                 end = loaded + found
@@ -130,26 +136,35 @@ class RankStore:
                     if whole < len(batch):
                         return self._loaded(command, loaded, started, size_bytes, corrupt)
         except NoReplyError as error:
-            problem = str(error) if not loaded else None
+            late = True
+            problem = str(error) if not loaded and time.monotonic() >= deadline else None
         except StoreError as error:
             problem = str(error)
         except Exception as error:
             log.exception("loading from the KV store failed")
             problem = f"{type(error).__name__}: {error}"
-        return self._loaded(command, loaded, started, size_bytes, corrupt, problem)
+        return self._loaded(command, loaded, started, size_bytes, corrupt, problem, late=late)
 
     def _loaded(
-        self, command: StoreLoad, blocks: int, started: float, size_bytes: int, corrupt: int, problem: str | None = None
+        self,
+        command: StoreLoad,
+        blocks: int,
+        started: float,
+        size_bytes: int,
+        corrupt: int,
+        problem: str | None = None,
+        *,
+        late: bool = False,
     ) -> StoreLoaded:
         seconds = time.monotonic() - started
-        return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem)
+        return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem, late)
 
-    def _find(self, reads: Channel, blocks: Sequence[bytes], deadline: float) -> tuple[StagedCells | None, int]:
+    def _find(self, look_up: "_Lookup", blocks: Sequence[bytes]) -> tuple[StagedCells | None, int]:
         """How many of the first blocks are in the store, and under which layer ranges."""
         for number, cells in enumerate(self._read_cells):
-            found = _leading_in_store(reads, cells, blocks if number == 0 else blocks[:1], deadline)
+            found = look_up.leading(cells, blocks if number == 0 else blocks[:1])
             if found and number > 0:
-                found = _leading_in_store(reads, cells, blocks, deadline)
+                found = look_up.leading(cells, blocks)
             if found:
                 return cells, found
         return None, 0
@@ -166,10 +181,11 @@ class RankStore:
                     self._ping()
 
     def _write(self, command: StoreWrite) -> StoreWritten:
-        written = size_bytes = 0
+        written = refused = size_bytes = 0
         problem: str | None = None
         try:
-            for first, count in self._lacking(command.blocks):
+            runs = self._lacking(command.blocks)
+            for first, count in runs:
                 assert self._write_cells is not None
                 wait_for_arrivals(self._device)
                 self._write_cells.gather(count, command.pages, command.offset + first * BLOCK_TOKENS)
@@ -179,12 +195,13 @@ class RankStore:
                 size_bytes += sum(item.payload_bytes for item, done in zip(items, outcomes, strict=True) if done)
                 if FOUND not in outcomes:
                     break  # the store is full, or has no memory yet
+            refused = sum(count for _, count in runs) - written
         except StoreError as error:
             problem = str(error)
         except Exception as error:
             log.exception("writing to the KV store failed")
             problem = f"{type(error).__name__}: {error}"
-        return StoreWritten(self._rank, command.number, written, size_bytes, problem)
+        return StoreWritten(self._rank, command.number, written, size_bytes, problem, refused)
 
     def _lacking(self, blocks: Sequence[bytes]) -> list[tuple[int, int]]:
         """Runs of blocks (start, count) that the store lacks, each of which fits into the staging memory."""
@@ -224,15 +241,24 @@ def _try(channel: Channel | None) -> str | None:
     return None
 
 
-def _leading_in_store(reads: Channel, cells: StagedCells, blocks: Sequence[bytes], deadline: float) -> int:
-    """How many of the first blocks are in the store."""
-    step = max(1, MOST_ITEMS // cells.cells)
-    for first in range(0, len(blocks), step):
-        part = blocks[first : first + step]
-        found = _leading(reads.call("exist", cells.items(part), deadline), cells.cells)
-        if found < len(part):
-            return first + found
-    return len(blocks)
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
+    """Asks the store what it has, which takes a millisecond. A prompt waits `timeout_s` for the reply."""
+
+    reads: Channel
+    deadline: float
+    timeout_s: float
+
+    def leading(self, cells: StagedCells, blocks: Sequence[bytes]) -> int:
+        """How many of the first blocks are in the store."""
+        step = max(1, MOST_ITEMS // cells.cells)
+        for first in range(0, len(blocks), step):
+            part = blocks[first : first + step]
+            items, deadline = cells.items(part), min(self.deadline, time.monotonic() + self.timeout_s)
+            found = _leading(self.reads.call("exist", items, deadline), cells.cells)
+            if found < len(part):
+                return first + found
+        return len(blocks)
 
 
 def _leading(outcomes: Sequence[int], cells: int) -> int:
@@ -268,7 +294,7 @@ def open_store(
         cache.device,
         report=report,
         open_channel=lambda size_bytes: AgentChannel(url, config.public_host, size_bytes),
-        loads=isinstance(config, PrefillConfig) or (config.local_prefill != "never" and not config.enable_hisparse),
+        loads=isinstance(config, PrefillConfig) or config.local_prefill != "never",
     )
 
 

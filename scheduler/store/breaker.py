@@ -1,7 +1,8 @@
 """Circuit breaker of the KV store: after a failure, nothing is sent to the store until a ping has succeeded. Pure."""
 
 FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0
+LONGEST_WAIT_S = 5.0
+"""A store that was away for long is used again this soon after its return."""
 
 
 class Breaker:

@@ -53,6 +53,8 @@ class StoreLimits:
     """Ranks that report every command."""
     timeout_s: float
     """Longest time that a prompt waits for a load."""
+    lookup_timeout_s: float = 0.05
+    """Longest time that the store may take to say what it has."""
 
 
 class BlockChain:
@@ -185,6 +187,7 @@ class KvStore(Generic[OwnerT]):
                 offset,
                 skip=cached - first * BLOCK_TOKENS,
                 timeout_s=self._limits.timeout_s,
+                lookup_timeout_s=self._limits.lookup_timeout_s,
             )
         )
         self._counters["store_lookups"] += 1
@@ -196,6 +199,7 @@ class KvStore(Generic[OwnerT]):
         load.reports.append(report)
         self._counters["store_corrupt_cells"] += report.corrupt
         self._counters["store_bytes_loaded"] += report.size_bytes
+        self._counters["store_loads_late"] += report.late
         if report.problem is not None:
             self._failed(report.problem, now)
         if len(load.reports) < self._limits.ranks:
@@ -281,6 +285,7 @@ class KvStore(Generic[OwnerT]):
         reports.append(report)
         self._counters["store_blocks_written"] += report.blocks
         self._counters["store_bytes_written"] += report.size_bytes
+        self._counters["store_blocks_refused"] += report.refused
         if report.problem is not None:
             self._failed(report.problem, now)
         if len(reports) == self._limits.ranks:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...scheduler.messages.frontend import Finished, FinishReason, Submit
 from ..engine.leader_client import Inbox, LeaderClient, Progress
+from ..engine.prompt_hashes import hash_prompts
 from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
@@ -73,7 +74,8 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = trace_context(scope)
-        with self._leader.open(self._messages, self._group, client_request_id(scope), headers) as inbox:
+        messages = await hash_prompts(self._messages, self._leader.hashed_page_sizes)
+        with self._leader.open(messages, self._group, client_request_id(scope), headers) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
             with suppress(ClientDisconnect):
                 await run_until_disconnect(asyncio.ensure_future(work), receive)

@@ -21,7 +21,6 @@ from ...configs.errors import DeadlineError, DuplicateRequestError, StartupError
 from ...configs.sampling import TokenLogprob
 from ...configs.schema import AnyServerConfig, DecodeConfig
 from ...configs.stuck import Watch
-from ...memory.page_hashes import pack_hashes, page_hashes, short_hash
 from ...scheduler.messages.frontend import (
     Cancel,
     Failed,
@@ -189,6 +188,11 @@ class LeaderClient:
         return reported + time.monotonic() - self._status_at
 
     @property
+    def hashed_page_sizes(self) -> tuple[int, ...]:
+        """The page sizes for which prompts are hashed (prompt_hashes.py) before `open`."""
+        return self.status.hashed_page_sizes if self.status is not None else ()
+
+    @property
     def open_rids(self) -> tuple[str, ...]:
         return tuple(self._open)
 
@@ -229,8 +233,6 @@ class LeaderClient:
         self.check_healthy()
         first, *others = messages
         batch = [first, *(msgspec.structs.replace(message, follows=first.rid) for message in others)]
-        if self.status is not None and (sizes := self.status.hashed_page_sizes):
-            batch = [_hashed(message, sizes) for message in batch]
         seen: set[str] = set()
         for rid in (rid for message in batch for rid in rids_of(message)):
             if rid in self._open or rid in self._overdue or rid in seen:
@@ -460,16 +462,6 @@ class LeaderClient:
 def rids_of(message: Submit) -> tuple[str, ...]:
     """The requests of a prompt: one for each sample."""
     return (message.rid, *message.more_rids)
-
-
-def _hashed(message: Submit, page_sizes: Iterable[int]) -> Submit:
-    """The message with the hashes of its pages, unless it names its prefill server. It takes milliseconds for a long
-    prompt: too long for the engine loop.
-    """
-    if message.endpoint is not None:
-        return message
-    hashes = {size: pack_hashes([*map(short_hash, page_hashes(message.prompt_ids, size))]) for size in page_sizes}
-    return msgspec.structs.replace(message, page_hashes=hashes)
 
 
 def _unavailable(rid: str, message: str) -> Failed:

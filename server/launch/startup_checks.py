@@ -47,8 +47,13 @@ def _pipeline(config: ServerConfig, source: ModelSource) -> Iterator[str]:
         yield problem
 
 
+_READS_ALL = ", which reads the rows of all tokens in every step: host memory is too slow for that"
+
+
 def _hisparse(config: ServerConfig, source: ModelSource) -> Iterator[str]:
-    dsa = source.config.dsa
+    dsa, latent = source.config.dsa, source.config.mla is not None
+    if dsa is None and latent and config.kv_dtype == "fp8_e4m3":
+        yield f"kv_dtype fp8_e4m3 is not supported for {source.config.architecture} ({source.name}): use auto"
     if dsa is not None and config.kv_dtype == "fp8_e4m3" and dsa.kv_rank % 4:
         yield f"kv_dtype fp8_e4m3 needs a kv_lora_rank that is a multiple of 4, and {source.name} has {dsa.kv_rank}"
     if dsa is not None and config.index_dtype == "fp8_e4m3" and dsa.index_dim % 4:
@@ -61,7 +66,7 @@ def _hisparse(config: ServerConfig, source: ModelSource) -> Iterator[str]:
     if dsa is None:
         yield (
             "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and "
-            f"{source.name} is {source.config.architecture}"
+            f"{source.name} is {source.config.architecture}{_READS_ALL if latent else ''}"
         )
     elif (problem := _problem_of(lambda: resolve_hot_rows(config, dsa.index_topk))) is not None:
         yield problem
@@ -84,7 +89,7 @@ def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
     """Bytes of KV of one token on the rank with the fewest heads and layers, in the smallest dtype; 0 if unknown."""
     shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
-    if model.dsa is not None or any(_problem_of(attempt) is not None for attempt in attempts):
+    if model.mla is not None or any(_problem_of(attempt) is not None for attempt in attempts):
         return 0
     in_32_bits = config.dtype == "float32" or (config.dtype == "auto" and config.device == "cpu")
     value_bytes = 1 if config.kv_dtype == "fp8_e4m3" else 4 if in_32_bits else 2

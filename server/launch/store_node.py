@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from ...configs.errors import StartupError
 from ...configs.logs import configure_logging
 from ...configs.schema import LOOPBACK_HOSTS
 from ...transfer.mooncake.library import NOT_INSTALLED
-from ...transfer.store.client import StoreError, connect, endpoints
+from ...transfer.store.client import StoreError, connect
 from .children import end_with_parent
 from .ports import check_port
 from .store_options import StoreOptions
@@ -24,6 +25,10 @@ from .store_options import StoreOptions
 log = logging.getLogger(__name__)
 
 MASTER_START_S = 20.0
+LEADER_S = 30.0
+RESTART_S = 5.0
+CLUSTER_VARIABLE, CLUSTER = "MC_STORE_CLUSTER_ID", "mooncake_cluster"
+"""The name of a store in etcd: the variable that clients of Mooncake read, and its default."""
 POLL_S = 0.2
 
 
@@ -38,7 +43,7 @@ def find_master() -> Path | None:
 
 
 def run_store(options: StoreOptions) -> int:
-    """Lend memory until SIGTERM or SIGINT (0), or until the master ends (1)."""
+    """Lend memory until SIGTERM or SIGINT (0), or until the master ends (1). With etcd, it is started again then."""
     configure_logging("info", "store")
     if options.parent_pid is not None:
         end_with_parent(options.parent_pid)
@@ -46,12 +51,11 @@ def run_store(options: StoreOptions) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     master = start_master(options) if options.join is None else None
-    url = options.join or f"mooncake://{options.host}:{options.port}"
+    url = options.url
     try:
-        try:
-            store = connect(url, options.host, segment_bytes=options.memory_bytes)
-        except StoreError as error:
-            raise StartupError(str(error)) from error
+        store = _connect(options, master, stop)
+        if store is None:
+            return 0
         log.info("lending %d MiB to %s", options.memory_bytes >> 20, url)
         if options.host not in LOOPBACK_HOSTS:
             log.warning("the store has no authentication: its ports must be reachable from trusted machines only")
@@ -59,7 +63,10 @@ def run_store(options: StoreOptions) -> int:
         while not stop.wait(POLL_S):
             if master is not None and master.poll() is not None:
                 log.error("mooncake_master ended with status %s", master.returncode)
-                return 1
+                if options.etcd is None:
+                    return 1
+                master = _start_again(options, master)
+                stop.wait(RESTART_S)
         log.info("shutting down")
         del store
         return 0
@@ -74,6 +81,32 @@ def run_store(options: StoreOptions) -> int:
         sys.stdout.flush()
         if stop.is_set():
             os._exit(0)  # without Mooncake's destructors, which wait for the master
+
+
+def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", stop: threading.Event) -> Any | None:
+    """Lend memory to the store; None if `stop` is set meanwhile. Masters with etcd choose a leader first, which takes
+    seconds. Raises StartupError.
+    """
+    deadline = time.monotonic() + (LEADER_S if options.etcd is not None else 0.0)
+    while not stop.is_set():
+        if master is not None and master.poll() is not None:
+            raise StartupError(f"mooncake_master ended with status {master.returncode} at start")
+        try:
+            return connect(options.url, options.host, segment_bytes=options.memory_bytes)
+        except StoreError as error:
+            if time.monotonic() >= deadline:
+                raise StartupError(str(error)) from error
+        stop.wait(POLL_S)
+    return None
+
+
+def _start_again(options: StoreOptions, ended: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
+    """Start the master again; `ended` if that fails. Another one leads meanwhile, and the memory here stays in use."""
+    try:
+        return start_master(options)
+    except StartupError as error:
+        log.error("mooncake_master was not started again: %s", error)
+        return ended
 
 
 def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":
@@ -96,6 +129,12 @@ def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":
         "--logtostderr",
         "--minloglevel=2",
     ]
+    listens_on = options.port
+    if options.etcd is not None:
+        cluster = os.environ.get(CLUSTER_VARIABLE, CLUSTER)
+        command += ["--enable_ha", "--enable_oplog", f"--etcd_endpoints={options.etcd.replace(',', ';')}"]
+        command.append(f"--cluster_id={cluster}")
+        listens_on = options.metrics_port  # the other port is for the leader
     end_with_us = functools.partial(end_with_parent, os.getpid())
     master = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_us)
     deadline = time.monotonic() + MASTER_START_S
@@ -103,10 +142,10 @@ def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":
         if master.poll() is not None:
             raise StartupError(f"mooncake_master ended with status {master.returncode} at start")
         try:
-            socket.create_connection(endpoints(f"mooncake://{options.host}:{options.port}")[0], POLL_S).close()
+            socket.create_connection((options.host, listens_on), POLL_S).close()
         except OSError:
             time.sleep(POLL_S / 4)
         else:
             return master
     master.kill()
-    raise StartupError(f"mooncake_master does not listen on {options.host}:{options.port} after {MASTER_START_S:.0f} s")
+    raise StartupError(f"mooncake_master does not listen on {options.host}:{listens_on} after {MASTER_START_S:.0f} s")

@@ -19,6 +19,15 @@ class StoreOptions(NamedTuple):
     metrics_port: int
     join: str | None
     parent_pid: int | None
+    etcd: str | None = None
+    """Of several masters that replicate their state: HOST:PORT[,...]."""
+
+    @property
+    def url(self) -> str:
+        """The store, as for `--kv-store`."""
+        if self.etcd is not None:
+            return f"etcd://{self.etcd}"
+        return self.join or f"mooncake://{self.host}:{self.port}"
 
 
 def add_store_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +38,11 @@ def add_store_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=50051, help="port of the master (default: 50051)")
     parser.add_argument("--metrics-port", type=int, default=50052, help="HTTP port of the master (default: 50052)")
     parser.add_argument("--join", metavar="URL", help="lend memory to this store (as --kv-store) and run no master")
+    parser.add_argument(
+        "--etcd",
+        metavar="HOST:PORT[,...]",
+        help="replicate the master: all that name the same etcd servers are one store, and one of their masters leads",
+    )
     parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
 
 
@@ -36,6 +50,10 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
     """Raises StartupError."""
     if options.join is not None and not re.fullmatch(r"(mooncake|etcd)://[^\s/]+:[0-9]{1,5}", options.join):
         raise StartupError(f"--join {options.join!r}: give mooncake://HOST:PORT or etcd://HOST:PORT[,...]")
+    if options.etcd is not None and not re.fullmatch(r"[^\s/,]+:[0-9]{1,5}(,[^\s/,]+:[0-9]{1,5})*", options.etcd):
+        raise StartupError(f"--etcd {options.etcd!r}: give HOST:PORT[,HOST:PORT...]")
+    if options.etcd is not None and options.join is not None:
+        raise StartupError("--join runs no master, and --etcd replicates one: give one of them")
     return StoreOptions(
         parse_memory(options.memory, "--memory"),
         options.host,
@@ -43,6 +61,7 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
         options.metrics_port,
         options.join,
         options.parent_pid,
+        options.etcd,
     )
 
 

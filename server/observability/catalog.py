@@ -71,9 +71,11 @@ _STORE = {
     "bytes_loaded": "Bytes loaded from the KV store.",
     "corrupt_cells": "Values of the KV store with a wrong length or checksum.",
     "skipped_as_slow": "Prompts for which the KV store was not asked, because computing is faster.",
+    "loads_late": "Loads that the KV store did not answer in time, on each rank.",
     "blocks_written": "Blocks written to the KV store.",
     "bytes_written": "Bytes written to the KV store.",
     "blocks_dropped": "Blocks that were not written, because too many wait or the KV store does not answer.",
+    "blocks_refused": "Blocks that the KV store did not accept, because it is full.",
     "outages": "Times that the KV store stopped answering.",
 }
 _KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."

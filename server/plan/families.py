@@ -31,4 +31,6 @@ def family_rows() -> list[FamilyRow]:
 def _attention(family: str) -> str:
     if family in SPARSE_ARCHITECTURES:
         return "sparse (HiSparse)"
+    if family == "deepseek_v3":
+        return "latent"
     return "full, sliding window" if family in WINDOWED_ARCHITECTURES else "full"

@@ -61,8 +61,9 @@ def weight_bytes(config: ModelConfig) -> int:
 
 def kv_token_bytes(config: ModelConfig) -> int:
     """KV of a token over all layers and heads, in GPU memory, or host memory with HiSparse."""
-    if (dsa := config.dsa) is not None:
-        return 2 * config.num_layers * dsa.latent_dim + _FP8_KEY_BYTES * sum(dsa.indexed)
+    if config.mla is not None:
+        keys = _FP8_KEY_BYTES * sum(config.dsa.indexed) if config.dsa is not None else 0
+        return 2 * config.num_layers * config.mla.latent_dim + keys
     return 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
 

@@ -10,7 +10,8 @@ run. All of them are forked before the first of them runs any code of pdserve, s
 is copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
 after the fork, as it does not survive one.
 
-Forked servers report their state more often than others (INTERVALS), as tests wait for reports.
+Forked servers report their state more often than others (INTERVALS), as tests wait for reports. They use a KV store
+even if computing is faster.
 """
 
 import atexit
@@ -57,6 +58,7 @@ INTERVALS = {
     ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.05,
     ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.05,
     ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.05,
+    ("pdserve.scheduler.store.kv_store", "MEASURE_AGAIN"): 1,
 }
 """Constants of modules, with their values in forked servers: between two reports of the state of a server."""
 CLI = "pdserve.server.cli:main"

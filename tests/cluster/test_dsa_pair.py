@@ -1,6 +1,7 @@
-"""Sparse-attention models on real pairs: both families, different layouts, chunked prompts, retraction."""
+"""Models with latent attention on real pairs: all families, different layouts, chunked prompts, retraction."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import (
     DsaArchitecture,
+    LatentArchitecture,
     is_reference_greedy,
     load_reference,
     make_dsa_checkpoint,
@@ -27,6 +29,9 @@ LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
 """Below, at and far above index_topk; the last two take several chunks."""
 NEW_TOKENS = 8
 PREFILL_PAGE = 16
+
+FULL = os.environ.get("PDSERVE_MATRIX") == "full"
+"""`make test-matrix`: retraction of every family."""
 
 Layout = tuple[int, int]
 """Tensor-parallel ranks and pipeline stages."""
@@ -58,10 +63,10 @@ def layout_flags(layout: Layout) -> list[str]:
 
 @contextlib.contextmanager
 def serving(
-    factory: pytest.TempPathFactory, architecture: DsaArchitecture, layouts: Sequence[Layout], **overrides: Any
+    factory: pytest.TempPathFactory, architecture: LatentArchitecture, layouts: Sequence[Layout], **overrides: Any
 ) -> Iterator[Pairs]:
     """Start prefill servers of these layouts; afterwards check that they are clean."""
-    model = make_dsa_checkpoint(factory.mktemp("model"), architecture, index_topk=TOPK, **overrides)
+    model = make_dsa_checkpoint(factory.mktemp("model"), architecture, **overrides)
     flags = ("--page-size", str(PREFILL_PAGE), "--chunk-size", str(3 * PREFILL_PAGE), "--kv-tokens", "4096")
     with cluster(factory.mktemp("logs")) as servers:
         sources = {layout: servers.add("prefill", model, *layout_flags(layout), *flags) for layout in layouts}
@@ -74,6 +79,12 @@ def serving(
         yield Pairs(servers, model, sources, prompts, expected, reference)
         for server in sources.values():
             server.check_clean()
+
+
+@pytest.fixture(scope="module")
+def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    with serving(tmp_path_factory, "deepseek_v3", [(2, 1), (1, 1)]) as pairs:
+        yield pairs
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +102,11 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     shape = {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
     with serving(tmp_path_factory, "glm_moe_dsa", [(1, 2), (1, 1)], **shape) as pairs:
         yield pairs
+
+
+def test_tokens_of_deepseek_v3_equal_transformers(deepseek_v3: Pairs) -> None:
+    """Prefill of one and of two ranks to two stages, with other pages, without an indexer."""
+    check_tokens(deepseek_v3, (1, 2), 5)
 
 
 @pytest.mark.parametrize(("layout", "page_size"), [((1, 1), 64), ((1, 2), 16)], ids=["one rank", "two stages"])
@@ -152,14 +168,16 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
     assert decode.stop() == 0
 
 
-def test_retraction_under_memory_pressure_keeps_tokens(glm: Pairs) -> None:
+@pytest.mark.parametrize("family", ["glm", "deepseek_v3"] if FULL else ["glm"])
+def test_retraction_under_memory_pressure_keeps_tokens(family: str, request: pytest.FixtureRequest) -> None:
     """Six requests in a pool for two and a half: latent rows and indexer keys are copied to host memory and back."""
-    decode = glm.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
-    prompt = glm.prompts[-1]
+    pairs: Pairs = request.getfixturevalue(family)
+    decode = pairs.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
+    prompt = pairs.prompts[-1]
     with ThreadPoolExecutor(6) as pool:
         first, *others = pool.map(lambda _: decode.generate(prompt, 40), range(6))
     assert len(first) == 40
-    assert is_reference_greedy(glm.reference, prompt, first)
+    assert is_reference_greedy(pairs.reference, prompt, first)
     assert others == [first] * 5
     assert decode.count("retractions") > 0
     decode.check_clean()

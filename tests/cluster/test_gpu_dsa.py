@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.checkpoints import VOCAB_SIZE, DsaArchitecture, load_reference, make_dsa_checkpoint
+from tests.checkpoints import VOCAB_SIZE, LatentArchitecture, load_reference, make_dsa_checkpoint
 from tests.cluster.greedy import BF16_LOGIT_NOISE, generate_all, same_tokens
 from tests.cluster.servers import Server, cluster
 
@@ -18,7 +18,7 @@ LENGTHS = (1, 9, 16, 17, 49, 200)
 
 
 class Case(NamedTuple):
-    architecture: DsaArchitecture
+    architecture: LatentArchitecture
     dtype: torch.dtype
     overrides: dict[str, Any]
     decode_page: int
@@ -28,6 +28,8 @@ class Case(NamedTuple):
 # Without experts float32 can be captured. In bfloat16 rounding would change choices, so there are no experts and all
 # tokens are selected.
 CASES = {
+    "deepseek-v3-fp32": Case("deepseek_v3", torch.float32, {"first_k_dense_replace": 4}, 4, in_graphs=True),
+    "deepseek-v3-bf16": Case("deepseek_v3", torch.bfloat16, {"first_k_dense_replace": 4}, 64, in_graphs=True),
     "deepseek-fp32": Case("deepseek_v32", torch.float32, {"first_k_dense_replace": 4}, 4, in_graphs=True),
     "glm-bf16": Case(
         "glm_moe_dsa",

@@ -2,6 +2,7 @@
 that come and go.
 """
 
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, LatentArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.cluster.test_random_mix import REQUESTS, send_all
 
+FULL = os.environ.get("PDSERVE_MATRIX") == "full"
+"""`make test-matrix`: every model with latent attention."""
 NEW_TOKENS = 10
 PAGE, STEP = 8, 32
 LENGTHS = (1, PAGE, PAGE + 1, STEP, STEP + 1, 3 * STEP + 5, 150)
@@ -174,8 +177,11 @@ def test_tokens_equal_transformers_with_several_ranks(
     server.check_clean()
 
 
-def test_tokens_of_a_sparse_attention_model_equal_transformers(servers: Cluster, tmp_path: Path) -> None:
-    directory = make_dsa_checkpoint(tmp_path / "model", "deepseek_v32", index_topk=16)
+@pytest.mark.parametrize("architecture", ["deepseek_v32", "deepseek_v3"] if FULL else ["deepseek_v32"])
+def test_tokens_of_a_latent_attention_model_equal_transformers(
+    servers: Cluster, tmp_path: Path, architecture: LatentArchitecture
+) -> None:
+    directory = make_dsa_checkpoint(tmp_path / "model", architecture)
     server = servers.add("serve", directory, "--kv-tokens", "4096", "--max-step-tokens", "48").wait_ready()
     reference, draw = load_reference(directory), random.Random(7)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (1, 16, 17, 49, 150)]

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from pdserve.server.cli import make_parser
+from pdserve.server.launch.store_options import read_store_options
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
@@ -90,6 +91,17 @@ def test_observability_containers_mount_existing_files() -> None:
     paths = [source for source in mounted if source.startswith("./")]
     assert paths
     assert [source for source in paths if not (ROOT / "deploy" / source).exists()] == []
+
+
+def test_servers_of_the_store_example_name_its_etcd() -> None:
+    content = yaml.safe_load((ROOT / "deploy" / "docker-compose.store.yml").read_text(encoding="utf-8"))
+    services = {name: service for name, service in content["services"].items() if name != "etcd"}
+    assert services.keys() == {"store-1", "store-2", "prefill-1", "prefill-2", "decode"}
+    for name, service in services.items():
+        options, unknown = make_parser().parse_known_args(service["command"])
+        assert (options.command, unknown) == (name.partition("-")[0], [])
+        url = read_store_options(options).url if options.command == "store" else options.kv_store
+        assert url == "etcd://etcd:2379"
 
 
 def test_release_workflow_builds_packages_and_image() -> None:

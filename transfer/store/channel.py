@@ -20,6 +20,7 @@ from .client import StoreError
 HUNG_S = 30.0
 """An agent that has not answered for this long is replaced. Mooncake gives up after 4 to 5 s if its master is dead."""
 
+POLL_S = 0.001
 PIPE_BYTES = 1 << 20
 MOST_ITEMS = 2048
 """Items of one request, of which each takes up to 200 bytes in the pipe."""
@@ -39,6 +40,11 @@ class Channel(Protocol):
 
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
         """The outcome of each item. Raises StoreError, and NoReplyError at `deadline` (monotonic)."""
+
+    def busy_s(self) -> float:
+        """How long the agent has been at a request that was given up; 0 if it has answered all. Raises StoreError if
+        such a request has failed.
+        """
 
     def close(self) -> None:
         """End a request in progress, with a StoreError, and refuse further ones. May be called from another thread."""
@@ -82,6 +88,17 @@ class AgentChannel:
         if reply.problem is not None:
             raise StoreError(reply.problem)
         return reply.outcomes
+
+    def busy_s(self) -> float:
+        if (since := self._busy_since) is None:
+            return 0.0
+        try:
+            reply = self._await_idle(time.monotonic() + POLL_S)
+        except NoReplyError:
+            return time.monotonic() - since
+        if reply.problem is not None:
+            raise StoreError(reply.problem)
+        return 0.0
 
     def close(self) -> None:
         self._closed = True

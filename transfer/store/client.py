@@ -66,7 +66,7 @@ class MooncakeClient:
 
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._store.remove(key)
+            self._store.remove(key, True)  # without force, values that were just read stay
 
 
 def connect(url: str, host: str, *, segment_bytes: int) -> Any:

@@ -268,6 +268,7 @@ class PrefillDispatcher:
             if placement.where == "local":
                 self._reserved(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
+                self._memory.allocate_for_prompt(local)
                 if not self._load_stored(local):
                     self.start_local(local)
             else:
@@ -283,8 +284,10 @@ class PrefillDispatcher:
             self.local.loaded(local)
 
     def _load_stored(self, local: LocalPrompt) -> bool:
-        """Load what the KV store has of a prompt. Not with HiSparse, whose prompts need a hot buffer meanwhile."""
-        if self._kv_store is None or self._memory.hot is not None:
+        """Load what the KV store has of a prompt into its pages: with HiSparse, rows go to host memory. Returns False
+        if there is nothing to wait for.
+        """
+        if self._kv_store is None:
             return False
         return self._kv_store.load(
             local,

@@ -106,15 +106,20 @@ class RequestMemory:
         """
         return self.hot is None or self.hot.can_compute(prompt.tokens + 1, shrink=shrink)
 
+    def allocate_for_prompt(self, local: LocalPrompt) -> None:
+        """Allocate a hot buffer, with HiSparse, for a prompt that has its pages; call after `may_compute`."""
+        if self.hot is not None:
+            buffer, shrunk = self.hot.open_for_prompt(local.prompt.prompt_id, local.prompt_tokens + 1)
+            self._outbox += [_resized(other) for other in shrunk]
+            local.hot_slot = buffer.slot
+
     def open_for_prompt(self, local: LocalPrompt) -> bool:
-        """Allocate a hot buffer, with HiSparse, for a prompt that has its pages; call after `may_compute`. Returns
-        False if the rows of its cached prefix are being copied: it can be computed when the copy has ended.
+        """Open the hot buffer of a prompt, with HiSparse. Returns False if the rows of its cached prefix are being
+        copied: it can be computed when the copy has ended.
         """
         if self.hot is None:
             return True
-        buffer, shrunk = self.hot.open_for_prompt(local.prompt.prompt_id, local.prompt_tokens + 1)
-        self._outbox += [_resized(other) for other in shrunk]
-        local.hot_slot = buffer.slot
+        buffer = self.hot.of(local.prompt.prompt_id)
         copy = self.copies.begin("prefix", local) if local.cached else None
         buffer.loading = copy is not None
         self._outbox.append(

@@ -106,8 +106,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"copy_misses", "keep_top_p", "prefill_attention", "select_top", "sparse_mla", "swap_in", "write_back"}
-    sources = {name: name for name in kernels | {"all_reduce"}} | {"gather_shares": "all_reduce"}
+    kernels = {"copy_misses", "keep_top_p", "prefill_attention", "select_top", "swap_in", "write_back"}
+    kernels |= {"all_reduce", "dense_mla", "sparse_mla"}
+    sources = {name: name for name in kernels} | {"gather_shares": "all_reduce"}
     assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == set(sources.values())
     for name, source in sources.items():
         kinds = cuda_sources.parameters(f"{source}.cu", name)

@@ -18,7 +18,7 @@ from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig, read_hf_config
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprint
 from tests.checkpoints import make_dsa_checkpoint
@@ -119,7 +119,7 @@ def test_layers_that_share_a_selection_are_read(
         ("deepseek_v32", {"n_group": 3}, "n_group = 3 groups of n_routed_experts = 8: groups must be equal"),
         ("deepseek_v32", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 in topk_group = 1"),
         ("deepseek_v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must say 'dense' or 'sparse' for each of 4"),
-        ("deepseek_v32", {"index_head_dim": 8}, "qk_rope_head_dim = 16 must be even and at most index_head_dim = 8"),
+        ("deepseek_v32", {"index_head_dim": 8}, "qk_rope_head_dim = 16 must be at most index_head_dim = 8"),
         ("deepseek_v32", {"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq"),
         ("deepseek_v32", {"quantization_config": {"quant_method": "fp8"}}, r"\(fp8, weight_block_size None\)"),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, "the first one 'full'"),
@@ -169,7 +169,7 @@ def test_layer_and_its_selection_are_on_one_stage(
     assert cut[-1].stop == len(pattern)
     for layers, stage in zip(cut, range(stages), strict=True):
         shard = Shard(tp_rank=1, tp_size=2, stage=stage, stages=stages)
-        parameters = DsaParameters.allocate(config, shard, device=torch.device("cpu"), dtype=torch.float32)
+        parameters = LatentParameters.allocate(config, shard, device=torch.device("cpu"), dtype=torch.float32)
         latent, keys = DsaDecoder(parameters).make_cache(1, 4).pools
         assert (latent.layers, latent.heads) == (layers, range(1))
         before = pattern[: layers.start].count("F")
@@ -185,7 +185,7 @@ def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path
     of_four_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
     config = read(checkpoints, tmp_path, "glm_moe_dsa", **shape, **row, **of_four_layers)
     assert [layer for layer, indexed in enumerate(dsa(config).indexed) if indexed] == [0, 1, *range(2, 78, 4)]
-    parameters = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    parameters = LatentParameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16)
     decoder = DsaDecoder(parameters)
     latent, keys = (pool.size_bytes for pool in decoder.make_cache(1, 1).pools)
     assert (latent, keys) == (78 * 576 * 2, 21 * 128 * 2)

@@ -1,21 +1,24 @@
 """The parts of GPU benchmarks that run without a GPU: they call the engine in their own way."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, fp8_linear, grammar, one_rank, rank_of_eight, ttft
+from benchmarks import dsa_engine, engine, fp8_linear, grammar, mla_engine, one_rank, rank_of_eight, ttft
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
+from pdserve.kernels.dense_mla import tile_plan
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import dsa
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.slots import Slot
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import StepGraphs
@@ -29,7 +32,7 @@ META: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.bfloat16}
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (dsa_engine, engine):
+    for module in (dsa_engine, engine, mla_engine):
         monkeypatch.setattr(module, "DEVICE", CPU)
 
 
@@ -40,7 +43,7 @@ def sparse_config() -> ModelConfig:
     moe = replace(config.moe, num_experts=16, expert_size=16, shared_size=16)
     sizes: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
     sizes |= {"index_heads": 4, "index_dim": 16, "index_topk": 16}
-    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=moe, dsa=replace(config.dsa, **sizes))
+    return replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=moe, mla=replace(config.dsa, **sizes))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -55,6 +58,36 @@ def test_sparse_benchmark_steps_run_in_sequence(hot_rows: int | None) -> None:
     hits, misses = bench.lookups()
     assert (hits + misses > 0) == (hot_rows is not None)
     assert bench.floor_bytes(2, 96) > bench.floor_bytes(1, 96)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_latent_benchmark_steps_read_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = mla_engine.deepseek_r1(2, 1, mlp=64, max_context=96)
+    assert config.dsa is None
+    assert config.mla is not None
+    sparse = sparse_config()
+    sizes: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}
+    small = replace(config, vocab_size=320, hidden_size=32, num_heads=2, moe=sparse.moe)
+    bench = mla_engine.Engine(replace(small, mla=replace(config.mla, **sizes)), sequences=2, page_size=8)
+    for name, steps in {"WARM_STEPS": 2, "TIMED_STEPS": 3, "ALL_STEPS": 8}.items():
+        monkeypatch.setattr(dsa_engine, name, steps)
+    graphs = SimpleNamespace(run=bench.eager)
+    dsa_engine.check_graphs(bench, graphs, [1, 2], 96)  # type: ignore[arg-type]
+    row = dsa_engine.time_step(bench, graphs, 2, 96, rate=1e9)
+    assert row.graph_ms > 0
+    extra = bench.floor_bytes(2, 96) - bench.floor_bytes(2, 48)
+    assert extra == 2 * 48 * 2 * (32 + 8) * 2  # tokens of two sequences, in two layers, in 16 bits
+
+
+def test_constants_of_the_plan_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_PIECE_KEYS", "PIECE_COST_KEYS", "MOST_ROUNDS"):
+        monkeypatch.setattr(tile_plan, name, getattr(tile_plan, name))
+    options = Namespace(least_piece=[64, 256], piece_cost=None, rounds=[3])
+    cost = tile_plan.PIECE_COST_KEYS
+    found = [(tile_plan.LEAST_PIECE_KEYS, tile_plan.MOST_ROUNDS, chosen) for chosen in mla_engine.sweep(options)]
+    assert found == [
+        (least, 3, {"LEAST_PIECE_KEYS": least, "PIECE_COST_KEYS": cost, "MOST_ROUNDS": 3}) for least in (64, 256)
+    ]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -114,7 +147,7 @@ def test_rank_of_eight_holds_an_eighth_of_what_is_divided() -> None:
     layouts = [one_rank.Layout.of(name, config) for name in ("tp8", "dp8")]
     models = [(config, WHOLE), *((layout.config, layout.shard) for layout in layouts)]
     whole, tp8, dp8 = (
-        {name: slot.target.numel() for name, slot in DsaParameters.allocate(model, shard, **META).slots().items()}
+        {name: slot.target.numel() for name, slot in LatentParameters.allocate(model, shard, **META).slots().items()}
         for model, shard in models
     )
 

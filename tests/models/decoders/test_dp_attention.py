@@ -23,6 +23,7 @@ TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 LENGTHS = (32, 25, 31, 18)
 """Tokens of each sequence; sequence i is on rank i % ranks."""
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", {}),
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),
 }

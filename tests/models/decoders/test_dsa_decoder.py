@@ -1,4 +1,4 @@
-"""Logits and greedy tokens of sparse models against transformers, on tiny random models of both families."""
+"""Logits and greedy tokens of models with latent attention, most of them sparse, against transformers."""
 
 import dataclasses
 import random
@@ -38,6 +38,7 @@ YARN = {
 }
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", {"rope_parameters": YARN}),
     "deepseek": ("deepseek_v32", {}),
     "deepseek-yarn": ("deepseek_v32", {"rope_parameters": YARN}),
     "deepseek-groups": ("deepseek_v32", {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}),
@@ -111,7 +112,7 @@ def test_logits_and_greedy_tokens_equal_transformers(model: tuple[ModelRunner, A
 def test_chunks_compute_logits_of_every_token(
     model: tuple[ModelRunner, Any], page_size: int, chunks: list[int]
 ) -> None:
-    """Every token of a chunk has its own selection among the tokens up to itself."""
+    """Every token of a chunk sees, or selects among, the tokens up to itself."""
     runner, reference = model
     token_ids = prompt(3, 70)
     cache = poisoned_cache(runner, 80, page_size)

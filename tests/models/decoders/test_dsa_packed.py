@@ -11,7 +11,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -50,7 +50,7 @@ def _rounding_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Path]:
     directory = make_dsa_checkpoint(tmp_path_factory.mktemp(request.param), request.param, kv_lora_rank=KV_RANK)
     source = locate_model(str(directory))
-    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    parameters = LatentParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     load_weights(source, parameters.slots())
     return ModelRunner(DsaDecoder(parameters, packed=True), device=CPU, dtype=torch.float32), directory
 
@@ -88,7 +88,7 @@ def test_error_of_packed_rows_is_small(tmp_path: Path) -> None:
     """In a case where it changes no selection: all tokens are visible, and there are no experts."""
     directory = make_dsa_checkpoint(tmp_path, kv_lora_rank=KV_RANK, first_k_dense_replace=LAYERS)
     source = locate_model(str(directory))
-    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    parameters = LatentParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     load_weights(source, parameters.slots())
     runner = ModelRunner(DsaDecoder(parameters, packed=True), device=CPU, dtype=torch.float32)
     text = random.Random(3).choices(range(256), k=16)
@@ -123,6 +123,6 @@ def test_hot_buffers_hold_packed_rows(model: tuple[ModelRunner, Path]) -> None:
 
 def test_geometry_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path, kv_lora_rank=50)))
-    parameters = DsaParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    parameters = LatentParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     with pytest.raises(StartupError, match="multiple of 4, got 50"):
         DsaDecoder(parameters, packed=True)

@@ -1,4 +1,4 @@
-"""Sharded sparse models in real processes against transformers."""
+"""Sharded models with latent attention in real processes against transformers."""
 
 import random
 from collections.abc import Iterator
@@ -14,12 +14,13 @@ from tests.models.ranks import NUM_PAGES, Pass, RankProcesses
 
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 
-# The second has an odd vocabulary, and layers that share a selection across an even split.
+# The last has an odd vocabulary, and layers that share a selection across an even split.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", {}),
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),
 }
-INDEXERS = {"deepseek": 4, "glm": 2}
+INDEXERS = {"deepseek-v3": 0, "deepseek": 4, "glm": 2}
 PROMPT, NEW = 40, 8
 
 
@@ -70,6 +71,6 @@ def test_logits_and_greedy_tokens_equal_transformers(
             logits = torch.cat([torch.from_numpy(rows) for rows in sampling.logits])
             torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE, msg=where)
             assert logits.argmax(-1).equal(expected.argmax(-1)), where
-            # both pools are whole on every rank of a stage
+            # all pools are whole on every rank of a stage
             rows = 4 * 64 + INDEXERS[name] * 32
             assert sum(result.kv_token_bytes for result in results) == tp_size * rows * 4

@@ -13,7 +13,7 @@ from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -44,7 +44,7 @@ class Stages:
         self.decoders = []
         for stage in range(stages):
             shard = Shard(stage=stage, stages=stages)
-            parameters = DsaParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
+            parameters = LatentParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
             load_weights(source, parameters.slots(), parameters.names(source.config))
             self.decoders.append(DsaDecoder(parameters))
 

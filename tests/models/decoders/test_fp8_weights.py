@@ -19,7 +19,8 @@ from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.linear.block_scaled import FEW_ROWS
 from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
+from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fp8_weights import fp8_tensors
@@ -45,6 +46,7 @@ GEOMETRY: dict[str, Any] = {
     "q_lora_rank": 72,
 }
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "deepseek-v3": ("deepseek_v3", {}),
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF"}),
 }
@@ -86,14 +88,18 @@ def ranks() -> Iterator[RankProcesses]:
     processes.stop()
 
 
-def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> DsaParameters:
+def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> LatentParameters:
     """Weights that stay fp8, also on a CPU."""
     source = locate_model(str(model))
-    parameters = DsaParameters.allocate(
+    parameters = LatentParameters.allocate(
         source.config, shard, device=device, dtype=torch.float32, fp8=fp8_tensors(source, "auto")
     )
     load_weights(source, parameters.slots(), parameters.names(source.config))
     return parameters
+
+
+def decoder(parameters: LatentParameters) -> DsaDecoder | MlaDecoder:
+    return MlaDecoder(parameters) if parameters.config.dsa is None else DsaDecoder(parameters)
 
 
 @pytest.mark.parametrize(("tp_size", "stages", "whole_experts"), [(2, 1, False), (1, 2, False), (2, 1, True)])
@@ -117,7 +123,7 @@ def test_fp8_weights_give_transformers_logits_in_short_steps(
     case = cases[name]
     parameters = kept(case.model, device=device)
     assert isinstance(parameters.layers[0].attention.compress, BlockScaled)
-    runner = ModelRunner(DsaDecoder(parameters), device=device, dtype=torch.float32)
+    runner = ModelRunner(decoder(parameters), device=device, dtype=torch.float32)
     logits = torch.cat([torch.from_numpy(rows) for rows in run_passes(runner, case.passes).logits])
     torch.testing.assert_close(logits, case.expected, rtol=0, atol=TOLERANCE)
     assert logits.argmax(-1).equal(case.expected.argmax(-1))
@@ -133,7 +139,7 @@ def test_long_steps_quantise_activations(cases: dict[str, Case], name: str) -> N
         if parameters is None:
             runner = ModelRunner.load(locate_model(str(cases[name].model)), device=CPU, dtype=torch.float32)
         else:
-            runner = ModelRunner(DsaDecoder(parameters), device=CPU, dtype=torch.float32)
+            runner = ModelRunner(decoder(parameters), device=CPU, dtype=torch.float32)
         hidden = runner.forward_hidden(runner.make_cache(len(pages), PAGE_SIZE), [SequenceSlice(text, 0, pages)])
         assert hidden is not None
         rows = runner.logits(hidden[:16])  # every query sees all its tokens: a changed selection would change more
@@ -179,7 +185,7 @@ def test_weight_bytes_are_those_of_the_device(cases: dict[str, Case], monkeypatc
     expanded = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
     monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda _: True)
     found = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
-    parameters = DsaParameters.allocate(
+    parameters = LatentParameters.allocate(
         source.config, device=CPU, dtype=torch.bfloat16, fp8=fp8_tensors(source, "auto")
     )
     assert found == sum(slot.nbytes for slot in parameters.slots().values())

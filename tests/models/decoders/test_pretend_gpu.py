@@ -101,6 +101,14 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return prefilled(directory, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Latent attention to all tokens."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    directory = make_dsa_checkpoint(tmp_path_factory.mktemp("latent"), "deepseek_v3", first_k_dense_replace=2, **sizes)
+    return prefilled(directory, torch.float32)
+
+
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
     with PretendGpu() as pretended:
@@ -153,7 +161,7 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
     return Executor(runner, cache, [], overlap=True)
 
 
-@pytest.mark.parametrize("name", ["dense", "sparse", "experts"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "experts", "latent"])
 def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,22 +176,29 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
             assert decode(executor, model.first) == model.expected
 
 
-@pytest.mark.parametrize("decode_rows", [False, True])
+@pytest.mark.parametrize(("name", "decode_rows"), [("dense", False), ("dense", True), ("latent", True)])
 def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(
-    gpu: PretendGpu, dense: Model, decode_rows: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, decode_rows: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole prompts, chunks over earlier ones, and a decode token beside a chunk, whose token is only on the device."""
+    model: Model = request.getfixturevalue(name)
+    with PretendGpu() as gpu:
+        use_own_stream(DEVICE)
+        check_chunks(gpu, model, decode_rows, monkeypatch)
+
+
+def check_chunks(gpu: PretendGpu, model: Model, decode_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.models.graphs.chunks.COPIED_TOKENS", 512)  # every 128 are a program to interpret
     short, long = PROMPTS
     steps = [
         [SequenceSlice(long[:14], 0, PAGES[1])],
         [SequenceSlice(short, 0, PAGES[0]), SequenceSlice(long[14:25], 14, PAGES[1])],
-        [SequenceSlice([dense.first[0]], len(short), PAGES[0]), SequenceSlice(long[25:38], 25, PAGES[1])],
+        [SequenceSlice([model.first[0]], len(short), PAGES[0]), SequenceSlice(long[25:38], 25, PAGES[1])],
     ]
-    on_cpu = ModelRunner.load(dense.source, device=CPU, dtype=dense.dtype)
+    on_cpu = ModelRunner.load(model.source, device=CPU, dtype=model.dtype)
     cpu_cache = on_cpu.make_cache(NUM_PAGES, PAGE_SIZE)
     expected = [on_cpu.forward(cpu_cache, slices) for slices in steps]
-    runner = ModelRunner.load(dense.source, device=DEVICE, dtype=dense.dtype)
+    runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)
     cache = runner.make_cache(NUM_PAGES, PAGE_SIZE)
     graphs = runner.capture_chunk_graphs(
         cache, max_tokens=16, max_slices=4, max_context=MAX_CONTEXT, decode_rows=decode_rows
@@ -191,7 +206,7 @@ def test_chunks_in_graphs_equal_the_cpu_and_do_not_wait(
     assert graphs is not None
     assert all(graphs.fits(slices) for slices in steps)
     steps[2][0] = SequenceSlice([0], len(short), PAGES[0])
-    following = upload([dense.first[0], 0], torch.long, DEVICE)
+    following = upload([model.first[0], 0], torch.long, DEVICE)
     found = []
     for slices in steps:
         with gpu.no_waits():

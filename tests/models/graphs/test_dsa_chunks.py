@@ -10,9 +10,11 @@ import torch
 
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
+from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.graphs.capture import ChunkGraphs
 from pdserve.models.graphs.dsa_chunks import DsaChunkStep
+from pdserve.models.graphs.mla import MlaChunkStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -22,15 +24,24 @@ from tests.models.graphs.steps import run_graph
 
 PAGE, NUM_PAGES, MAX_TOKENS, MAX_SLICES, CONTEXT = 8, 256, 96, 5, 512
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def make_decoder(
     directory: Path, device: str, dtype: torch.dtype, *, fp8_index: bool = False, **sizes: Any
 ) -> DsaDecoder:
     source = locate_model(str(make_dsa_checkpoint(directory, "glm_moe_dsa", index_topk_pattern="FSFF", **sizes)))
-    parameters = DsaParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
+    parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
     load_weights(source, parameters.slots(), parameters.names(source.config))
     return DsaDecoder(parameters, fp8_index=fp8_index)
+
+
+def make_latent_decoder(directory: Path, device: str, dtype: torch.dtype, **sizes: Any) -> MlaDecoder:
+    """Of a model that attends to all tokens."""
+    source = locate_model(str(make_dsa_checkpoint(directory, "deepseek_v3", **sizes)))
+    parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
+    load_weights(source, parameters.slots(), parameters.names(source.config))
+    return MlaDecoder(parameters)
 
 
 def chunk_steps(seed: int) -> Iterator[list[SequenceSlice]]:
@@ -53,14 +64,19 @@ def chunk_steps(seed: int) -> Iterator[list[SequenceSlice]]:
             yield slices
 
 
-def test_step_with_fixed_inputs_equals_an_ordinary_batch(tmp_path: Path) -> None:
-    decoder = make_decoder(tmp_path, "cpu", torch.float32)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "latent"])
+def test_step_with_fixed_inputs_equals_an_ordinary_batch(tmp_path: Path, sparse: bool) -> None:
+    decoder = (make_decoder if sparse else make_latent_decoder)(tmp_path, "cpu", torch.float32)
     caches = [decoder.make_cache(NUM_PAGES, PAGE) for _ in range(2)]
     for cache in caches:
         for pool in cache.pools:
             pool.data.fill_(torch.nan)
-    limits = {"max_tokens": MAX_TOKENS, "max_slices": MAX_SLICES, "max_context": CONTEXT}
-    step = DsaChunkStep(decoder, caches[0], **limits, last_only=True)
+    limits: dict[str, Any] = {"max_tokens": MAX_TOKENS, "max_slices": MAX_SLICES, "last_only": True}
+    step = (
+        DsaChunkStep(decoder, caches[0], **limits, max_context=CONTEXT)
+        if isinstance(decoder, DsaDecoder)
+        else MlaChunkStep(decoder, caches[0], **limits, max_pages=CONTEXT // PAGE)
+    )
     eager = ModelRunner(decoder, device=torch.device("cpu"), dtype=torch.float32)
     draw, steps = random.Random(2), 0
     for slices in chunk_steps(4):
@@ -99,11 +115,16 @@ def test_steps_that_no_graph_can_run_have_no_size(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "fp8_index"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("dtype", "kind"),
+    [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "fp8 index"), *((d, "latent") for d in DTYPES)],
 )
-def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtype, fp8_index: bool) -> None:
+def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
     sizes = {"first_k_dense_replace": 4} if dtype == torch.float32 else {}  # with experts, only 16 bits are captured
-    decoder = make_decoder(tmp_path, "cuda", dtype, fp8_index=fp8_index, **sizes)
+    decoder: DsaDecoder | MlaDecoder
+    if kind == "latent":
+        decoder = make_latent_decoder(tmp_path, "cuda", dtype, **sizes)
+    else:
+        decoder = make_decoder(tmp_path, "cuda", dtype, fp8_index=kind == "fp8 index", **sizes)
     caches = [decoder.make_cache(NUM_PAGES, PAGE) for _ in range(2)]
     graphs = ChunkGraphs(decoder, caches[0], max_tokens=MAX_TOKENS, max_slices=MAX_SLICES, max_context=CONTEXT)
     eager = ModelRunner(decoder, device=torch.device("cuda"), dtype=dtype)

@@ -9,9 +9,11 @@ import torch
 
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
+from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.graphs.dsa import DsaStep
+from pdserve.models.graphs.mla import MlaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fp8_weights import fp8_tensors
@@ -31,18 +33,27 @@ PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 13, 200
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 
 
-def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sparse", [True, False], ids=["glm_moe_dsa", "deepseek_v3"])
+def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: Path, sparse: bool) -> None:
     """The captured step, run eagerly on the CPU, against the same tokens in an ordinary batch."""
     cpu, rng = torch.device("cpu"), random.Random(8)
-    source = locate_model(str(make_dsa_checkpoint(tmp_path, "glm_moe_dsa", index_topk_pattern="FSFF")))
-    parameters = DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32)
+    if sparse:
+        make_dsa_checkpoint(tmp_path, "glm_moe_dsa", index_topk_pattern="FSFF")
+    else:
+        make_dsa_checkpoint(tmp_path, "deepseek_v3")
+    source = locate_model(str(tmp_path))
+    parameters = LatentParameters.allocate(source.config, device=cpu, dtype=torch.float32)
     load_weights(source, parameters.slots())
-    decoder = DsaDecoder(parameters)
+    decoder = DsaDecoder(parameters) if sparse else MlaDecoder(parameters)
     cache = decoder.make_cache(128, PAGE_SIZE)
     runner = ModelRunner(decoder, device=cpu, dtype=torch.float32)
     for pool in cache.pools:
         pool.data.normal_()
-    step = DsaStep(decoder, cache, max_batch=4, max_pages=24)
+    step = (
+        DsaStep(decoder, cache, max_batch=4, max_pages=24)
+        if isinstance(decoder, DsaDecoder)
+        else MlaStep(decoder, cache, max_batch=4, max_pages=24)
+    )
     free = list(range(128))
     lengths: list[int] = []
     pages: list[list[int]] = []
@@ -74,7 +85,7 @@ def test_steps_follow_their_inputs_while_sequences_start_grow_and_end(tmp_path: 
 def test_step_is_of_the_resident_kind_only_if_all_are_within_capacity(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
-    decoder = DsaDecoder(DsaParameters.allocate(source.config, device=cpu, dtype=torch.float32))
+    decoder = DsaDecoder(LatentParameters.allocate(source.config, device=cpu, dtype=torch.float32))
     cache = decoder.make_hisparse_cache(32, PAGE_SIZE, hot_pages=24, slots=2, hot_rows=16, max_context=64)
     step = DsaStep(decoder, cache, max_batch=2, max_pages=16)
     pages = [[KvPage(page) for page in range(first, first + 11)] for first in (0, 11)]
@@ -114,10 +125,14 @@ class Setup:
             quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
         kept = fp8_tensors(source, "auto")
-        parameters = DsaParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
+        parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)
-        self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
+        self.decoder: DsaDecoder | MlaDecoder
+        if source.config.dsa is None:
+            self.decoder = MlaDecoder(parameters)
+        else:
+            self.decoder = DsaDecoder(parameters, packed=packed, fp8_index=fp8_index)
         self.cache = self.decoder.make_cache(NUM_PAGES, PAGE_SIZE)
         self.graphs = DecodeGraphs(self.decoder, self.cache, max_batch=MAX_BATCH, max_context=MAX_CONTEXT)
         self._without_graphs = ModelRunner(self.decoder, device=device, dtype=dtype)
@@ -141,7 +156,7 @@ class Setup:
         return [pool.data.clone() for pool in self.cache.pools]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v32", "glm_moe_dsa"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In float32 and without experts, whose products cannot be captured in float32."""
     pattern: dict[str, Any] = {"index_topk_pattern": "FSSF"} if request.param == "glm_moe_dsa" else {}
@@ -151,12 +166,19 @@ def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"packed": True}, {"fp8_index": True}, {"fp8": True}],
-    ids=["bf16", "packed rows", "fp8 keys", "fp8 weights"],
+    params=[
+        ("deepseek_v3", {}),
+        ("deepseek_v32", {}),
+        ("deepseek_v32", {"packed": True}),
+        ("deepseek_v32", {"fp8_index": True}),
+        ("deepseek_v32", {"fp8": True}),
+    ],
+    ids=["v3", "bf16", "packed rows", "fp8 keys", "fp8 weights"],
 )
 def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """In bfloat16, with experts."""
-    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, "deepseek_v32", **request.param)
+    architecture, options = request.param
+    return Setup(tmp_path_factory.mktemp("experts"), torch.bfloat16, architecture, **options)
 
 
 @pytest.mark.gpu

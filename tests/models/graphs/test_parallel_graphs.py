@@ -57,7 +57,7 @@ def expected_logits(directory: Path, dtype: torch.dtype, all_passes: list[Pass])
     return found
 
 
-@pytest.mark.parametrize(("family", "tp", "pp"), [("dense", 2, 1), ("dense", 1, 2), ("sparse", 2, 1)])
+@pytest.mark.parametrize(("family", "tp", "pp"), [("dense", 2, 1), ("dense", 1, 2), ("sparse", 2, 1), ("latent", 1, 2)])
 def test_steps_in_graphs_equal_one_rank(
     processes: RankProcesses, tmp_path: Path, family: str, tp: int, pp: int
 ) -> None:
@@ -68,8 +68,8 @@ def test_steps_in_graphs_equal_one_rank(
         directory = make_checkpoint(tmp_path, "qwen3", num_key_value_heads=2, **sizes)
     else:
         dtype = torch.float32
-        sizes |= {"num_key_value_heads": 2, "index_topk": 16, "first_k_dense_replace": LAYERS}
-        directory = make_dsa_checkpoint(tmp_path, "glm_moe_dsa", **sizes)
+        sizes |= {"num_key_value_heads": 2, "first_k_dense_replace": LAYERS}
+        directory = make_dsa_checkpoint(tmp_path, "glm_moe_dsa" if family == "sparse" else "deepseek_v3", **sizes)
     all_passes = passes()
     expected = expected_logits(directory, dtype, all_passes)
     results = processes.run_in_graphs(tp, pp, directory, dtype, all_passes)

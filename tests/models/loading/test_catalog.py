@@ -102,6 +102,13 @@ def test_missing_file_is_named(name: str, copy: Path) -> None:
         locate_model(str(copy))
 
 
+def test_tokenizer_of_tiktoken_is_refused(copy: Path) -> None:
+    """As Kimi-K2 has it."""
+    (copy / "tokenizer.json").rename(copy / "tiktoken.model")
+    with pytest.raises(StartupError, match=r"tiktoken.model, which is not supported; supported is tokenizer.json"):
+        locate_model(str(copy))
+
+
 def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.config.sharding import WHOLE, Shard
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -30,13 +30,13 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
-def load(directory: Path, shard: Shard = WHOLE) -> DsaParameters:
+def load(directory: Path, shard: Shard = WHOLE) -> LatentParameters:
     source = locate_model(str(directory))
-    parameters = DsaParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
+    parameters = LatentParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
     slots = parameters.slots()
     for slot in slots.values():
         slot.target.fill_(torch.nan)
-    load_weights(source, slots, DsaParameters.names(source.config))
+    load_weights(source, slots, LatentParameters.names(source.config))
     return parameters
 
 
@@ -136,4 +136,4 @@ def test_model_that_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         (2, "a rank's share of moe_intermediate_size = 12 must be a multiple of 8"),
     ):
         with pytest.raises(StartupError, match=message):
-            DsaParameters.allocate(source.config, Shard(tp_size=tp_size), device=CPU, dtype=torch.float32)
+            LatentParameters.allocate(source.config, Shard(tp_size=tp_size), device=CPU, dtype=torch.float32)

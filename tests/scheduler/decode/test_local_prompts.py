@@ -115,7 +115,7 @@ def longest_gap(simulator: TimedSimulator, rids: list[str]) -> float:
     return max(gaps)
 
 
-def test_long_prompt_at_most_doubles_the_time_between_tokens_of_running_requests() -> None:
+def test_long_prompt_adds_three_quarters_to_the_time_between_tokens_of_running_requests() -> None:
     simulator = local()
     streams = [f"s{number}" for number in range(32)]
     for rid in streams:
@@ -123,8 +123,8 @@ def test_long_prompt_at_most_doubles_the_time_between_tokens_of_running_requests
     simulator.run(lambda: all(simulator.output[rid] >= 20 for rid in streams))
     simulator.ask("long", 32_768)
     started = simulator.now
-    assert longest_gap(simulator, streams) <= 2.1 * 0.006
-    assert simulator.now - started <= 2.2 * 32_768 / 40_000, "half of the time is for the prompt"
+    assert longest_gap(simulator, streams) <= 1.85 * 0.006
+    assert simulator.now - started <= 2.6 * 32_768 / 40_000, "0.75 of 1.75 of the time are for the prompt"
 
 
 @pytest.mark.parametrize(("target_s", "longest_s"), [(0.030, 0.031), (0.0, 0.058)])
@@ -322,7 +322,8 @@ def test_chunks_and_steps_of_evicting_requests_alternate(monkeypatch: pytest.Mon
     settle(simulator, lambda: len(simulator.decode.requests) == 1)
     assert simulator.hot_seen["shrunk"] == 1
     first, last = steps.index((0, 1)), len(steps) - 1 - steps[::-1].index((0, 1))
-    assert steps[first : last + 1] == [(0, 1), (1, 0), (0, 1), (1, 0), (0, 1)]
+    assert last - first >= 4
+    assert steps[first : last + 1] == [(0, 1), *[(1, 0), (0, 1)] * ((last - first) // 2)]
     settle(simulator, lambda: not simulator.decode.requests)
     simulator.finish()
 

@@ -1,6 +1,10 @@
 """A decode scheduler with a KV store: it loads prompts that it computes itself, and offers finished answers."""
 
+import collections
 import random
+from typing import Any
+
+import pytest
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
@@ -10,7 +14,11 @@ from pdserve.scheduler.messages.effects import SendToFrontend
 from pdserve.scheduler.messages.frontend import Finished, Submit
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from pdserve.scheduler.messages.step import StepResult
+from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import StoreLimits, root_of
+from tests.examples import examples
+from tests.scheduler.simulation.random_workloads import STORE_ACTIONS, run_workload
+from tests.scheduler.simulation.store_simulator import BLOCK, StoreSimulator
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
 PAGE = 16
@@ -112,3 +120,30 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
     assert decode.scheduler.idle
     decode.scheduler.check_integrity()
     assert decode.scheduler.pages.held == 0
+
+
+MODES: list[dict[str, Any]] = [
+    {"overlap": True},
+    {"stages": 2},
+    {"overlap": True, "hot_pages": 12},
+    {"stages": 2, "hot_pages": 9, "lends": True},
+    {"hot_pages": 10, "lends": True},
+]
+
+
+@pytest.mark.parametrize("hisparse", [False, True])
+def test_random_workloads_with_an_unreliable_store(monkeypatch: pytest.MonkeyPatch, hisparse: bool) -> None:
+    """Every step finds the right KV, whatever the store loses or refuses, and all memory is free at the end. With
+    HiSparse, loads go to host memory, and hot buffers are filled from there.
+    """
+    monkeypatch.setattr(kv_store, "BLOCK_TOKENS", BLOCK)
+    monkeypatch.setattr(kv_store, "LEAST_TOKENS", BLOCK)
+    modes = [mode for mode in MODES if ("hot_pages" in mode) is hisparse]
+    seen: collections.Counter[str] = collections.Counter()
+    for seed in range(examples(120, 12)):
+        simulator = StoreSimulator(seed, local_prefill="always", **modes[seed % len(modes)])
+        run_workload(simulator, STORE_ACTIONS, seed, steps=300)
+        seen.update(simulator.store_seen)
+        seen.update(simulator.decode.counters)
+    for event in ("written", "loaded", "damaged", "store_tokens_loaded", "store_outages"):
+        assert seen[event] >= examples(3, 1), f"{event} happened {seen[event]} times"

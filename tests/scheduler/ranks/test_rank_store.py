@@ -104,9 +104,11 @@ class Rank:
         assert isinstance(report, StoreWritten)
         return report
 
-    def load(self, first: int = 0, skip: int = 0, timeout_s: float = 30.0) -> StoreLoaded:
+    def load(
+        self, first: int = 0, skip: int = 0, timeout_s: float = 30.0, lookup_timeout_s: float = 30.0
+    ) -> StoreLoaded:
         first_page, offset = divmod(first * BLOCK_TOKENS, self.page_size)
-        command = StoreLoad(2, HASHES[first:], self.pages[first_page:], offset, skip, timeout_s)
+        command = StoreLoad(2, HASHES[first:], self.pages[first_page:], offset, skip, timeout_s, lookup_timeout_s)
         self.store.load(command, lambda: None)
         report = self.reports.get(timeout=30)
         assert isinstance(report, StoreLoaded)
@@ -243,7 +245,7 @@ def test_full_store_takes_what_fits_and_is_no_failure(make: MakeRank, store: Fak
     rank.fill()
     store.most_values = 2 * HEADS + 1
     report = rank.write()
-    assert (report.blocks, report.problem) == (2, None)
+    assert (report.blocks, report.problem, report.refused) == (2, None, BLOCKS - 2)
     assert rank.load().blocks == 2
 
 
@@ -262,7 +264,23 @@ def test_store_that_does_not_answer_in_time_is_a_problem(make: MakeRank) -> None
     rank = make(page_size=16)
     rank.channels[0].silent = True
     report = rank.load(timeout_s=0.01)
-    assert (report.blocks, report.problem) == (0, "the store has not answered")
+    assert report.blocks == 0
+    assert report.late
+    assert report.problem in (None, "the store has not answered")  # None: a busy machine did not even begin in time
+
+
+def test_slow_lookup_is_given_up_and_is_no_problem_yet(make: MakeRank) -> None:
+    rank = make(page_size=16)
+    report = rank.load(lookup_timeout_s=0.0)
+    assert (report.blocks, report.problem, report.late) == (0, None, True)
+
+
+@pytest.mark.parametrize(("busy_s", "problem"), [(0.5, None), (40.0, "the store has not answered for 40.0 s")])
+def test_load_does_not_wait_for_one_that_was_given_up(make: MakeRank, busy_s: float, problem: str | None) -> None:
+    rank = make(page_size=16)
+    rank.channels[0].busy_for_s = busy_s
+    report = rank.load(timeout_s=30.0)
+    assert (report.blocks, report.problem, report.late) == (0, problem, True)
 
 
 @pytest.mark.parametrize("seed", range(8))

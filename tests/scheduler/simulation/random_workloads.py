@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
+from tests.scheduler.simulation.store_simulator import StoreSimulator
 
 ACTIONS = {
     "submit": 12,
@@ -25,6 +26,17 @@ ACTIONS = {
     "pass_time": 6,
 }
 STAGED_ACTIONS = {**ACTIONS, "decode_turn": 40, "rank_turn": 40, "deliver": 120, "end_part": 60, "scatter_turn": 60}
+STORE_ACTIONS = {
+    "submit": 14,
+    "decode_turn": 60,
+    "rank_turn": 80,
+    "copy_turn": 40,
+    "store_turn": 60,
+    "cancel": 3,
+    "flush": 8,
+    "pass_time": 8,
+}
+"""For servers that compute their prompts."""
 
 
 def run_workload(simulator: Simulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
@@ -60,6 +72,9 @@ def _act(simulator: Simulator, action: str, draw: random.Random) -> None:
         case "scatter_turn":
             assert isinstance(simulator, StagedSimulator)
             simulator.scatter_turn(which)
+        case "store_turn":
+            assert isinstance(simulator, StoreSimulator)
+            simulator.store_turn()
         case "deliver":
             simulator.deliver(which, up=draw.random() < 0.6)
         case "cancel":

@@ -38,12 +38,14 @@ from pdserve.scheduler.messages.ranks import (
     PageCommand,
     ResizeHot,
     SavePages,
+    StoreLoad,
     WriteBackRows,
 )
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.scheduler.store.kv_store import StoreLimits
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import (
     Abort,
@@ -124,11 +126,12 @@ class Simulator:
         prefill: PrefillLimits = PREFILL,
         prefill_pages: int = PREFILL_PAGES,
         endpoints: Sequence[str] = ENDPOINTS,
+        store: StoreLimits | None = None,
     ) -> None:
         """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
         verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
-        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. The last five replace the small
-        servers of random workloads.
+        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `store`: the decode
+        server has a KV store (store_simulator.py). The others replace the small servers of random workloads.
         """
         self.writes_both = writes_both
         self.now = 0.0
@@ -158,7 +161,7 @@ class Simulator:
         hot_limits = (
             HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay) if hot_pages is not None else None
         )
-        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits)
+        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits, store_limits=store)
         self.lends = lends
         self.verifies = verifies
         self.hot: dict[int, ResizeHot] = {}
@@ -170,7 +173,9 @@ class Simulator:
         """Counts of events of hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.late_writes_in_flight: list[Write] = []
-        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone] = collections.deque()
+        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone | StoreLoad] = (
+            collections.deque()
+        )
         """Commands that the ranks of the decode server have not run yet."""
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot | WriteBackRows] = (
             collections.deque()
@@ -273,6 +278,8 @@ class Simulator:
                 self._put_page(destination, self._page(source), tokens)
                 self.hot_seen["copied within a page"] += tokens is not None
                 self.decode.command_done(command_id)
+            case StoreLoad():
+                raise AssertionError("a load without a KV store")
             case copy:
                 self.copies.append(copy)
         self.act()

@@ -11,7 +11,7 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.decoders.dsa_parameters import DsaParameters
+from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.server.launch.startup_checks import check_startup
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
@@ -59,8 +59,16 @@ def test_setting_that_does_not_fit_is_reported_in_one_line(
         assert problem.startswith(line)
 
 
-def test_hisparse_needs_a_sparse_model(dense: ModelSource, sparse: ModelSource) -> None:
+def test_hisparse_needs_a_sparse_model(dense: ModelSource, sparse: ModelSource, tmp_path: Path) -> None:
     config = DecodeConfig(enable_hisparse=True)
+    latent = locate_model(str(make_dsa_checkpoint(tmp_path / "latent", "deepseek_v3")))
+    assert problems(config, latent) == [
+        "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and latent is deepseek_v3, "
+        "which reads the rows of all tokens in every step: host memory is too slow for that"
+    ]
+    assert problems(DecodeConfig(kv_dtype="fp8_e4m3"), latent) == [
+        "kv_dtype fp8_e4m3 is not supported for deepseek_v3 (latent): use auto"
+    ]
     assert problems(config, dense) == [
         "enable_hisparse needs a model with sparse attention (deepseek_v32, glm_moe_dsa), and dense is llama"
     ]
@@ -126,7 +134,7 @@ def test_ranks_report_the_same_problem(
     experts = make_dsa_checkpoint(tmp_path / "experts", num_attention_heads=8, num_key_value_heads=8)
     verdicts: list[bool] = []
     for source in (dense, sparse, locate_model(str(odd)), locate_model(str(experts))):
-        allocate = DecoderParameters.allocate if source.config.dsa is None else DsaParameters.allocate
+        allocate = DecoderParameters.allocate if source.config.mla is None else LatentParameters.allocate
         for tp in range(1, 13):
             fits = not problems(PrefillConfig(tp=tp, expert_parallel=whole_experts), source)
             shards = [Shard.of(rank, tp_size=tp, stages=1, whole_experts=whole_experts) for rank in range(tp)]

@@ -23,9 +23,22 @@ def test_defaults_of_a_store() -> None:
     assert (options.host, options.port, options.memory_bytes, options.join) == ("127.0.0.1", 50051, 4 << 30, None)
 
 
+def test_url_of_a_store() -> None:
+    def url(*flags: str) -> str:
+        return read_store_options(make_parser().parse_args(["store", *flags])).url
+
+    assert url("--host", "10.0.0.5") == "mooncake://10.0.0.5:50051"
+    assert url("--join", "mooncake://10.0.0.5:1") == "mooncake://10.0.0.5:1"
+    assert url("--etcd", "a:2379,b:2379") == "etcd://a:2379,b:2379"
+
+
 def test_wrong_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["store", "--join", "127.0.0.1:50051"]) == 2
     assert "give mooncake://HOST:PORT" in capsys.readouterr().err
+    assert main(["store", "--etcd", "http://127.0.0.1:2379"]) == 2
+    assert "give HOST:PORT[,HOST:PORT...]" in capsys.readouterr().err
+    assert main(["store", "--etcd", "127.0.0.1:2379", "--join", "etcd://127.0.0.1:2379"]) == 2
+    assert "give one of them" in capsys.readouterr().err
     assert main(["prefill", "--kv-store", "127.0.0.1:50051"]) == 2
     assert "kv_store" in capsys.readouterr().err
     assert main(["prefill", "--kv-store", "mooncake://127.0.0.1:50051", "--no-prefix-cache"]) == 2

@@ -78,11 +78,12 @@ def test_contexts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
+        ("deepseek-r1", transformers.DeepseekV3Config(max_position_embeddings=163840)),
         ("deepseek-v3.2", transformers.DeepseekV32Config()),
         ("glm-5", transformers.GlmMoeDsaConfig()),
     ],
 )
-def test_sparse_geometries_equal_the_defaults_of_transformers(
+def test_latent_geometries_equal_the_defaults_of_transformers(
     name: str, reference: transformers.PretrainedConfig
 ) -> None:
     raw = json.loads((GEOMETRIES / f"{name}.json").read_text())
@@ -95,7 +96,9 @@ def test_sparse_geometries_equal_the_defaults_of_transformers(
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
+        ("deepseek-r1", 671),
         ("deepseek-v3.2", 671),
+        ("kimi-k2", 1026),
         ("glm-5", 744),
         ("qwen3-8b", 8.19),
         ("qwen3-32b", 32.76),
@@ -109,14 +112,14 @@ def test_geometries_have_the_published_number_of_parameters(name: str, billions:
     assert found == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5", "qwen3-8b", "qwen3-32b"])
+@pytest.mark.parametrize("name", ["deepseek-r1", "deepseek-v3.2", "glm-5", "kimi-k2", "qwen3-8b"])
 def test_listed_memory_is_that_of_a_plan(name: str) -> None:
     """`pdserve models` computes it without torch."""
     config = locate_geometry(name).config
     planned = sizes(name, gib=1.0, context=1024)
     assert config.parameters == pytest.approx(planned.weight_bytes / 2, rel=0.005)
     share = weight_bytes(config) / planned.weight_bytes
-    assert 0.5 < share < 0.52 if config.dsa is not None else share == pytest.approx(1, rel=0.001)
+    assert 0.5 < share < 0.52 if config.mla is not None else share == pytest.approx(1, rel=0.001)
     with_keys = 61 * (256 - 132) if name == "deepseek-v3.2" else 78 * (256 - 132) if name == "glm-5" else 0
     assert kv_token_bytes(config) == planned.device_token_bytes - with_keys
 
@@ -227,7 +230,10 @@ def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> N
     [
         (("--model", "qwen3-8b", "--context", "64k"), "more than the 40960 tokens of qwen3-8b"),
         (("--model", "qwen3-8b", "--enable-hisparse", "--context", "1k"), "needs a model with sparse attention"),
-        (("--model", "qwen4"), "deepseek-v3.2, glm-5, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b"),
+        (
+            ("--model", "qwen4"),
+            "deepseek-r1, deepseek-v3.2, glm-5, kimi-k2, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b",
+        ),
         (("--model", "qwen3-8b", "--tp", "16"), "tp x pp = 16 ranks need as many GPUs"),
         (("--model", "qwen3-8b", "--gpus", "3xH200", "--context", "1k"), "tp = 3 does not divide"),
         (("--model", "qwen3-8b", "--reserve-gib", "-1"), "must not be negative"),

@@ -73,6 +73,7 @@ class FakeChannel:
         self._view = memoryview(self.memory.numpy().data)
         self._client = FakeClient(store, self._view)
         self.silent = False
+        self.busy_for_s = 0.0
 
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
         if self.silent or time.monotonic() >= deadline:
@@ -81,6 +82,9 @@ class FakeChannel:
         if reply.problem is not None:
             raise StoreError(reply.problem)
         return reply.outcomes
+
+    def busy_s(self) -> float:
+        return self.busy_for_s
 
     def close(self) -> None:
         pass

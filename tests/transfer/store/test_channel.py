@@ -12,7 +12,7 @@ from pdserve.transfer.store import channel as channels
 from pdserve.transfer.store.agent import Item
 from pdserve.transfer.store.channel import AgentChannel, NoReplyError
 from pdserve.transfer.store.client import StoreError, endpoints, master_address
-from tests.cluster.servers import python_path
+from tests.cluster.servers import python_path, wait_until
 from tests.ports import free_port
 
 ITEMS = [Item("key", 0, 0)]
@@ -46,7 +46,11 @@ def test_agent_reports_problems_is_waited_for_and_is_replaced(
         call(channel, 0.05)
     with pytest.raises(NoReplyError):  # still busy with the first request
         call(channel, 0.05)
+    assert channel.busy_s() > 0.05
     os.kill(first, signal.SIGCONT)
+    with pytest.raises(StoreError, match="no server"):  # the reply to the request that was given up
+        wait_until(lambda: not channel.busy_s(), 60, "a reply")
+    assert channel.busy_s() == 0
     with pytest.raises(StoreError, match="no server"):
         call(channel)
     assert agent_pid(channel) == first

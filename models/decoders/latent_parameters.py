@@ -1,4 +1,4 @@
-"""The weights of one rank of a DeepSeek-V3.2 or GLM DSA decoder, and the checkpoint tensors that fill them.
+"""The weights of one rank of a decoder with latent attention (MLA), and the checkpoint tensors that fill them.
 
 Tensor parallelism divides attention heads, MLPs and experts (mlp_parameters.py) and the vocabulary. Every rank has the
 parts before the heads (compressions, indexer) whole. With data-parallel attention, every rank has all heads and the
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config.dsa import DsaConfig
+from ..config.mla import MlaConfig
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 from ..layers.indexer import IndexerParameters
@@ -21,8 +22,8 @@ from .slots import Slot
 
 
 @dataclass(frozen=True)
-class DsaLayerParameters:
-    """One layer. Without an indexer it attends to the selection of the layer before it."""
+class LatentLayerParameters:
+    """One layer. Without an indexer, a layer of a sparse model attends to the selection of the layer before it."""
 
     input_norm: torch.Tensor  # [hidden]
     attention: MlaParameters
@@ -32,12 +33,12 @@ class DsaLayerParameters:
 
 
 @dataclass(frozen=True)
-class DsaParameters:
+class LatentParameters:
     """The weights of a rank: `embedding` on the first stage, `norm` and `head` on the last."""
 
     config: ModelConfig
     shard: Shard
-    layers: tuple[DsaLayerParameters, ...]  # of its stage
+    layers: tuple[LatentLayerParameters, ...]  # of its stage
     embedding: torch.Tensor | None  # [vocabulary rows, hidden]
     norm: torch.Tensor | None  # [hidden]
     head: torch.Tensor | None  # [vocabulary rows, hidden]
@@ -50,13 +51,13 @@ class DsaParameters:
         device: torch.device,
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
-    ) -> "DsaParameters":
+    ) -> "LatentParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
         are the checkpoint tensors to keep in block-scaled fp8 where possible.
         """
         memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
         rows = shard.attention.vocabulary_rows(config.vocab_size)
-        return DsaParameters(
+        return LatentParameters(
             config,
             shard,
             layers=tuple(memory.layer(index) for index in config.stage_layers(shard)),
@@ -68,7 +69,7 @@ class DsaParameters:
     @staticmethod
     def names(config: ModelConfig) -> frozenset[str]:
         """The tensors that a checkpoint of the whole model has."""
-        whole = DsaParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
+        whole = LatentParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
         return frozenset(whole.slots())
 
     @property
@@ -100,16 +101,16 @@ class DsaParameters:
         return slots
 
     @property
-    def _dsa(self) -> DsaConfig:
-        assert self.config.dsa is not None
-        return self.config.dsa
+    def _mla(self) -> MlaConfig:
+        assert self.config.mla is not None
+        return self.config.mla
 
-    def _attention_slots(self, layer: DsaLayerParameters) -> dict[str, Slot]:
+    def _attention_slots(self, layer: LatentLayerParameters) -> dict[str, Slot]:
         """Slots of attention and its indexer, which share the matrices that compress and expand."""
-        dsa, num_heads, attention = self._dsa, self.config.num_heads, layer.attention
+        mla, num_heads, attention = self._mla, self.config.num_heads, layer.attention
         heads = self.shard.attention.part("num_attention_heads", num_heads)
-        q_dim, kv_dim = dsa.nope_dim + dsa.rope_dim, dsa.nope_dim + dsa.value_dim
-        q_a, kv_a, key = split_rows(attention.compress, dsa.q_rank, dsa.latent_dim)
+        q_dim, kv_dim = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.value_dim
+        q_a, kv_a, key = split_rows(attention.compress, mla.q_rank, mla.latent_dim)
         q_b, index_query = split_rows(attention.expand, len(heads) * q_dim)
         slots = {
             "q_a_proj.weight": Slot.whole(q_a),
@@ -121,7 +122,7 @@ class DsaParameters:
                 attention.kv_b.flatten(0, 1), dim=0, start=heads.start * kv_dim, size=num_heads * kv_dim
             ),
             "o_proj.weight": Slot.part(
-                attention.o, dim=1, start=heads.start * dsa.value_dim, size=num_heads * dsa.value_dim
+                attention.o, dim=1, start=heads.start * mla.value_dim, size=num_heads * mla.value_dim
             ),
         }
         if layer.indexer is not None:
@@ -139,55 +140,59 @@ class _Memory(WeightMemory):
     """Allocates the layers of one rank."""
 
     @property
-    def _dsa(self) -> DsaConfig:
-        assert self.config.dsa is not None
-        return self.config.dsa
+    def _mla(self) -> MlaConfig:
+        assert self.config.mla is not None
+        return self.config.mla
 
-    def layer(self, index: int) -> DsaLayerParameters:
+    def layer(self, index: int) -> LatentLayerParameters:
         prefix = f"model.layers.{index}"
-        return DsaLayerParameters(
+        return LatentLayerParameters(
             input_norm=self.tensor(self.config.hidden_size),
             attention=self._attention(index, f"{prefix}.self_attn"),
-            indexer=self._indexer() if self._dsa.indexed[index] else None,
+            indexer=None if (indexer := self._indexer_of(index)) is None else self._indexer(indexer),
             mlp_norm=self.tensor(self.config.hidden_size),
             mlp=self.mlp(prefix) if (moe := self.config.moe_of(index)) is None else self.mixture(prefix, moe),
         )
 
     def _attention(self, index: int, prefix: str) -> MlaParameters:
-        dsa, hidden = self._dsa, self.config.hidden_size
+        mla, hidden, indexer = self._mla, self.config.hidden_size, self._indexer_of(index)
         heads = self.shard.attention.part("num_attention_heads", self.config.num_heads)
-        q_dim, indexed = dsa.nope_dim + dsa.rope_dim, dsa.indexed[index]
-        q_size, compressed = len(heads) * q_dim, dsa.q_rank + dsa.latent_dim
+        q_dim = mla.nope_dim + mla.rope_dim
+        q_size, compressed = len(heads) * q_dim, mla.q_rank + mla.latent_dim
         to_compress, to_expand = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
-        if indexed:
+        if indexer is not None:
             to_compress.append("indexer.wk")
             to_expand.append("indexer.wq_b")
         return MlaParameters(
             compress=self.weight(
-                compressed + (dsa.index_dim if indexed else 0),
+                compressed + (0 if indexer is None else indexer.index_dim),
                 hidden,
                 names=[f"{prefix}.{name}.weight" for name in to_compress],
-                first_rows=(dsa.q_rank, compressed),
+                first_rows=(mla.q_rank, compressed),
             ),
-            q_norm=self.tensor(dsa.q_rank),
-            kv_norm=self.tensor(dsa.kv_rank),
+            q_norm=self.tensor(mla.q_rank),
+            kv_norm=self.tensor(mla.kv_rank),
             expand=self.weight(
-                q_size + (dsa.index_heads * dsa.index_dim if indexed else 0),
-                dsa.q_rank,
+                q_size + (0 if indexer is None else indexer.index_heads * indexer.index_dim),
+                mla.q_rank,
                 names=[f"{prefix}.{name}.weight" for name in to_expand],
                 first_rows=(heads.start * q_dim, q_size),
             ),
-            kv_b=self.tensor(len(heads), dsa.nope_dim + dsa.value_dim, dsa.kv_rank),
+            kv_b=self.tensor(len(heads), mla.nope_dim + mla.value_dim, mla.kv_rank),
             o=self.weight(
                 hidden,
-                len(heads) * dsa.value_dim,
+                len(heads) * mla.value_dim,
                 names=[f"{prefix}.o_proj.weight"],
-                first_column=heads.start * dsa.value_dim,
+                first_column=heads.start * mla.value_dim,
             ),
         )
 
-    def _indexer(self) -> IndexerParameters:
-        dsa = self._dsa
+    def _indexer_of(self, index: int) -> DsaConfig | None:
+        """The indexer of a layer, if it has one."""
+        dsa = self.config.dsa
+        return dsa if dsa is not None and dsa.indexed[index] else None
+
+    def _indexer(self, dsa: DsaConfig) -> IndexerParameters:
         return IndexerParameters(
             key_norm=self.tensor(dsa.index_dim),
             key_norm_bias=self.tensor(dsa.index_dim),

@@ -1,0 +1,59 @@
+"""What all decoders with latent attention (MLA) have in common: one rank's weights, rotations, MLPs and logits."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..config.sharding import RankTokens
+from ..layers.moe import all_capturable, feed_forward
+from ..layers.parallel import ALONE, Parallel
+from ..layers.rope import Rotary, score_factor
+from ..layers.token_exchange import over_all_ranks
+from ..layers.vocabulary import Vocabulary
+from .latent_parameters import LatentParameters
+
+
+class LatentDecoder:
+    """Weights and the arithmetic on them; has no state of sequences."""
+
+    def __init__(self, parameters: LatentParameters, parallel: Parallel = ALONE) -> None:
+        mla = parameters.config.mla
+        assert mla is not None
+        self.parameters = parameters
+        self.config = parameters.config
+        self._parallel = parallel
+        self._vocabulary = Vocabulary(
+            self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
+        )
+        self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
+        self._scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * score_factor(self.config.rope)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can capture a step. With data-parallel attention, the tokens of other ranks differ
+        between steps.
+        """
+        mlps = (layer.mlp for layer in self.parameters.layers)
+        return all_capturable(mlps) and not self.parameters.shard.dp_attention
+
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`."""
+        nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
+        for index in range(len(self.parameters.layers)):
+            self._feed_forward(index, nothing, ranks)
+
+    def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
+        """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            return feed_forward(rows, self.parameters.layers[index].mlp, self.config.moe)
+
+        if ranks is None:
+            return self._parallel.all_reduce(compute(normed))
+        outputs_only = self.parameters.shard.last and index + 1 == len(self.parameters.layers)
+        counts = [rank.outputs if outputs_only else rank.tokens for rank in ranks]
+        return over_all_ranks(compute, normed, counts, self._parallel)
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""
+        return self._vocabulary.logits(hidden, out)

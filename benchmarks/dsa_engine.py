@@ -35,8 +35,9 @@ from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.dsa import DsaConfig
-from pdserve.models.config.model import ModelConfig, RopeConfig
+from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
+from pdserve.models.config.rope import RopeConfig
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.capture import DecodeGraphs

@@ -27,7 +27,8 @@ from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
-from pdserve.models.config.model import ModelConfig, RopeConfig
+from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.rope import RopeConfig
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.graphs.capture import DecodeGraphs

@@ -13,7 +13,7 @@ def update_section(page: Path, begin: str, end: str, content: str) -> int:
     if wanted == text:
         return 0
     if "--check" in sys.argv[1:]:
-        print(f"docs/{page.name}: the table is not what the code says; run: make format", file=sys.stderr)
+        print(f"{page.name}: the table is not what the code says; run: make format", file=sys.stderr)
         return 1
     page.write_text(wanted, encoding="utf-8")
     return 0

@@ -359,6 +359,7 @@ class ModelRunner:
             page_size=cache.page_size,
             num_kv_heads=kv_heads if config.mla is None else None,
             num_heads=kv_heads * config.num_heads // config.num_kv_heads,
+            window=config.window,
             device=self.device,
             token_ids=token_ids,
             ranks=ranks,

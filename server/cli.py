@@ -9,6 +9,7 @@ import difflib
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import NoReturn
@@ -53,6 +54,16 @@ class _Parser(argparse.ArgumentParser):
         raise StartupError(f"{message} (see '{self.prog} --help')")
 
 
+class _MainParser(_Parser):
+    """Its help ends with the supported model families, which are read only then."""
+
+    def format_help(self) -> str:
+        from .plan.families import family_rows
+
+        names = ", ".join(row.family for row in family_rows())
+        return super().format_help() + textwrap.fill(f"model families: {names}", width=100) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Mistakes of the user become lines on stderr, not tracebacks."""
     return exit_code_of(lambda: _run(sys.argv[1:] if arguments is None else arguments))
@@ -88,7 +99,7 @@ def _stdout_is_closed() -> bool:
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line. Namespaces also have their `parser` and all `commands`, for hints about unknown flags."""
-    parser = _Parser(
+    parser = _MainParser(
         prog="pdserve",
         description=DESCRIPTION,
         epilog=EPILOG,

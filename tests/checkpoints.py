@@ -19,11 +19,12 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import hf_name
 
-TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 
 VOCAB_SIZE = 320
 EOS_ID = 258
@@ -54,6 +55,8 @@ def make_checkpoint(
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[architecture]
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -70,6 +73,10 @@ def make_checkpoint(
     }
     if architecture in ("qwen3", "qwen3_moe"):
         fields["head_dim"] = 32
+    if architecture == "gemma3_text":  # windows in two of three layers
+        fields |= {"head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 24, "sliding_window_pattern": 3}
+    if architecture == "gpt_oss":  # windows in the first and the third layer
+        fields |= {"head_dim": 16, "sliding_window": 24, "num_local_experts": 8, "num_experts_per_tok": 4}
     if architecture == "mistral":
         fields["sliding_window"] = None
     if architecture in ("mixtral", "qwen3_moe"):
@@ -81,7 +88,7 @@ def make_checkpoint(
             values = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 values = 1 + 0.1 * values
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 values = 0.5 * values
             elif "embed_tokens" not in name:
                 values = values / parameter.shape[-1] ** 0.5
@@ -110,6 +117,25 @@ def write_tokenizer(directory: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+
+
+def pack_experts(directory: Path) -> dict[str, torch.Tensor]:
+    """Replace the experts of a gpt-oss checkpoint by random MXFP4, as published ones are; returns their expanded
+    tensors, by transformers.
+    """
+    generator = torch.Generator().manual_seed(11)
+    tensors, expanded = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expanded[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
+    return expanded
 
 
 def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -242,7 +268,7 @@ def make_dsa_checkpoint(
             values = torch.randn(tensor.shape, generator=generator)
             if name.endswith(("norm.weight", "layernorm.weight")):
                 values = 1 + 0.1 * values
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 values = 0.1 * values
             elif "embed_tokens" not in name:
                 values = values / tensor.shape[-1] ** 0.5

@@ -3,6 +3,9 @@
 Sequences with one query are split into pieces of their keys, sequences with several into tiles of their queries. All
 lengths are in device memory, and only the sizes of these arrays determine a launch: a captured CUDA graph computes what
 the arrays hold when it is replayed.
+
+With a sliding window W, the query at position p sees the keys (p - W, p]. Pieces, tiles and copies then leave out the
+keys that no query sees.
 """
 
 from collections.abc import Sequence
@@ -68,6 +71,7 @@ class WorkPlan:
     num_copies: torch.Tensor  # [1]: copies in use; in a CUDA graph the array is longer
     copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
     allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
+    window: int | None = None  # the sliding window; None: queries see all keys before them
 
 
 def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
@@ -78,20 +82,22 @@ def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
     return batch + ceil_div(PIECES_PER_SM * sms, num_kv_heads)
 
 
-def cut_decode(kv_lens: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Split sequences into at most `most` (> their number) pieces of about equal length, longest sequences first.
+def cut_decode(kv_lens: IntArray, most: int, window: int | None = None) -> tuple[IntArray, IntArray]:
+    """Split sequences into at most `most` (> their number) pieces of about equal length, longest sequences first. With
+    a `window`, only its keys are in pieces.
 
     Returns pieces [4, n] and piece_starts [B + 1] of WorkPlan. A sequence of length 0 has no piece.
     """
     batch = len(kv_lens)
-    share = ceil_div(int(kv_lens.sum()), most - batch)  # sum(ceil(len / share)) < batch + sum(len) / share <= most
+    visible = kv_lens if window is None else np.minimum(kv_lens, window)
+    share = ceil_div(int(visible.sum()), most - batch)  # sum(ceil(len / share)) < batch + sum(len) / share <= most
     length = max(round_up(share, PIECE_TOKENS), PIECE_TOKENS)
-    counts = -(-kv_lens // length)
+    counts = -(-visible // length)
     piece_starts = np.zeros(batch + 1, dtype=np.int32)
     np.cumsum(counts, out=piece_starts[1:])
     sequence = np.repeat(np.arange(batch, dtype=np.int32), counts)
     number = np.arange(len(sequence), dtype=np.int32)
-    start = (number - piece_starts[sequence]) * length
+    start = (kv_lens - visible)[sequence] + (number - piece_starts[sequence]) * length
     end = np.minimum(start + length, kv_lens[sequence])
     pieces = np.stack((sequence, start, end, number)).astype(np.int32)
     return pieces[:, np.argsort(start - end, kind="stable")], piece_starts
@@ -103,17 +109,29 @@ def num_parts(num_heads: int, device: torch.device) -> int:
     return sms // num_heads
 
 
-def cut_copies(kv_lens: IntArray) -> tuple[IntArray, IntArray]:
-    """Copies [2, k] and copy_starts [B] of sequences of these lengths; one of length 0 is not copied."""
-    padded = -(-kv_lens // COPY_TOKENS) * COPY_TOKENS
-    return _blocks(kv_lens, COPY_TOKENS), (np.cumsum(padded) - padded).astype(np.int32)
+def cut_copies(query_lens: IntArray, kv_lens: IntArray, window: int | None = None) -> tuple[IntArray, IntArray]:
+    """Copies [2, k] and copy_starts [B] of sequences of these lengths; one without queries is not copied, nor are
+    blocks before the window of the first query. `copy_starts` does not depend on the window.
+    """
+    padded = _padded(query_lens, kv_lens)
+    copies = _blocks(padded, COPY_TOKENS)
+    if window is not None:
+        sequence, first = copies
+        copies = copies[:, first + COPY_TOKENS > (kv_lens - query_lens - window + 1)[sequence]]
+    return copies, (np.cumsum(padded) - padded).astype(np.int32)
+
+
+def _padded(query_lens: IntArray, kv_lens: IntArray) -> IntArray:
+    """Rows of each sequence in the copy, whether they are copied or not."""
+    return np.where(query_lens > 0, -(-kv_lens // COPY_TOKENS) * COPY_TOKENS, 0).astype(np.int32)
 
 
 def cut_tiles(
-    query_lens: IntArray, kv_lens: IntArray, most_parts: int, *, last_only: bool = False
+    query_lens: IntArray, kv_lens: IntArray, most_parts: int, *, last_only: bool = False, window: int | None = None
 ) -> tuple[IntArray, IntArray]:
     """Tiles [5, m] and splits [4, s] of the queries, tiles with the most visible keys first; with `last_only`, the tile
-    of each sequence's last query. Sequences without queries have none.
+    of each sequence's last query. Sequences without queries have none. Tiles leave out blocks of keys that are before
+    the `window` of all their queries.
     """
     if last_only:
         (sequence,) = query_lens.nonzero()
@@ -121,7 +139,9 @@ def cut_tiles(
     else:
         sequence, first = _blocks(query_lens, TILE_QUERIES)
     positions = kv_lens[sequence] - query_lens[sequence] + first
-    blocks = -(-np.minimum(positions + TILE_QUERIES, kv_lens[sequence]) // COPY_TOKENS)
+    end_block = -(-np.minimum(positions + TILE_QUERIES, kv_lens[sequence]) // COPY_TOKENS)
+    first_block = np.zeros_like(end_block) if window is None else np.maximum(positions - window + 1, 0) // COPY_TOKENS
+    blocks = end_block - first_block
     parts = np.minimum(blocks // LEAST_PART_BLOCKS, most_parts // max(1, len(blocks)))
     parts = np.where(parts > 1, parts, 1)
     tile = np.repeat(np.arange(len(blocks)), parts)
@@ -133,8 +153,8 @@ def cut_tiles(
         (
             sequence[tile],
             first[tile],
-            number * blocks[tile] // parts[tile],
-            (number + 1) * blocks[tile] // parts[tile],
+            first_block[tile] + number * blocks[tile] // parts[tile],
+            first_block[tile] + (number + 1) * blocks[tile] // parts[tile],
             np.where(divided[tile], first_part[tile] + number, -1),
         )
     ).astype(np.int32)
@@ -161,6 +181,7 @@ def make_work_plan(
     num_heads: int,
     device: torch.device,
     allow_cuda: bool = True,
+    window: int | None = None,
 ) -> WorkPlan:
     """Plan a batch and upload the plan to `device` in one copy. `pages[i]` holds exactly the pages of kv_lens[i].
     `num_heads` are the query heads.
@@ -168,12 +189,13 @@ def make_work_plan(
     batch = len(query_lens)
     queries, keys = np.array(query_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32)
     page_counts = [len(ids) for ids in pages]
-    pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), num_pieces(batch, num_kv_heads, device))
+    most_pieces = num_pieces(batch, num_kv_heads, device)
+    pieces, piece_starts = cut_decode(np.where(queries == 1, keys, 0), most_pieces, window)
     tiled = np.where(queries > 1, queries, 0)
-    copies, copy_starts = cut_copies(np.where(tiled > 0, keys, 0))
+    copies, copy_starts = cut_copies(tiled, keys, window)
     most_parts = num_parts(num_heads, device)
-    tiles, splits = cut_tiles(tiled, keys, most_parts)
-    last, last_splits = cut_tiles(tiled, keys, most_parts, last_only=True)
+    tiles, splits = cut_tiles(tiled, keys, most_parts, window=window)
+    last, last_splits = cut_tiles(tiled, keys, most_parts, last_only=True, window=window)
     arrays: list[IntArray] = [
         np.fromiter(chain.from_iterable(pages), dtype=np.int32, count=sum(page_counts)),
         np.cumsum([0, *page_counts[:-1]], dtype=np.int32),
@@ -218,10 +240,11 @@ def make_work_plan(
         piece_starts=starts,
         tiles=Tiles(flat_tiles[0].view(5, -1), flat_tiles[1].view(4, -1), flat_tiles[2]),
         last_tiles=Tiles(flat_tiles[3].view(5, -1), flat_tiles[4].view(4, -1), flat_tiles[5]),
-        copied_tokens=copies.shape[1] * COPY_TOKENS,
+        copied_tokens=_padded(tiled, keys).sum().item(),
         copies=flat_copies.view(2, -1),
         copy_starts=first_copies,
         most_parts=most_parts,
         num_copies=num_copies,
         allow_cuda=allow_cuda,
+        window=window,
     )

@@ -1,9 +1,18 @@
-"""Reads rows of a sequence from its pages, for the attention kernels."""
+"""Parts of the attention kernels: reads rows of a sequence from its pages, adds sinks to a running softmax."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def add_sinks(acc, top, total, sink_ptrs, mask):
+    """The end of a running softmax over scores in base 2, with one more score per row and no value."""
+    sink = tl.load(sink_ptrs, mask=mask, other=0.0) * 1.4426950408889634  # log2(e)
+    new_top = tl.maximum(top, sink)
+    shrink = tl.exp2(top - new_top)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - new_top)
 
 
 @triton.jit

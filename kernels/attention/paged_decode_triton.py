@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .attention_plan import PIECE_TOKENS, WorkPlan
-from .page_rows_triton import load_page_rows
+from .page_rows_triton import add_sinks, load_page_rows
 
 _COMBINED_AT_ONCE = 16
 
@@ -32,6 +32,7 @@ def _decode_pieces(
     row_starts_ptr,
     pieces_ptr,
     piece_starts_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
@@ -48,6 +49,7 @@ def _decode_pieces(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -93,6 +95,8 @@ def _decode_pieces(
 
     place = head[:, None] * D + column[None, :]
     if alone:
+        if SINKS:
+            acc, total = add_sinks(acc, top, total, sinks_ptr + head, member < GROUP)
         result = acc / total[:, None]
         out = out_ptr + row * (tl.num_programs(0) * GROUP * D) + place
         tl.store(out, result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -108,10 +112,12 @@ def _decode_combine(
     log_sum_ptr,
     piece_starts_ptr,
     row_starts_ptr,
+    sinks_ptr,
     out_ptr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -139,6 +145,12 @@ def _decode_combine(
         total = total * shrink + tl.sum(weight, 0)
         acc = acc * shrink + tl.sum(partial * weight[:, None], 0)
         top = new_top
+    if SINKS:
+        sink = tl.load(sinks_ptr + head) * 1.4426950408889634  # log2(e)
+        new_top = tl.maximum(top, sink)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.exp2(sink - new_top)
+        acc = acc * shrink
     row = tl.load(row_starts_ptr + sequence).to(tl.int64)
     out = out_ptr + (row * heads + head) * D + column
     tl.store(out, (acc / total).to(out_ptr.dtype.element_ty), mask=column < D)
@@ -152,6 +164,7 @@ def launch_decode(
     out: torch.Tensor,
     *,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Fill the rows of `out` whose sequences are in the plan's pieces."""
     _, heads, head_dim = query.shape
@@ -170,6 +183,7 @@ def launch_decode(
         plan.row_starts,
         plan.pieces,
         plan.piece_starts,
+        sinks,
         out,
         partial,
         log_sum,
@@ -186,6 +200,7 @@ def launch_decode(
         PAGE=page_size,
         BLOCK=PIECE_TOKENS if query.dtype.itemsize * block_d <= 256 else PIECE_TOKENS // 2,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
+        SINKS=sinks is not None,
         num_warps=4,
         num_stages=3,
         **overlap_options(query.device),
@@ -195,10 +210,12 @@ def launch_decode(
         log_sum,
         plan.piece_starts,
         plan.row_starts,
+        sinks,
         out,
         D=head_dim,
         BLOCK_D=block_d,
         BLOCK=_COMBINED_AT_ONCE,
+        SINKS=sinks is not None,
         num_warps=2,
         **overlap_options(query.device),
     )

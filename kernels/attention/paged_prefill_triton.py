@@ -4,7 +4,8 @@ Keys and values are first copied out of their pages into one contiguous tensor p
 This takes a few percent of the time, and lets the tensor memory accelerator (TMA) feed the matrix units, which is 30%
 faster (H200). Then the CUDA kernel of paged_prefill_cuda.py attends, where it supports the geometry, or the Triton
 kernel of this file. A program of the latter processes a tile of queries (half a tile if rows are wide) and one query
-head: first the keys that all its queries see, then the diagonal.
+head: first the keys at the start of the window, if there is one, then the keys that all its queries see, then the
+diagonal. The CUDA kernel has no windows and no sinks.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
@@ -20,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .attention_plan import COPY_TOKENS, TILE_QUERIES, WorkPlan
-from .page_rows_triton import load_page_rows
+from .page_rows_triton import add_sinks, load_page_rows
 from .paged_prefill_cuda import launch_tiles, supports
 
 _COMBINED_ROWS = 16
@@ -36,6 +37,7 @@ def _copy_out(
     pages_ptr,
     page_starts_ptr,
     kv_lens_ptr,
+    query_lens_ptr,
     copies_ptr,
     copy_starts_ptr,
     num_copies_ptr,
@@ -46,11 +48,13 @@ def _copy_out(
     page_stride,
     head_stride,
     token_stride,
+    window,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SWIZZLED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -68,7 +72,10 @@ def _copy_out(
         key = load_page_rows(pages, keys, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
         value = load_page_rows(pages, values, first, kv_len, page_stride, token_stride, column, D, PAGE, BLOCK)
         key, value = key.to(keys_ptr.dtype.element_ty), value.to(values_ptr.dtype.element_ty)
-        # rows past the end are written as zeros: they may hold NaN, and 0 * NaN is not 0
+        # rows that no query sees are written as zeros: they may hold NaN, and 0 * NaN is not 0
+        if WINDOWED:
+            seen = first + row > kv_len - tl.load(query_lens_ptr + sequence) - window
+            key, value = tl.where(seen[:, None], key, 0.0), tl.where(seen[:, None], value, 0.0)
         start = (head * copied_tokens + tl.load(copy_starts_ptr + sequence) + first).to(tl.int64) * D
         if SWIZZLED:
             # halves of 64 elements, one after the other; word w of 8 elements of a row is at w ^ row % 8
@@ -98,16 +105,21 @@ def _attend(
     keys,
     values,
     scale_log2,
+    window,
     BLOCK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add keys [low, high) to a tile's running softmax. Off the diagonal, all queries see all of these keys."""
+    """Add keys [low, high) to a tile's running softmax. Unless MASKED, all queries see all of these keys."""
     for first in range(low, high, BLOCK):
         key = keys.load([base + first, 0])
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        if DIAGONAL:
-            seen = position[:, None] >= first + tl.arange(0, BLOCK)[None, :]
+        if MASKED:
+            distance = position[:, None] - (first + tl.arange(0, BLOCK)[None, :])
+            seen = distance >= 0
+            if WINDOWED:
+                seen = seen & (distance < window)
             score = tl.where(seen, score, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1) * scale_log2)
         weight = tl.exp2(score * scale_log2 - new_top[:, None])
@@ -129,6 +141,7 @@ def _prefill_tiles(
     row_starts_ptr,
     tiles_ptr,
     copy_starts_ptr,
+    sinks_ptr,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
@@ -136,6 +149,7 @@ def _prefill_tiles(
     copied_tokens,
     query_stride,
     scale_log2,
+    window,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     COPIED: tl.constexpr,
@@ -143,6 +157,8 @@ def _prefill_tiles(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -174,10 +190,37 @@ def _prefill_tiles(
     top = tl.full([ROWS], -1e30, tl.float32)  # finite: a query may see no key of a part
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    # [first_key, seen_by_all) whole blocks without a mask; [seen_by_all, last) the diagonal
-    seen_by_all = (kv_len - query_len + first_query + 1) // BLOCK * BLOCK
+    # [first_key, edge) the start of the window; [edge, seen_by_all) whole blocks without a mask;
+    # [seen_by_all, last) the diagonal
+    first_position = kv_len - query_len + first_query
+    seen_by_all = (first_position + 1) // BLOCK * BLOCK
     seen_by_all = tl.minimum(tl.maximum(seen_by_all, first_key), end_key)
-    last = tl.minimum(tl.minimum(kv_len - query_len + first_query + ROWS, kv_len), end_key)
+    last = tl.minimum(tl.minimum(first_position + ROWS, kv_len), end_key)
+    edge = first_key
+    if WINDOWED:
+        first_key = tl.maximum(first_key, tl.maximum(first_position - window + 1, 0) // BLOCK * BLOCK)
+        # the last query sees the fewest of the first keys
+        edge = (tl.maximum(first_position + ROWS - window, 0) + BLOCK - 1) // BLOCK * BLOCK
+        edge = tl.maximum(edge, first_key)
+        seen_by_all = tl.maximum(seen_by_all, edge)
+        acc, top, total = _attend(
+            query,
+            acc,
+            top,
+            total,
+            position,
+            base,
+            first_key,
+            tl.minimum(edge, last),
+            keys,
+            values,
+            scale_log2,
+            window,
+            BLOCK,
+            True,
+            True,
+            PRECISION,
+        )
     acc, top, total = _attend(
         query,
         acc,
@@ -185,19 +228,38 @@ def _prefill_tiles(
         total,
         position,
         base,
-        first_key,
+        edge,
         seen_by_all,
         keys,
         values,
         scale_log2,
+        window,
         BLOCK,
         False,
+        WINDOWED,
         PRECISION,
     )
     acc, top, total = _attend(
-        query, acc, top, total, position, base, seen_by_all, last, keys, values, scale_log2, BLOCK, True, PRECISION
+        query,
+        acc,
+        top,
+        total,
+        position,
+        base,
+        seen_by_all,
+        last,
+        keys,
+        values,
+        scale_log2,
+        window,
+        BLOCK,
+        True,
+        WINDOWED,
+        PRECISION,
     )
     if part < 0:
+        if SINKS:
+            acc, total = add_sinks(acc, top, total, sinks_ptr + head + tl.zeros_like(number), number >= 0)
         out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
         tl.store(out, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
     else:
@@ -217,12 +279,14 @@ def _combine_parts(
     counts_ptr,
     query_lens_ptr,
     row_starts_ptr,
+    sinks_ptr,
     out_ptr,
     splits_stride,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -251,6 +315,8 @@ def _combine_parts(
         total = total * shrink + weight
         acc = acc * shrink[:, None] + partial * weight[:, None]
         top = new_top
+    if SINKS:
+        acc, total = add_sinks(acc, top, total, sinks_ptr + head + tl.zeros_like(number), inside)
     row = tl.load(row_starts_ptr + sequence).to(tl.int64) + number
     out = out_ptr + (row * heads + head)[:, None] * D + column[None, :]
     result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -265,6 +331,7 @@ def launch_prefill(
     out: torch.Tensor,
     *,
     scale: float,
+    sinks: torch.Tensor | None = None,
     last_only: bool,
 ) -> None:
     """Fill the rows of `out` whose sequences are in the plan's tiles; with `last_only`, at least their last rows."""
@@ -278,13 +345,14 @@ def launch_prefill(
     if copied is None:
         copied = query.new_empty(2, kv_heads * plan.copied_tokens, head_dim)
     keys, values = copied.unbind()
-    use_cuda = plan.allow_cuda and supports(query)
+    use_cuda = plan.allow_cuda and plan.window is None and sinks is None and supports(query)
     _copy_out[(kv_heads, min(plan.copies.shape[1], _MOST_COPY_PROGRAMS))](
         key_pages,
         value_pages,
         plan.pages,
         plan.page_starts,
         plan.kv_lens,
+        plan.query_lens,
         plan.copies,
         plan.copy_starts,
         plan.num_copies,
@@ -293,11 +361,13 @@ def launch_prefill(
         plan.copies.stride(0),
         plan.copied_tokens,
         *key_pages.stride()[:3],
+        plan.window or 0,
         D=head_dim,
         BLOCK_D=block_d,
         PAGE=page_size,
         BLOCK=COPY_TOKENS,
         SWIZZLED=use_cuda,
+        WINDOWED=plan.window is not None,
         num_warps=8,
         **overlap_options(query.device),
     )
@@ -317,6 +387,7 @@ def launch_prefill(
             plan.row_starts,
             tiles.tiles,
             plan.copy_starts,
+            sinks,
             out,
             partial,
             log_sum,
@@ -324,6 +395,7 @@ def launch_prefill(
             plan.copied_tokens,
             query.stride(0),
             scale / math.log(2),
+            plan.window or 0,
             GROUP=heads // kv_heads,
             TILE=TILE_QUERIES,
             COPIED=COPY_TOKENS,
@@ -331,6 +403,8 @@ def launch_prefill(
             D=head_dim,
             BLOCK_D=block_d,
             BLOCK=block,
+            WINDOWED=plan.window is not None,
+            SINKS=sinks is not None,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
             num_warps=4 if wide else 8,
             num_stages=2 if wide else 3,
@@ -344,10 +418,12 @@ def launch_prefill(
             tiles.counts,
             plan.query_lens,
             plan.row_starts,
+            sinks,
             out,
             tiles.splits.stride(0),
             TILE=TILE_QUERIES,
             ROWS=_COMBINED_ROWS,
+            SINKS=sinks is not None,
             D=head_dim,
             BLOCK_D=block_d,
             num_warps=4,

@@ -76,8 +76,11 @@ def _rope_kv_write(
         q_weight2 = tl.load(q_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
         k_weight1 = tl.load(k_norm_ptr + column, mask=in_half, other=0.0).to(tl.float32)
         k_weight2 = tl.load(k_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
-        x1 = (x1 * inverse).to(dtype).to(tl.float32) * tl.where(is_query, q_weight1, k_weight1)
-        x2 = (x2 * inverse).to(dtype).to(tl.float32) * tl.where(is_query, q_weight2, k_weight2)
+        x1, x2 = x1 * inverse, x2 * inverse
+        if q_norm_ptr.dtype.element_ty != tl.float32:  # as in rms_norm.py
+            x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
+        x1 = x1 * tl.where(is_query, q_weight1, k_weight1)
+        x2 = x2 * tl.where(is_query, q_weight2, k_weight2)
         x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
     cos = tl.load(cos_ptr + token * cos_stride + column, mask=in_half, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * cos_stride + HALF + column, mask=in_half, other=0.0).to(tl.float32)

@@ -1,7 +1,8 @@
 """Linear layers. For few rows, where the time is that of reading the weights, with kernels of our own.
 
     linear(x)        =  x @ weight.T + bias
-    gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up
+    gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up; with `gelu`
+                                                   as in swiglu.py
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out], of gated_linear [rows, out / 2]. Sums
 are float32 and rounded once, as in cuBLAS; swiglu reads the rounded values.
@@ -28,8 +29,10 @@ FEW_CPU_ROWS = 16
 """The same on a CPU: with AVX-512 on two cores, half the time of torch for 8 rows, three quarters for 16."""
 
 
-def gated_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return swiglu_reference(linear_reference(x, weight, bias))
+def gated_linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False
+) -> torch.Tensor:
+    return swiglu_reference(linear_reference(x, weight, bias), gelu=gelu)
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
@@ -51,22 +54,23 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
 
 
 def gated_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
 ) -> torch.Tensor:
     """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
     if isinstance(weight, BlockScaled):
         assert bias is None, "block-scaled layers have no bias"
+        assert not gelu, "block-scaled layers have no GELU"
         return block_scaled_gated_linear(x, weight, impl=impl)
     if impl == "reference":
-        return gated_linear_reference(x, weight, bias)
+        return gated_linear_reference(x, weight, bias, gelu=gelu)
     if _numba_fits(x, weight, bias, impl):
         launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
         launch = launcher("linear.linear_triton", "launch_linear")
     else:
-        return swiglu(linear_reference(x, weight, bias))
+        return swiglu(linear_reference(x, weight, bias), gelu=gelu)
     out = x.new_empty(len(x), len(weight) // 2)
-    launch(x, weight, bias, out, gated=True)
+    launch(x, weight, bias, out, gated=True, gelu=gelu)
     return out
 
 

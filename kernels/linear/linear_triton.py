@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
+from .swiglu_triton import activate
 
 _WEIGHT_ROWS = 64
 _COLUMNS = 128
@@ -26,6 +27,7 @@ def _linear(
     out_size,
     in_size,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WEIGHT_ROWS: tl.constexpr,
@@ -75,7 +77,7 @@ def _linear(
         pairs = tl.permute(tl.reshape(acc, [half, 2, ROWS]), [0, 2, 1])
         gate, up = tl.split(pairs)
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        result = activate(gate, GELU).to(dtype).to(tl.float32) * up
     else:
         result = acc
     out = out_ptr + row[None, :] * out_size + output[:, None]
@@ -83,7 +85,13 @@ def _linear(
 
 
 def launch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    gelu: bool = False,
 ) -> None:
     rows, in_size = x.shape
     out_size = out.shape[1]
@@ -97,6 +105,7 @@ def launch_linear(
         out_size,
         in_size,
         GATED=gated,
+        GELU=gelu,
         BIAS=bias is not None,
         ROWS=max(triton.next_power_of_2(rows), 16),
         WEIGHT_ROWS=_WEIGHT_ROWS,

@@ -27,7 +27,9 @@ def _rms_norm(
         tl.store(sum_ptr + row + column, x, mask=inside)
     wide = x.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
-    out = normed.to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    if weight_ptr.dtype.element_ty != tl.float32:
+        normed = normed.to(x.dtype).to(tl.float32)
+    out = normed * weight.to(tl.float32)
     tl.store(out_ptr + row + column, out.to(x.dtype), mask=inside)
 
 

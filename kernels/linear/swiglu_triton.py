@@ -10,7 +10,16 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def activate(gate, GELU: tl.constexpr):
+    """The activation of a gate, float32."""
+    exponent = gate
+    if GELU:
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # sqrt(8 / pi)
+    return gate / (1.0 + tl.exp(-exponent))
+
+
+@triton.jit
+def _swiglu(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     if OVERLAP:
         start_next()
         wait_for_previous()
@@ -21,13 +30,13 @@ def _swiglu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constex
     stored = tl.load(gate_up_row, mask=inside, other=0.0)
     up = tl.load(gate_up_row + size, mask=inside, other=0.0).to(tl.float32)
     gate = stored.to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(stored.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (silu * up).to(stored.dtype), mask=inside)
+    active = activate(gate, GELU).to(stored.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (active * up).to(stored.dtype), mask=inside)
 
 
-def launch_swiglu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+def launch_swiglu(gate_up: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
     rows, size = out.shape
     block = min(triton.next_power_of_2(size), 1024)
     _swiglu[(rows, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, num_warps=4, **overlap_options(out.device)
+        gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4, **overlap_options(out.device)
     )

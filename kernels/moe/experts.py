@@ -12,6 +12,9 @@ with quantised ones otherwise, as in linear/block_scaled.py; with exact ones als
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. Other weights take the same path in 16 bits if experts have few tokens, otherwise torch's grouped product.
 
+Experts with biases (gpt-oss) have plain weights and always take torch's grouped product: with `gate_up_bias`
+[E, 2 * size] and `down_bias` [E, hidden] added to the products, and the gate of clamped_gate.py.
+
 Lower bounds: with few tokens, the weights of all experts that have any read once; with many, the products.
 """
 
@@ -23,6 +26,7 @@ from ..backends.dispatch import Impl, launcher, use_triton
 from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.swiglu import swiglu, swiglu_reference
+from .clamped_gate import clamped_gate
 from .routing import Routing, route_tokens
 
 FEW_ROWS = 32
@@ -53,6 +57,9 @@ def grouped_experts(
     *,
     first: int = 0,
     num_experts: int | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    limit: float | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """The sum over the experts of this rank; see the module docstring. `num_experts` are those of all ranks, by
@@ -62,9 +69,19 @@ def grouped_experts(
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
     exact = few or isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor)
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        if not (on_triton and few and (x.dtype.itemsize == 2 or impl == "triton")):
+        if limit is not None or not (on_triton and few and (x.dtype.itemsize == 2 or impl == "triton")):
             everywhere = num_experts == len(gate_up)
-            return plain_experts(x, weights, experts, gate_up, down, first=None if everywhere else first)
+            return plain_experts(
+                x,
+                weights,
+                experts,
+                gate_up,
+                down,
+                first=None if everywhere else first,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                limit=limit,
+            )
     elif not on_triton:
         return block_scaled_experts_reference(x, weights, experts, gate_up, down, first=first, exact=exact)
     _check(x, weights, experts, gate_up, down)
@@ -146,6 +163,9 @@ def plain_experts(
     down: torch.Tensor,
     *,
     first: int | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """With weights that are not quantised: one product of torch per expert over its tokens.
 
@@ -160,8 +180,14 @@ def plain_experts(
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens
-    gated = swiglu(grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends))
+    own = sorted_experts if first is None else sorted_experts.clamp_(max=len(gate_up) - 1)
+    both = grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends)
+    if gate_up_bias is not None:
+        both += gate_up_bias[own]
+    gated = swiglu(both) if limit is None else clamped_gate(both, limit)
     results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
+    if down_bias is not None:
+        results += down_bias[own]
     results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)
     if elsewhere is not None:
         results.masked_fill_(elsewhere.unsqueeze(-1), 0)

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from .dot_tile import WEIGHT_ROWS, make_dot_tile
-from .openmp import exp, fields, floats, kernel, kernel_function, share, threads_for
+from .openmp import fields, floats, kernel, kernel_function, share, threads_for
+from .swiglu import activate
 
 
 def _make_loops(tile_rows: int) -> Any:
@@ -32,7 +33,7 @@ def _make_loops(tile_rows: int) -> Any:
     def compute(a):
         out, half = floats(a.out, (a.rows, a.out_size)), a.out_size
         bias = floats(a.bias, 2 * half)
-        zero, one = np.float32(0), np.float32(1)
+        zero = np.float32(0)
         tiles = -(-a.rows // tile_rows)  # tiles over the same weights share the prefetching of the next ones
         ahead_count = max(1, WEIGHT_ROWS // tiles)
         first, last = share(-(-a.out_size // WEIGHT_ROWS))
@@ -48,7 +49,7 @@ def _make_loops(tile_rows: int) -> Any:
                         value = sums[i * tile_rows + j] + (bias[output + i] if a.bias else zero)
                         if a.gated:
                             up = ups[i * tile_rows + j] + (bias[half + output + i] if a.bias else zero)
-                            value = value / (one + exp(-value)) * up
+                            value = activate(value, a.gelu) * up
                         out[row + j, output + i] = value
 
     return compute
@@ -57,7 +58,7 @@ def _make_loops(tile_rows: int) -> Any:
 _one_row, _four_rows = _make_loops(1), _make_loops(4)
 
 
-@kernel("x weight bias out rows in_size out_size gated")
+@kernel("x weight bias out rows in_size out_size gated gelu")
 def _linear(arguments):
     a = fields(arguments)
     if a.rows == 1:
@@ -67,7 +68,13 @@ def _linear(arguments):
 
 
 def launch_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    gelu: bool = False,
 ) -> None:
     rows, in_size = x.shape
     _linear(
@@ -79,5 +86,6 @@ def launch_linear(
         in_size,
         out.shape[1],
         gated,
+        gelu,
         threads=threads_for(weight.numel()),
     )

@@ -8,7 +8,7 @@ values. After a barrier the parts are combined.
 import numpy as np
 import torch
 
-from ..attention.paged_attention import DecodeRows
+from ..attention.gather_plan import DecodeRows
 from .openmp import (
     exp,
     fields,
@@ -75,7 +75,9 @@ def _attend(a, part, sequence, kv_head):
     bests, totals = floats(a.bests + 4 * slot, group), floats(a.totals + 4 * slot, group)
     sums = floats(a.sums + 4 * slot * dim, (group, dim))
     scale = np.float32(a.scale)
-    first, last = slice_of(longs(a.kv_lens, a.batch)[sequence], part, a.parts)
+    first_seen = longs(a.firsts, a.batch)[sequence]
+    first, last = slice_of(longs(a.kv_lens, a.batch)[sequence] - first_seen, part, a.parts)
+    first, last = first_seen + first, first_seen + last
     used_pages = range(first // page_size, -(-last // page_size))
     pages = longs(a.pages + 8 * longs(a.page_starts, a.batch)[sequence], used_pages.stop)
 
@@ -102,7 +104,11 @@ def _join(a, slot):
     bests, totals = floats(a.bests, (a.parts, slots)), floats(a.totals, (a.parts, slots))
     sums = floats(a.sums, (a.parts, slots, dim))
     best, total = np.float32(-np.inf), np.float32(0)
+    if a.sinks:
+        best, total = floats(a.sinks, heads)[slot % heads], np.float32(1)
     for part in range(a.parts):
+        if a.sinks and bests[part, slot] > best:
+            total *= exp(best - bests[part, slot])
         best = max(best, bests[part, slot])
     for part in range(a.parts):
         total += exp(bests[part, slot] - best) * totals[part, slot]
@@ -115,7 +121,7 @@ def _join(a, slot):
 
 
 @kernel(
-    "query keys values out rows kv_lens page_starts pages scores bests totals sums "
+    "query keys values out sinks rows firsts kv_lens page_starts pages scores bests totals sums "
     "batch heads kv_heads head_dim page_size page_stride head_stride token_stride most_keys parts",
     "scale",
 )
@@ -140,6 +146,7 @@ def launch_decode(
     out: torch.Tensor,
     *,
     scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     _, heads, head_dim = query.shape
     _, kv_heads, page_size, _ = key_pages.shape
@@ -156,7 +163,9 @@ def launch_decode(
         key_pages.data_ptr(),
         value_pages.data_ptr(),
         out.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         decode.rows.data_ptr(),
+        decode.firsts.data_ptr(),
         decode.kv_lens.data_ptr(),
         decode.page_starts.data_ptr(),
         decode.pages.data_ptr(),

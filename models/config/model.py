@@ -1,31 +1,31 @@
 """The configuration of a model as one value, from config.json or GGUF metadata. No torch.
 
-Supported are decoders of the Llama, Mistral and Qwen families with full attention, with or without mixtures of experts
-(moe.py), and those of DeepSeek and GLM with latent attention (mla.py), which may be sparse (dsa.py). Options that
-change the result and are not implemented (sliding windows, other rope kinds, quantisation other than block-scaled fp8)
-are refused here, before any weight is read.
+Supported are decoders of the Llama, Mistral, Qwen, Gemma and gpt-oss families, with full attention or sliding windows
+(windows.py), with or without mixtures of experts (moe.py), and those of DeepSeek and GLM with latent attention
+(mla.py), which may be sparse (dsa.py). Options that change the result and are not implemented (other rope kinds,
+quantisation other than block-scaled fp8) are refused here, before any weight is read.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-import numpy as np
-
 from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json, unusable_values
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
+from .gemma3 import read_gemma3
 from .mla import MlaConfig, read_mla_config
-from .moe import MoeConfig, grouped_moe_layers, read_grouped_moe, read_softmax_moe, softmax_moe_layers
+from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
+from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
+from .windows import FULL, read_alternating_windows, read_layer_types, read_windows
 
-DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
 SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
 LatentArchitecture = Literal["deepseek_v3"] | SparseArchitecture
 Architecture = DenseArchitecture | LatentArchitecture
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -35,6 +35,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
@@ -47,36 +49,13 @@ _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "qwen2": 32768,
     "qwen3": 32768,
     "qwen3_moe": 32768,
+    "gemma3_text": 131072,
+    "gpt_oss": 131072,
     "deepseek_v3": 4096,
     "deepseek_v32": 163840,
     "glm_moe_dsa": 202752,
 }
-_DEFAULT_THETA = 10_000.0
-_MISTRAL_WINDOW = 4096
-"""The sliding window of a Mistral configuration that does not mention one; null is none."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `kind` determines which fields apply; names are those of Hugging Face's `rope_parameters`.
-
-    `factors` (from GGUF files) divide the inverse frequencies one by one. `dynamic` changes the base only beyond the
-    context length, where requests end, so here it is the same as `default`.
-    """
-
-    kind: RopeKind = "default"
-    theta: float = _DEFAULT_THETA
-    factor: float = 1.0
-    original_context_length: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    factors: tuple[float, ...] = ()
+_DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 
 
 @dataclass(frozen=True)
@@ -110,6 +89,18 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
+    window: int | None = None  # tokens that a windowed layer sees
+    windowed: tuple[bool, ...] = ()  # by layer; empty without `window`
+    local_rope: RopeConfig | None = None  # of windowed layers, if they have another one
+    query_scalar: int | None = None  # attention scores are divided by its root; None: by that of `head_dim`
+    gelu: bool = False  # the gates of MLPs are GELU (tanh) instead of SiLU
+    post_norms: bool = False  # the results of attention and of the MLP are normed before they are added
+    norm_offset: float = 0.0  # added to the weights of norms
+    float32_norms: bool = False  # the weights of norms are float32, and their results are rounded once
+    scaled_embedding: bool = False  # embeddings are multiplied with the root of `hidden_size`
+    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    sinks: bool = False  # attention has a sink per query head
+    mxfp4_experts: bool = False  # the checkpoint stores the matrices of experts in MXFP4
 
     @property
     def dsa(self) -> DsaConfig | None:
@@ -132,6 +123,10 @@ class ModelConfig:
         experts = sum(self.mixed) * self.moe.active_size if self.moe is not None else 0
         mlps = experts + (self.num_layers - sum(self.mixed)) * self.intermediate_size
         return attention + 3 * self.hidden_size * mlps
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a global layer; None if it has full attention."""
+        return self.window if self.windowed and self.windowed[layer] else None
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """The mixture of experts of a global layer; None if it has an MLP."""
@@ -184,14 +179,15 @@ def read_config_file(path: Path) -> ModelConfig:
         architecture = _hf_architecture(path, raw)
         if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
             return _latent_config(path, raw, architecture)
-        return _dense_config(path, raw, architecture)
+        if architecture == "gemma3_text":
+            return _gemma3_config(path, raw)
+        return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
-    _refuse_unsupported(path, raw, "full_attention")
-    if architecture in ("mistral", "mixtral"):
-        _refuse_window(path, raw, _MISTRAL_WINDOW if architecture == "mistral" else None)
+    _check_activation(path, raw)
     num_layers = integer(path, raw, "num_hidden_layers")
+    windows = read_windows(path, raw, architecture, num_layers)
     has_experts = architecture in ("mixtral", "qwen3_moe")
     heads = integer(path, raw, "num_attention_heads")
     hidden = integer(path, raw, "hidden_size")
@@ -199,7 +195,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
     _check_heads(path, heads, kv_heads)
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
-    rope = _hf_rope(path, raw, max_positions)
+    rope = read_hf_rope(path, raw, max_positions)
     return ModelConfig(
         architecture=architecture,
         vocab_size=integer(path, raw, "vocab_size"),
@@ -208,13 +204,13 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=integer(path, raw, "head_dim", 128 if architecture == "qwen3" else hidden // heads),
-        context_length=_context_length(rope, max_positions),
+        head_dim=integer(path, raw, "head_dim", _DEFAULT_HEAD_DIM.get(architecture, hidden // heads)),
+        context_length=context_length(rope, max_positions),
         norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "mixtral" else 1e-6),
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2" or (architecture not in ("mistral", "mixtral") and attention_bias),
-        o_bias=architecture in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        o_bias=architecture in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss") and attention_bias,
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_hf_dtype(path, raw),
@@ -222,15 +218,71 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
         weight_block=_weight_block(path, raw),
+        window=windows.window,
+        windowed=windows.windowed,
     )
 
 
+def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
+    """Gemma 3: what it shares with Llama, read from the same fields, and its own."""
+    own = read_gemma3(path, raw, integer(path, raw, "num_hidden_layers"))
+    shared = {"hidden_act": "silu", "layer_types": None, "rope_scaling": None, "rope_parameters": own.rope}
+    shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    config = _dense_config(path, raw | shared, "gemma3_text")
+    if config.weight_block is not None:
+        raise StartupError(f"{path}: quantised weights are not supported for gemma3_text; supported are 16 and 32 bits")
+    return replace(
+        config,
+        qk_norm=True,
+        window=own.windows.window,
+        windowed=own.windows.windowed,
+        local_rope=read_hf_rope(path, {"rope_parameters": own.local_rope}, config.context_length),
+        query_scalar=own.query_scalar,
+        gelu=True,
+        post_norms=True,
+        norm_offset=1.0,
+        float32_norms=True,
+        scaled_embedding=True,
+        logit_cap=own.logit_cap,
+    )
+
+
+def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:
+    """gpt-oss: what it shares with Mixtral, read from the same fields, and its own."""
+    num_layers = integer(path, raw, "num_hidden_layers")
+    defaults: Json = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0}
+    own: Json = {"layer_types": None, "quantization_config": None}
+    if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
+        own["rope_scaling"] = GPT_OSS_ROPE
+    config = _dense_config(path, defaults | raw | own, "gpt_oss")
+    windows = read_alternating_windows(path, raw, num_layers)
+    return replace(
+        config,
+        window=windows.window,
+        windowed=windows.windowed,
+        moe=read_gpt_oss_moe(path, raw),
+        mixed=(True,) * num_layers,
+        float32_norms=True,
+        sinks=True,
+        mxfp4_experts=_has_mxfp4(path, raw),
+    )
+
+
+def _has_mxfp4(path: Path, raw: Json) -> bool:
+    quantization: Json = raw.get("quantization_config") or {}
+    method = quantization.get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise StartupError(f"{path}: quantised weights ({method}) are not supported; supported are mxfp4 experts")
+    return bool(quantization)
+
+
 def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> ModelConfig:
-    _refuse_unsupported(path, raw, "full_attention" if architecture == "deepseek_v3" else SPARSE_ATTENTION)
+    _check_activation(path, raw)
     heads = integer(path, raw, "num_attention_heads")
     num_layers = integer(path, raw, "num_hidden_layers")
+    read_layer_types(path, raw, num_layers, (FULL if architecture == "deepseek_v3" else SPARSE_ATTENTION,))
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
-    rope = _hf_rope(path, raw, max_positions)
+    rope = read_hf_rope(path, raw, max_positions)
     if rope.kind not in ("default", "yarn"):
         raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
     if architecture == "deepseek_v3":
@@ -246,7 +298,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         num_heads=heads,
         num_kv_heads=1,
         head_dim=mla.latent_dim,
-        context_length=_context_length(rope, max_positions),
+        context_length=context_length(rope, max_positions),
         norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "glm_moe_dsa" else 1e-6),
         rope=rope,
         tied_embeddings=False,
@@ -282,7 +334,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
-    rope = _gguf_rope(file, architecture, head_dim)
+    rope = read_gguf_rope(file, architecture, head_dim)
     eos_ids = {raw[key] for key in _GGUF_EOS_KEYS if isinstance(raw.get(key), int)}
     return ModelConfig(
         architecture=architecture,
@@ -293,7 +345,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        context_length=_context_length(rope, field("context_length")),
+        context_length=context_length(rope, field("context_length")),
         norm_eps=number(path, raw, f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6),
         rope=rope,
         tied_embeddings="output.weight" not in tensors,
@@ -332,22 +384,9 @@ def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
         )
 
 
-def _refuse_unsupported(path: Path, raw: Json, attention: str) -> None:
-    """`attention` is the only layer type that the architecture supports."""
+def _check_activation(path: Path, raw: Json) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
-    layer_types = raw.get("layer_types")
-    if layer_types is not None:
-        other = sorted(set(layer_types) - {attention})
-        if other:
-            raise StartupError(f"{path}: layer_types has {other[0]}; only {attention} is supported")
-    elif raw.get("use_sliding_window") and raw.get("sliding_window") is not None:
-        first = integer(path, raw, "max_window_layers", 28)
-        if first < integer(path, raw, "num_hidden_layers"):
-            raise StartupError(
-                f"{path}: use_sliding_window is on with a window of {raw['sliding_window']} from layer {first}; "
-                "only full attention is supported"
-            )
 
 
 def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
@@ -362,88 +401,6 @@ def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
         f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
         "supported are fp8 with a weight_block_size of rows and columns"
     )
-
-
-def _refuse_window(path: Path, raw: Json, default: int | None) -> None:
-    """Mistral's models use `sliding_window` in all layers if it is not null."""
-    window = raw.get("sliding_window", default)
-    if window is not None:
-        raise StartupError(
-            f"{path}: sliding_window is {window}{'' if 'sliding_window' in raw else ' by default'}; "
-            "only full attention is supported (null)"
-        )
-
-
-def _hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
-    rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", _DEFAULT_THETA))
-    rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if rotary_share not in (None, 1, 1.0):
-        raise StartupError(f"{path}: partial_rotary_factor {rotary_share} is not supported; supported is 1")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
-    original_length = max_positions if original is None else int(original)
-    if kind in ("default", None):
-        return RopeConfig(theta=theta)
-    if kind in ("linear", "dynamic"):
-        return RopeConfig(kind=kind, theta=theta, factor=number(path, rope, "factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            kind="llama3",
-            theta=theta,
-            factor=number(path, rope, "factor"),
-            original_context_length=original_length,
-            low_freq_factor=number(path, rope, "low_freq_factor"),
-            high_freq_factor=number(path, rope, "high_freq_factor"),
-        )
-    if kind == "yarn":
-        return RopeConfig(
-            kind="yarn",
-            theta=theta,
-            factor=number(path, rope, "factor", max_positions / original_length),
-            original_context_length=original_length,
-            attention_factor=rope.get("attention_factor"),
-            beta_fast=float(rope.get("beta_fast") or 32),
-            beta_slow=float(rope.get("beta_slow") or 1),
-            mscale=rope.get("mscale"),
-            mscale_all_dim=rope.get("mscale_all_dim"),
-            truncate=bool(rope.get("truncate", True)),
-        )
-    raise StartupError(
-        f"{path}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn"
-    )
-
-
-def _gguf_rope(file: GgufFile, architecture: Architecture, head_dim: int) -> RopeConfig:
-    path, raw = file.path, file.metadata
-    prefix = f"{architecture}.rope"
-    theta = number(path, raw, f"{prefix}.freq_base", _DEFAULT_THETA)
-    rotary_dim = integer(path, raw, f"{prefix}.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise StartupError(f"{path}: {prefix}.dimension_count is {rotary_dim}; supported is the head size, {head_dim}")
-    if (table := file.tensors.get("rope_freqs.weight")) is not None:  # how llama3 scaling is stored
-        values = np.concatenate([rows.ravel() for _, rows in file.read_rows(table)])
-        if values.shape != (head_dim // 2,):
-            raise StartupError(f"{path}: tensor 'rope_freqs.weight' has {values.size} values, expected {head_dim // 2}")
-        return RopeConfig(kind="factors", theta=theta, factors=tuple(values.tolist()))
-    kind = raw.get(f"{prefix}.scaling.type", "none")
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    factor = number(path, raw, f"{prefix}.scaling.factor")
-    if kind == "linear":
-        return RopeConfig(kind="linear", theta=theta, factor=factor)
-    if kind == "yarn":
-        original = integer(path, raw, f"{prefix}.scaling.original_context_length")
-        return RopeConfig(kind="yarn", theta=theta, factor=factor, original_context_length=original)
-    raise StartupError(f"{path}: {prefix}.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
-
-
-def _context_length(rope: RopeConfig, max_positions: int) -> int:
-    """Yarn checkpoints often have the original training length in max_position_embeddings."""
-    if rope.kind == "yarn" and rope.original_context_length is not None:
-        return max(max_positions, int(rope.original_context_length * rope.factor))
-    return max_positions
 
 
 def _hf_dtype(path: Path, raw: Json) -> DtypeName:

@@ -1,6 +1,6 @@
 """Mixtures of experts, from config.json. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,8 @@ class MoeConfig:
     normalised: bool  # whether the weights of a token's experts add up to `scale`
     scale: float
     scoring: Scoring = "sigmoid"
+    biases: bool = False  # the router and the matrices of experts have biases
+    limit: float | None = None  # gates are those of gpt-oss, with values clamped to this (kernels/moe/clamped_gate.py)
 
     @property
     def biased(self) -> bool:
@@ -109,6 +111,11 @@ def read_softmax_moe(path: Path, raw: Json, *, mixtral: bool) -> MoeConfig:
             f"{path}: num_experts_per_tok = {moe.experts_per_token} is more than {count_name} = {moe.num_experts}"
         )
     return moe
+
+
+def read_gpt_oss_moe(path: Path, raw: Json) -> MoeConfig:
+    """gpt-oss: the softmax over the selected experts weighs, which is that over all experts, normalised."""
+    return replace(read_softmax_moe(path, raw, mixtral=True), biases=True, limit=number(path, raw, "swiglu_limit", 7.0))
 
 
 def softmax_moe_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:

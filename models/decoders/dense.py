@@ -1,4 +1,4 @@
-"""The forward pass of a decoder with full attention over a paged KV cache: one rank's share of it.
+"""The forward pass of a decoder with full or windowed attention over a paged KV cache: one rank's share of it.
 
 The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree in every dtype: norms
 in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several ranks sum
@@ -39,7 +39,11 @@ class Decoder:
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
         )
         self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
-        self._scale = self.config.head_dim**-0.5
+        self._local_rotary: Rotary | None = None
+        if (local := self.config.local_rope) is not None:
+            self._local_rotary = Rotary(self.config, parameters.device, parameters.dtype, local)
+        self._windowed = [self.config.window_of(layer) is not None for layer in parameters.layer_range]
+        self._scale = (self.config.query_scalar or self.config.head_dim) ** -0.5
 
     @property
     def kv_token_bytes(self) -> int:
@@ -87,14 +91,17 @@ class Decoder:
         nothing, and their results are undefined.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
-        (pool,), plan, sum_over_ranks = cache.pools, batch.attention, self._sum_over_ranks
-        assert plan is not None, "batches of dense models have an attention plan"
+        (pool,), sum_over_ranks = cache.pools, self._sum_over_ranks
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
-        cos, signed_sin = self._rotary.cos_sin(batch.positions)
+        angles = local_angles = self._rotary.cos_sin(batch.positions)
+        if self._local_rotary is not None:
+            local_angles = self._local_rotary.cos_sin(batch.positions)
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            windowed = self._windowed[index]
+            cos, signed_sin = local_angles if windowed else angles
             key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
             query = rope_kv_write(
                 qkv,
@@ -110,13 +117,21 @@ class Decoder:
                 live_rows=live_rows,
             )
             at_end = last_only and index + 1 == len(layers)
-            attended = paged_attention(query, key_pages, value_pages, plan, scale=self._scale, last_only=at_end)
+            plan = batch.windowed if windowed else batch.attention
+            assert plan is not None, "the batch was planned for this model"
+            attended = paged_attention(
+                query, key_pages, value_pages, plan, scale=self._scale, sinks=layer.sinks, last_only=at_end
+            )
             if at_end:
                 assert batch.last_rows is not None
                 attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
             attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
+            if layer.attention_post_norm is not None:
+                attended = rms_norm(attended, layer.attention_post_norm, eps)
             hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
             update = sum_over_ranks(feed_forward(normed, layer.mlp, self.config.moe))
+            if layer.mlp_post_norm is not None:
+                update = rms_norm(update, layer.mlp_post_norm, eps)
             if index + 1 < len(layers):
                 hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
         return hidden + update

@@ -36,6 +36,9 @@ class LayerParameters:
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
     mlp: MlpParameters | MoeParameters
+    attention_post_norm: torch.Tensor | None = None  # [hidden], of the result of attention ...
+    mlp_post_norm: torch.Tensor | None = None  # [hidden], ... and of the MLP
+    sinks: torch.Tensor | None = None  # [heads] float32
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class DecoderParameters:
     embedding: torch.Tensor | None  # [vocabulary rows, hidden] on the first stage
     norm: torch.Tensor | None  # [hidden] on the last stage
     head: torch.Tensor | None  # [vocabulary rows, hidden] on the last stage
+    dtype: torch.dtype
 
     @staticmethod
     def allocate(
@@ -65,11 +69,11 @@ class DecoderParameters:
         memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
         layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
         rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
-        norm, head = (memory.tensor(hidden), memory.wide(rows, hidden)) if shard.last else (None, None)
+        norm, head = (memory.norm(hidden), memory.wide(rows, hidden)) if shard.last else (None, None)
         embedding = None
         if shard.first:
             embedding = head if config.tied_embeddings and head is not None else memory.tensor(rows, hidden)
-        return DecoderParameters(config, shard, layers, embedding, norm, head)
+        return DecoderParameters(config, shard, layers, embedding, norm, head, dtype)
 
     @staticmethod
     def names(config: ModelConfig) -> frozenset[str]:
@@ -91,10 +95,6 @@ class DecoderParameters:
     def device(self) -> torch.device:
         return self.layers[0].input_norm.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].input_norm.dtype
-
     def slots(self) -> dict[str, Slot]:
         """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
         padding rows of the vocabulary are not used.
@@ -115,7 +115,7 @@ class DecoderParameters:
             if matrix is not None:
                 slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
         if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm)
+            slots["model.norm.weight"] = Slot.whole(self.norm, config.norm_offset)
         return slots
 
     def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
@@ -123,15 +123,20 @@ class DecoderParameters:
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
         slots = mlp_slots(layer.mlp, config, shard)
-        for name, whole in (
-            ("input_layernorm.weight", layer.input_norm),
-            ("self_attn.q_norm.weight", layer.q_norm),
-            ("self_attn.k_norm.weight", layer.k_norm),
-            ("self_attn.o_proj.bias", layer.o_bias),
-            ("post_attention_layernorm.weight", layer.mlp_norm),
+        for name, norm in (
+            ("input_layernorm", layer.input_norm),
+            ("self_attn.q_norm", layer.q_norm),
+            ("self_attn.k_norm", layer.k_norm),
+            ("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm", layer.mlp_norm),
+            ("post_attention_layernorm", layer.attention_post_norm),
+            ("post_feedforward_layernorm", layer.mlp_post_norm),
         ):
-            if whole is not None:
-                slots[name] = Slot.whole(whole)
+            if norm is not None:
+                slots[f"{name}.weight"] = Slot.whole(norm, config.norm_offset)
+        if layer.sinks is not None:
+            slots["self_attn.sinks"] = Slot.part(layer.sinks, dim=0, start=heads.start, size=config.num_heads)
+        if layer.o_bias is not None:
+            slots["self_attn.o_proj.bias"] = Slot.whole(layer.o_bias)
         slots["self_attn.o_proj.weight"] = Slot.part(
             layer.o, dim=1, start=heads.start * head_dim, size=config.num_heads * head_dim
         )
@@ -170,25 +175,32 @@ class _Memory(WeightMemory):
         by_torch = self.device.type == "cpu" and not (self.dtype == torch.float32 and numba_computes())
         return self.tensor(columns, rows).t() if by_torch else self.tensor(rows, columns)
 
+    def norm(self, size: int) -> torch.Tensor:
+        """The weight of a norm. A float32 one is applied before its result is rounded (rms_norm.py)."""
+        return self.tensor(size, dtype=torch.float32 if self.config.float32_norms else None)
+
     def layer(self, index: int) -> LayerParameters:
         config, shard, hidden, head_dim = self.config, self.shard, self.config.hidden_size, self.config.head_dim
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), shard.kv_heads(config.num_kv_heads)
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
         prefix, moe = f"model.layers.{index}", config.moe_of(index)
         return LayerParameters(
-            input_norm=self.tensor(hidden),
+            input_norm=self.norm(hidden),
             qkv=self._qkv(f"{prefix}.self_attn", heads, kv_heads),
             qkv_bias=self._optional(config.qkv_bias, q_size + 2 * kv_size),
-            q_norm=self._optional(config.qk_norm, head_dim),
-            k_norm=self._optional(config.qk_norm, head_dim),
+            q_norm=self.norm(head_dim) if config.qk_norm else None,
+            k_norm=self.norm(head_dim) if config.qk_norm else None,
             o=self.tensor(hidden, q_size)
             if config.o_bias
             else self.weight(
                 hidden, q_size, names=[f"{prefix}.self_attn.o_proj.weight"], first_column=heads.start * head_dim
             ),
             o_bias=self._optional(config.o_bias and shard.tp_rank == 0, hidden),
-            mlp_norm=self.tensor(hidden),
+            mlp_norm=self.norm(hidden),
             mlp=self.mlp(prefix) if moe is None else self.mixture(prefix, moe),
+            attention_post_norm=self.norm(hidden) if config.post_norms else None,
+            mlp_post_norm=self.norm(hidden) if config.post_norms else None,
+            sinks=self.tensor(len(heads), dtype=torch.float32) if config.sinks else None,
         )
 
     def _qkv(self, prefix: str, heads: range, kv_heads: range) -> Weight:
@@ -210,6 +222,7 @@ class _Memory(WeightMemory):
             down=self.tensor(hidden, size),
             gate_up_bias=self._optional(config.mlp_bias, 2 * size),
             down_bias=self._optional(config.mlp_bias and shard.tp_rank == 0, hidden),
+            gelu=config.gelu,
         )
 
     def _optional(self, present: bool, size: int) -> torch.Tensor | None:

@@ -101,6 +101,7 @@ class WeightMemory:
         shared = None
         if moe.shared_size:
             shared = MlpParameters(*self._gated([f"{layer}.{self._names.shared}"], moe.shared_share(self.shard)))
+        holds_down_bias = moe.biases and (self.shard.whole_experts or self.shard.tp_rank == 0)
         return MoeParameters(
             router=self.tensor(moe.num_experts, hidden, dtype=torch.float32 if moe.biased else None),
             router_bias=self.tensor(moe.num_experts, dtype=torch.float32) if moe.biased else None,
@@ -108,6 +109,9 @@ class WeightMemory:
             gate_up=gate_up,
             down=down,
             shared=shared,
+            logit_bias=self.tensor(moe.num_experts) if moe.biases else None,
+            gate_up_bias=self.tensor(len(experts), 2 * size) if moe.biases else None,
+            down_bias=self.tensor(len(experts), hidden) if holds_down_bias else None,
         )
 
     def _gated(self, prefixes: Sequence[str], size: int, *experts: int, whole: bool = False) -> tuple[Weight, Weight]:
@@ -129,6 +133,8 @@ def mlp_slots(layer: MlpParameters | MoeParameters, config: ModelConfig, shard: 
     names = names_of(config)
     if isinstance(layer, MlpParameters):
         return _gated_slots(names.mlp, layer.gate_up, layer.down, names, shard)
+    if config.moe is not None and config.moe.biases:
+        return _stacked_slots(layer, config, shard)
     slots = {f"{names.mixture}.gate.weight": Slot.whole(layer.router)}
     if layer.router_bias is not None:
         slots[f"{names.mixture}.gate.e_score_correction_bias"] = Slot.whole(layer.router_bias)
@@ -138,6 +144,30 @@ def mlp_slots(layer: MlpParameters | MoeParameters, config: ModelConfig, shard: 
         names.of_experts(layer.experts), _each(layer.gate_up), _each(layer.down), strict=True
     ):
         slots |= _gated_slots(prefix, gate_up, down, names, shard, whole=shard.whole_experts)
+    return slots
+
+
+def _stacked_slots(layer: MoeParameters, config: ModelConfig, shard: Shard) -> dict[str, Slot]:
+    """Slots of a mixture of gpt-oss: all experts are one tensor, [E, in, out]; rows of gate and up alternate."""
+    assert config.moe is not None
+    assert layer.logit_bias is not None
+    assert isinstance(layer.gate_up, torch.Tensor)
+    assert isinstance(layer.down, torch.Tensor)
+    slots = {"mlp.router.weight": Slot.whole(layer.router), "mlp.router.bias": Slot.whole(layer.logit_bias)}
+    size, share = config.moe.expert_size, layer.down.shape[2]
+    for name, target, dim, unit in (
+        ("gate_up_proj", layer.gate_up.transpose(1, 2), 2, 2),
+        ("gate_up_proj_bias", layer.gate_up_bias, 1, 2),
+        ("down_proj", layer.down.transpose(1, 2), 1, 1),
+        ("down_proj_bias", layer.down_bias, 0, 0),
+    ):
+        if target is None:
+            continue
+        if shard.whole_experts or not unit:
+            slot = Slot.part(target, dim=0, start=layer.experts.start, size=config.moe.num_experts)
+        else:
+            slot = Slot.part(target, dim=dim, start=unit * shard.tp_rank * share, size=unit * size)
+        slots[f"mlp.experts.{name}"] = slot
     return slots
 
 

@@ -1,6 +1,6 @@
 """Maps parts of checkpoint tensors to parts of a rank's weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,11 +16,12 @@ class Slot:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
+    offset: float = 0.0  # added to the values of the checkpoint
 
     @staticmethod
-    def whole(target: Weight) -> "Slot":
-        """Filled with all of a checkpoint tensor."""
-        return Slot.part(target, dim=0, start=0, size=len(target))
+    def whole(target: Weight, offset: float = 0.0) -> "Slot":
+        """Filled with all of a checkpoint tensor, plus `offset`."""
+        return replace(Slot.part(target, dim=0, start=0, size=len(target)), offset=offset)
 
     @staticmethod
     def part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":

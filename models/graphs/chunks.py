@@ -10,6 +10,7 @@ from ...configs.arithmetic import ceil_div, round_up
 from ...kernels.attention.attention_plan import (
     COPY_TOKENS,
     TILE_QUERIES,
+    IntArray,
     Tiles,
     WorkPlan,
     cut_copies,
@@ -31,6 +32,8 @@ _KEY_SECTIONS = ("kv_lens", "page_starts", "copy_starts")
 """Sections with one element per slice, beside those of inputs.py."""
 _TILE_SECTIONS = ("tiles", "splits", "tile_counts")
 _LAST_SECTIONS = ("last_tiles", "last_splits", "last_counts")
+_WINDOWED = "windowed_"
+"""Prefix of the sections of windowed layers."""
 _NO_TILE = 1 << 30
 """First query of an unused tile: beyond every sequence."""
 
@@ -64,21 +67,28 @@ class ChunkStep:
         self._last_only = last_only
         device, heads, config = cache.device, self._pool.num_heads, decoder.config
         self._parts = num_parts(heads * config.num_heads // config.num_kv_heads, device)
+        self._plans: list[tuple[str, int | None]] = [("", None)]
+        """The attention plans of a step: the prefix of their sections, and their window."""
+        if config.window is not None:
+            self._plans.append((_WINDOWED, config.window))
+        plan_sections = {
+            "piece_starts": max_slices + 1,
+            "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
+            "tiles": 5 * (_num_tiles(max_tokens, max_slices) + self._parts),
+            "splits": 4 * self._parts,
+            "tile_counts": 2,
+            "last_tiles": 5 * (max_slices + self._parts),
+            "last_splits": 4 * self._parts,
+            "last_counts": 2,
+            "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
+            "num_copies": 1,
+        }
         self._inputs = InputBuffer(
             {
                 "live_rows": 1,
                 **dict.fromkeys(TOKEN_SECTIONS, max_tokens),
                 **dict.fromkeys((*SLICE_SECTIONS, *_KEY_SECTIONS), max_slices),
-                "piece_starts": max_slices + 1,
-                "pieces": 4 * num_pieces(max_slices, heads, device) if decode_rows else 0,
-                "tiles": 5 * (_num_tiles(max_tokens, max_slices) + self._parts),
-                "splits": 4 * self._parts,
-                "tile_counts": 2,
-                "last_tiles": 5 * (max_slices + self._parts),
-                "last_splits": 4 * self._parts,
-                "last_counts": 2,
-                "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
-                "num_copies": 1,
+                **{prefix + name: size for prefix, _ in self._plans for name, size in plan_sections.items()},
                 "pages": max_slices * max_pages,
             },
             device,
@@ -100,7 +110,7 @@ class ChunkStep:
         used = pages_in_use(slices, page_size)
         kv_lens = np.array([piece.end for piece in slices], dtype=np.int32)
         tiled = np.array([len(piece.token_ids) * self._tiled(piece) for piece in slices], dtype=np.int32)
-        copies, copy_starts = cut_copies(np.where(tiled > 0, kv_lens, 0))
+        _, copy_starts = cut_copies(tiled, kv_lens)
 
         self._inputs.wait()
         fill_chunks(host, slices, size, page_size)
@@ -109,17 +119,8 @@ class ChunkStep:
         host["kv_lens"][:live] = kv_lens
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:-1]
         host["copy_starts"][:live] = copy_starts
-        for names, last_only in ((_TILE_SECTIONS, False), (_LAST_SECTIONS, True)):
-            found = cut_tiles(tiled, kv_lens, self._parts, last_only=last_only)
-            for name, rows_of_table, entries in zip(names, (5, 4), found, strict=False):
-                table = host[name].reshape(rows_of_table, -1)
-                table[:, : entries.shape[1]] = entries
-                table[:2, entries.shape[1] :] = [[0], [_NO_TILE]]
-            host[names[2]][:] = [entries.shape[1] for entries in found]
-        host["copies"].reshape(2, -1)[:, : copies.shape[1]] = copies
-        host["num_copies"][0] = copies.shape[1]
-        if self._decode_rows:
-            self._fill_pieces(np.where(tiled, 0, kv_lens).astype(np.int32), size)
+        for prefix, window in self._plans:
+            self._fill_plan(prefix, window, tiled, kv_lens, size)
         pages = [np.fromiter(piece.pages[:count], np.int32, count) for piece, count in zip(slices, used, strict=True)]
         num_pages = sum(used)
         if pages:
@@ -147,26 +148,42 @@ class ChunkStep:
         """The most slices of a step of `size` tokens."""
         return min(size, self._max_slices)
 
-    def _fill_pieces(self, kv_lens: np.ndarray[tuple[int], np.dtype[np.int32]], size: int) -> None:
+    def _fill_plan(self, prefix: str, window: int | None, tiled: IntArray, kv_lens: IntArray, size: int) -> None:
+        host = self._inputs.host
+        for names, last_only in ((_TILE_SECTIONS, False), (_LAST_SECTIONS, True)):
+            found = cut_tiles(tiled, kv_lens, self._parts, last_only=last_only, window=window)
+            for name, rows_of_table, entries in zip(names, (5, 4), found, strict=False):
+                table = host[prefix + name].reshape(rows_of_table, -1)
+                table[:, : entries.shape[1]] = entries
+                table[:2, entries.shape[1] :] = [[0], [_NO_TILE]]
+            host[prefix + names[2]][:] = [entries.shape[1] for entries in found]
+        copies, _ = cut_copies(tiled, kv_lens, window)
+        host[prefix + "copies"].reshape(2, -1)[:, : copies.shape[1]] = copies
+        host[prefix + "num_copies"][0] = copies.shape[1]
+        if self._decode_rows:
+            self._fill_pieces(prefix, window, np.where(tiled, 0, kv_lens).astype(np.int32), size)
+
+    def _fill_pieces(self, prefix: str, window: int | None, kv_lens: IntArray, size: int) -> None:
         host, slices = self._inputs.host, self._slices(size)
         padded = np.zeros(slices, dtype=np.int32)
         padded[: len(kv_lens)] = kv_lens
-        pieces, piece_starts = cut_decode(padded, num_pieces(slices, self._pool.num_heads, self._cache.device))
-        host["piece_starts"][: slices + 1] = piece_starts
-        table = host["pieces"].reshape(4, -1)
+        most = num_pieces(slices, self._pool.num_heads, self._cache.device)
+        pieces, piece_starts = cut_decode(padded, most, window)
+        host[prefix + "piece_starts"][: slices + 1] = piece_starts
+        table = host[prefix + "pieces"].reshape(4, -1)
         table[:, : pieces.shape[1]] = pieces
         table[:, pieces.shape[1] :] = 0
 
-    def _tiles(self, names: tuple[str, str, str], most: int) -> Tiles:
-        tiles, splits, counts = (self._inputs.device[name] for name in names)
+    def _tiles(self, prefix: str, names: tuple[str, str, str], most: int) -> Tiles:
+        tiles, splits, counts = (self._inputs.device[prefix + name] for name in names)
         return Tiles(tiles.view(5, -1)[:, : most + self._parts], splits.view(4, -1), counts)
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def _plan(self, size: int, prefix: str, window: int | None) -> WorkPlan:
         parts, slices = self._inputs.device, self._slices(size)
-        pieces = parts["pieces"].view(4, -1)
+        pieces = parts[prefix + "pieces"].view(4, -1)
         if self._decode_rows:
             pieces = pieces[:, : num_pieces(slices, self._pool.num_heads, self._cache.device)]
-        plan = WorkPlan(
+        return WorkPlan(
             tokens=size,
             page_size=self._pool.page_size,
             num_kv_heads=self._pool.num_heads,
@@ -176,24 +193,30 @@ class ChunkStep:
             query_lens=parts["query_lens"][:slices],
             row_starts=parts["row_starts"][:slices],
             pieces=pieces,
-            piece_starts=parts["piece_starts"][: slices + 1],
-            tiles=self._tiles(_TILE_SECTIONS, _num_tiles(size, slices)),
-            last_tiles=self._tiles(_LAST_SECTIONS, slices),
+            piece_starts=parts[prefix + "piece_starts"][: slices + 1],
+            tiles=self._tiles(prefix, _TILE_SECTIONS, _num_tiles(size, slices)),
+            last_tiles=self._tiles(prefix, _LAST_SECTIONS, slices),
             copied_tokens=COPIED_TOKENS,
-            copies=parts["copies"].view(2, -1),
+            copies=parts[prefix + "copies"].view(2, -1),
             copy_starts=parts["copy_starts"][:slices],
             most_parts=self._parts,
-            num_copies=parts["num_copies"],
+            num_copies=parts[prefix + "num_copies"],
             copied=self._copied,
+            window=window,
         )
+
+    def _batch(self, size: int) -> ForwardBatch:
+        parts = self._inputs.device
+        attention, *windowed = (self._plan(size, *plan) for plan in self._plans)
         return ForwardBatch(
             slices=(),
             token_ids=parts["token_ids"][:size],
             positions=parts["positions"][:size],
             page_ids=parts["page_ids"][:size],
             offsets=parts["offsets"][:size],
-            last_rows=parts["last_rows"][:slices],
-            attention=plan,
+            last_rows=parts["last_rows"][: self._slices(size)],
+            attention=attention,
+            windowed=windowed[0] if windowed else None,
         )
 
 

@@ -23,6 +23,9 @@ class DenseStep:
         self._cache = cache
         (self._pool,) = cache.pools
         self._max_pages = max_pages
+        window = decoder.config.window
+        self._plans: list[tuple[str, int | None]] = [("", None), *([] if window is None else [("windowed_", window)])]
+        """The attention plans of a step: the prefix of their sections, and their window."""
         device = cache.device
         self._inputs = InputBuffer(
             {
@@ -30,8 +33,8 @@ class DenseStep:
                 **dict.fromkeys(TOKEN_SECTIONS, max_batch),
                 "kv_lens": max_batch,
                 "page_starts": max_batch,
-                "piece_starts": max_batch + 1,
-                "pieces": 4 * num_pieces(max_batch, self._pool.num_heads, device),
+                **{f"{prefix}piece_starts": max_batch + 1 for prefix, _ in self._plans},
+                **{f"{prefix}pieces": 4 * self._num_pieces(max_batch) for prefix, _ in self._plans},
                 "pages": max_batch * max_pages,
             },
             device,
@@ -62,7 +65,7 @@ class DenseStep:
         pages = np.concatenate([KnownPages.NONE, *(known.array for known in self._known[:live])])
         kv_lens = np.zeros(size, dtype=np.int32)
         kv_lens[:live] = [piece.end for piece in slices]
-        pieces, piece_starts = cut_decode(kv_lens, num_pieces(size, self._pool.num_heads, self._cache.device))
+        plans = [cut_decode(kv_lens, self._num_pieces(size), window) for _, window in self._plans]
 
         self._inputs.wait()
         host["live_rows"][0] = live
@@ -70,19 +73,21 @@ class DenseStep:
         host["kv_lens"][:size] = kv_lens
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:live]
         host["page_starts"][live:size] = 0
-        host["piece_starts"][: size + 1] = piece_starts
-        table = host["pieces"].reshape(4, -1)
-        table[:, : pieces.shape[1]] = pieces
-        table[:, pieces.shape[1] :] = 0
+        for (prefix, _), (pieces, piece_starts) in zip(self._plans, plans, strict=True):
+            host[f"{prefix}piece_starts"][: size + 1] = piece_starts
+            table = host[f"{prefix}pieces"].reshape(4, -1)
+            table[:, : pieces.shape[1]] = pieces
+            table[:, pieces.shape[1] :] = 0
         host["pages"][: len(pages)] = pages
         self._inputs.upload(len(pages))
         return 0
 
-    def _batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows as a batch of single tokens."""
+    def _num_pieces(self, size: int) -> int:
+        return num_pieces(size, self._pool.num_heads, self._cache.device)
+
+    def _plan(self, size: int, prefix: str, window: int | None) -> WorkPlan:
         parts = self._inputs.device
-        pieces = parts["pieces"].view(4, -1)[:, : num_pieces(size, self._pool.num_heads, self._cache.device)]
-        plan = WorkPlan(
+        return WorkPlan(
             tokens=size,
             page_size=self._pool.page_size,
             num_kv_heads=self._pool.num_heads,
@@ -91,8 +96,8 @@ class DenseStep:
             kv_lens=parts["kv_lens"][:size],
             query_lens=self._ones[:size],
             row_starts=self._rows[:size],
-            pieces=pieces,
-            piece_starts=parts["piece_starts"][: size + 1],
+            pieces=parts[f"{prefix}pieces"].view(4, -1)[:, : self._num_pieces(size)],
+            piece_starts=parts[f"{prefix}piece_starts"][: size + 1],
             tiles=self._no_tiles,
             last_tiles=self._no_tiles,
             copied_tokens=0,
@@ -100,7 +105,13 @@ class DenseStep:
             copy_starts=self._rows[:size],
             most_parts=0,
             num_copies=self._none,
+            window=window,
         )
+
+    def _batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows as a batch of single tokens."""
+        parts = self._inputs.device
+        attention, *windowed = (self._plan(size, *plan) for plan in self._plans)
         return ForwardBatch(
             slices=(),
             token_ids=parts["token_ids"][:size],
@@ -108,5 +119,6 @@ class DenseStep:
             page_ids=parts["page_ids"][:size],
             offsets=parts["offsets"][:size],
             last_rows=None,
-            attention=plan,
+            attention=attention,
+            windowed=windowed[0] if windowed else None,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import msgspec
@@ -43,7 +44,8 @@ class ForwardBatch:
     page_ids: torch.Tensor  # [T] int64, the page for each token's KV ...
     offsets: torch.Tensor  # [T] int64, ... and its row in that page
     last_rows: torch.Tensor | None  # [B] int64, the last token of each slice; None if every slice is one token
-    attention: AttentionPlan | None  # of dense attention
+    attention: AttentionPlan | None  # of layers with full attention
+    windowed: AttentionPlan | None = None  # of layers with a sliding window
     hot_slots: torch.Tensor | None = None  # [T] int32, the hot slot of each token's sequence (HiSparse)
     all_resident: bool = False  # in a CUDA graph: all its sequences are fully resident
     ranks: Sequence[RankTokens] | None = None  # tokens of all ranks of the stage (data-parallel attention)
@@ -56,13 +58,15 @@ class ForwardBatch:
         num_kv_heads: int | None,
         device: torch.device,
         num_heads: int | None = None,
+        window: int | None = None,
         token_ids: torch.Tensor | None = None,
         ranks: Sequence[RankTokens] | None = None,
     ) -> "ForwardBatch":
         """Make the tensors; raises ValueError for an empty slice, or for pages that end before the slice does.
 
         `token_ids` on the device, one per slice, replace those of slices of a single token. Dense attention is
-        planned for `num_kv_heads` and `num_heads` (of queries); None for models without dense attention.
+        planned for `num_kv_heads` and `num_heads` (of queries); None for models without dense attention. `window` is
+        the sliding window of the model, if it has one.
         """
         for piece in slices:
             if not piece.token_ids or piece.start < 0 or piece.end > len(piece.pages) * page_size:
@@ -81,6 +85,22 @@ class ForwardBatch:
             token_ids = None
         hot_slots = [slot for piece in slices if (slot := piece.hot_slot) is not None for _ in piece.token_ids]
         assert len(hot_slots) in (0, total), "all sequences of a batch have a hot slot, or none has"
+        attention = windowed = None
+        if num_kv_heads is not None:
+            kv_lens = [piece.end for piece in slices]
+            plan = partial(
+                plan_attention,
+                [len(piece.token_ids) for piece in slices],
+                kv_lens,
+                [piece.pages for piece in slices],
+                page_size=page_size,
+                num_kv_heads=num_kv_heads,
+                num_heads=num_heads,
+                device=device,
+            )
+            attention = plan()
+            if window is not None:  # a window that holds all tokens has no effect
+                windowed = attention if max(kv_lens) <= window else plan(window=window)
         last_rows = upload([end - 1 for end in ends], torch.long, device) if total != len(slices) else None
         return ForwardBatch(
             slices=tuple(slices),
@@ -89,17 +109,8 @@ class ForwardBatch:
             page_ids=index[2],
             offsets=index[1] % page_size,
             last_rows=last_rows,
-            attention=None
-            if num_kv_heads is None
-            else plan_attention(
-                [len(piece.token_ids) for piece in slices],
-                [piece.end for piece in slices],
-                [piece.pages for piece in slices],
-                page_size=page_size,
-                num_kv_heads=num_kv_heads,
-                num_heads=num_heads,
-                device=device,
-            ),
+            attention=attention,
+            windowed=windowed,
             hot_slots=upload(hot_slots, torch.int32, device) if hot_slots else None,
             ranks=ranks,
         )

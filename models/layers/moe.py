@@ -31,6 +31,7 @@ class MlpParameters:
     down: Weight  # [hidden, size]
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with block-scaled weights
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class MoeParameters:
     gate_up: Weight  # [len(experts), 2 * size, hidden]
     down: Weight  # [len(experts), hidden, size]
     shared: MlpParameters | None
+    logit_bias: torch.Tensor | None = None  # [E], of the router's product
+    gate_up_bias: torch.Tensor | None = None  # [len(experts), 2 * size]
+    down_bias: torch.Tensor | None = None  # [len(experts), hidden], on one rank of those that share an expert
 
     @property
     def capturable(self) -> bool:
@@ -72,12 +76,13 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     gate_up, down = parameters.gate_up, parameters.down
     if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
         return block_scaled_mlp(x, gate_up, down)
-    return linear(gated_linear(x, gate_up, parameters.gate_up_bias), down, parameters.down_bias)
+    gated = gated_linear(x, gate_up, parameters.gate_up_bias, gelu=parameters.gelu)
+    return linear(gated, down, parameters.down_bias)
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
     """x [T, hidden] through the selected experts and the shared one."""
-    weights, experts = route(x, parameters.router, parameters.router_bias, config)
+    weights, experts = route(x, parameters.router, parameters.router_bias, config, parameters.logit_bias)
     routed = grouped_experts(
         x,
         weights,
@@ -86,16 +91,24 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
         parameters.down,
         first=parameters.experts.start,
         num_experts=len(parameters.router),
+        gate_up_bias=parameters.gate_up_bias,
+        down_bias=parameters.down_bias,
+        limit=config.limit,
     )
     return routed if parameters.shared is None else routed + mlp(x, parameters.shared)
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, config: MoeConfig
+    x: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: MoeConfig,
+    logit_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
+    exact = router.dtype == torch.float32 and logit_bias is None
     return select_experts(
-        float_linear(x, router) if router.dtype == torch.float32 else linear(x, router).float(),
+        float_linear(x, router) if exact else linear(x, router, logit_bias).float(),
         bias,
         num_groups=config.num_groups,
         groups_per_token=config.groups_per_token,

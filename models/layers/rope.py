@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from ..config.model import ModelConfig, RopeConfig
+from ..config.model import ModelConfig
+from ..config.rope import RopeConfig
 
 
 class Rotary:
@@ -14,8 +15,11 @@ class Rotary:
     memory.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies, self._magnitude = inverse_frequencies(config.rope, config.rotary_dim)
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, rope: RopeConfig | None = None
+    ) -> None:
+        """`rope` is by default that of `config`."""
+        frequencies, self._magnitude = inverse_frequencies(rope or config.rope, config.rotary_dim)
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
         self._table: torch.Tensor | None = None

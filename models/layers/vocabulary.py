@@ -26,17 +26,23 @@ class Vocabulary:
         self._config = config
         self._parallel = parallel
         self._embedding, self._norm, self._head = embedding, norm, head
+        self._scale: float | None = None  # of embeddings, rounded to their dtype as in transformers
+        if config.scaled_embedding and embedding is not None:
+            self._scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.dtype).item()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden]. Each rank looks up the tokens of its part; the sum over ranks has all of them."""
         assert self._embedding is not None, "the first stage embeds tokens"
         shard = self._parallel.shard.attention
         if shard.tp_size == 1:
-            return look_up(token_ids, self._embedding)
+            return self._scaled(look_up(token_ids, self._embedding))
         own = shard.vocabulary(self._config.vocab_size)
         elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
         rows = look_up((token_ids - own.start).masked_fill_(elsewhere, 0), self._embedding)
-        return self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self._scaled(self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0)))
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._scale is None else rows * self._scale
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of rows [N, hidden], in `out` if given.
@@ -46,6 +52,8 @@ class Vocabulary:
         assert self._norm is not None, "the last stage computes logits"
         assert self._head is not None
         shares = linear(rms_norm(hidden, self._norm, self._config.norm_eps), self._head)
+        if (cap := self._config.logit_cap) is not None:
+            shares = torch.tanh(shares / cap) * cap
         logits = self._parallel.gather_last_dim(shares, self._config.vocab_size)
         if logits is None:
             return None

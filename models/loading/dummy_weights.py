@@ -22,8 +22,8 @@ _FP8_SPREAD = 64.0
 
 
 def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = ()) -> None:
-    """Fill every slot (dense_parameters.py) on its device, a block of rows at a time. `fp8` are the tensors that a
-    checkpoint would store in block-scaled fp8.
+    """Fill every slot (dense_parameters.py) on its device, a block of rows at a time, with values that include its
+    offset. `fp8` are the tensors that a checkpoint would store in block-scaled fp8.
     """
     for name, slot in slots.items():
         mean, spread = _distribution(name, slot.shape)

@@ -42,9 +42,12 @@ def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
     """32 hexadecimal digits. Independent of paths, sharding, the order of tensors and the stop tokens."""
     config = dataclasses.asdict(source.config)
     del config["eos_token_ids"]
-    for name in ("moe", "mixed", "weight_block"):  # the fingerprint is older than these fields
-        if not config[name]:
-            del config[name]
+    for field in dataclasses.fields(source.config):  # the fingerprint is older than fields with a default
+        if field.default is not dataclasses.MISSING and field.name != "mla" and not config[field.name]:
+            del config[field.name]
+    for name in ("biases", "limit"):
+        if config.get("moe") and not config["moe"][name]:
+            del config["moe"][name]
     digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
     if load_format == "dummy":
         digest.update(b"dummy")

@@ -18,6 +18,7 @@ from ..formats.gguf_file import GgufFile
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
+from .mxfp4_checkpoint import Mxfp4Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +47,14 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
+    if isinstance(checkpoint, Mxfp4Checkpoint):
+        checkpoint.log_expansion(slots)
     total_bytes = sum(slot.nbytes for slot in slots.values())
     progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
     for name, slot in slots.items():
         checkpoint.read_into(name, slot)
+        if slot.offset:
+            slot.target.add_(slot.offset)
         progress.add(slot.nbytes / GIB)
 
 
@@ -61,6 +66,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
         return GgufCheckpoint(GgufFile(source.path), source.config)
     files = SafetensorsCheckpoint(source.path)
+    if source.config.mxfp4_experts:
+        return Mxfp4Checkpoint(files)
     plain = source.config.mla is None and source.config.weight_block is None
     return files if plain else BlockScaledCheckpoint(files, source.config)
 

@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...configs.errors import StartupError
-from ...models.config.model import ARCHITECTURES, GGUF_ARCHITECTURES, SPARSE_ARCHITECTURES, ModelConfig
+from ...models.config.model import ModelConfig
 from ...models.loading.catalog import EMBEDDED_MODEL, GEOMETRIES, locate_geometry, locate_model
+from .families import FamilyRow, family_rows
 
 GIB = 1 << 30
 _FP8_KEY_BYTES = 132
@@ -32,11 +33,9 @@ def run_models() -> int:
 
 def listing() -> Group:
     """Both tables, and how to serve a model."""
-    families = _table("family", "architecture", "formats", "attention")
-    for name, family in ARCHITECTURES.items():
-        formats = "safetensors, GGUF" if family in GGUF_ARCHITECTURES else "safetensors"
-        attention = "sparse (HiSparse)" if family in SPARSE_ARCHITECTURES else "full"
-        families.add_row(family, name, formats, "latent" if family == "deepseek_v3" else attention)
+    families = _table(*FamilyRow._fields)
+    for row in family_rows():
+        families.add_row(*row)
     models = _table("model", "family", "size", "weights", "KV", "context", numbers=4)
     for name, config in _known_models():
         if config is None:

@@ -44,9 +44,13 @@ CASES = {
         },
         decode_page=64,
     ),
-    "qwen2-bias": Case("qwen2", {}, decode_page=5),
+    "qwen2-bias-window": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}, decode_page=5
+    ),
     "qwen3-qk-norm": Case("qwen3", {}, decode_page=1),
-    "mistral": Case("mistral", {}, decode_page=8),
+    "mistral-window": Case("mistral", {"sliding_window": 40}, decode_page=8),
+    "gemma3": Case("gemma3_text", {}, decode_page=8),
+    "gpt-oss": Case("gpt_oss", {}, decode_page=8),
     "mixtral": Case("mixtral", {}, decode_page=16),
     "qwen3-moe": Case("qwen3_moe", {"norm_topk_prob": True}, decode_page=16),
 }
@@ -61,7 +65,9 @@ class Pair(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias", "qwen3-moe"])
+@pytest.fixture(
+    scope="module", params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias-window", "qwen3-moe"]
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     case = CASES[request.param]
     model = make_checkpoint(tmp_path_factory.mktemp("model"), case.architecture, **case.config)

@@ -40,10 +40,12 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Five layers make stages unequal. With two KV heads for four ranks, two ranks each hold the same head."""
+    """Five layers make stages unequal; all but the third have a window that is shorter than prompts. With two KV heads
+    for four ranks, two ranks each hold the same head.
+    """
     directory = make_checkpoint(
         tmp_path_factory.mktemp("ranks-model"),
-        "qwen3",
+        "gemma3_text",
         num_hidden_layers=5,
         num_attention_heads=8,
         num_key_value_heads=2 if not FULL else 4,

@@ -47,6 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
         num_key_value_heads=4,
         head_dim=16,
         max_position_embeddings=8192,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=1,
     )
     rng = random.Random(4)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]

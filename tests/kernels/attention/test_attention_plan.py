@@ -19,18 +19,22 @@ from pdserve.kernels.attention.attention_plan import (
 @given(
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
     st.integers(1, 80),
+    st.none() | st.integers(1, 3000),
 )
-def test_pieces_cover_every_key_once(lengths: list[int], spare: int) -> None:
-    pieces, piece_starts = cut_decode(np.array(lengths, dtype=np.int32), len(lengths) + spare)
+def test_pieces_cover_every_visible_key_once(lengths: list[int], spare: int, window: int | None) -> None:
+    pieces, piece_starts = cut_decode(np.array(lengths, dtype=np.int32), len(lengths) + spare, window)
+    firsts = [max(0, length - (window or length)) for length in lengths]
     assert pieces.shape[1] <= len(lengths) + spare
     assert piece_starts[-1] == pieces.shape[1]
     keys: list[list[int]] = [[] for _ in lengths]
     for sequence, start, end, number in pieces.T.tolist():
         assert start < end
-        assert start % PIECE_TOKENS == 0
+        assert (start - firsts[sequence]) % PIECE_TOKENS == 0
         assert piece_starts[sequence] <= number < piece_starts[sequence + 1]
         keys[sequence] += range(start, end)
-    assert [sorted(found) for found in keys] == [list(range(length)) for length in lengths]
+    assert [sorted(found) for found in keys] == [
+        list(range(first, length)) for first, length in zip(firsts, lengths, strict=True)
+    ]
     assert sorted(pieces[3].tolist()) == list(range(pieces.shape[1]))
 
 
@@ -47,7 +51,7 @@ def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: in
     kv_lens = np.array([query_len, 50, 5000], dtype=np.int32)
     found, splits = cut_tiles(query_lens, kv_lens, 1)
     assert splits.shape == (4, 0)
-    copies, copy_starts = cut_copies(np.where(query_lens > 0, kv_lens, 0))
+    copies, copy_starts = cut_copies(query_lens, kv_lens)
     tiles = found.T.tolist()
     covered: dict[int, list[int]] = {0: [], 2: []}
     for sequence, first, first_block, end_block, part in tiles:
@@ -71,13 +75,15 @@ def test_tiles_cover_every_query_once_and_long_contexts_come_first(query_len: in
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 40_000)), min_size=1, max_size=6),
     st.integers(1, 20),
     st.booleans(),
+    st.none() | st.integers(1, 5000),
 )
-def test_parts_cover_every_key_of_their_tile_once(
-    lengths: list[tuple[int, int]], most_parts: int, last_only: bool
+def test_parts_cover_every_visible_key_of_their_tile_once(
+    lengths: list[tuple[int, int]], most_parts: int, last_only: bool, window: int | None
 ) -> None:
     query_lens = np.array([queries for queries, _ in lengths], dtype=np.int32)
     kv_lens = query_lens + np.array([cached for _, cached in lengths], dtype=np.int32)
-    entries, splits = cut_tiles(query_lens, kv_lens, most_parts, last_only=last_only)
+    entries, splits = cut_tiles(query_lens, kv_lens, most_parts, last_only=last_only, window=window)
+    copied = {tuple(copy) for copy in cut_copies(query_lens, kv_lens, window)[0].T.tolist()}
     blocks: dict[tuple[int, int], list[int]] = {}
     parts: dict[tuple[int, int], list[int]] = {}
     for sequence, first, first_block, end_block, part in entries.T.tolist():
@@ -94,8 +100,12 @@ def test_parts_cover_every_key_of_their_tile_once(
     }
     assert blocks.keys() == expected
     for (sequence, first), found in blocks.items():
-        last_key = min(kv_lens[sequence] - query_lens[sequence] + first + TILE_QUERIES, kv_lens[sequence]) - 1
-        assert sorted(found) == list(range(last_key // COPY_TOKENS + 1))
+        position = int(kv_lens[sequence] - query_lens[sequence]) + first
+        first_key, last_key = 0, min(position + TILE_QUERIES, kv_lens[sequence]) - 1
+        if window is not None:
+            first_key = max(0, position - window + 1)
+        assert sorted(found) == list(range(first_key // COPY_TOKENS, last_key // COPY_TOKENS + 1))
+        assert {(sequence, block * COPY_TOKENS) for block in found} <= copied
     assert {(sequence, first): list(range(start, end)) for sequence, first, start, end in splits.T.tolist()} == {
         tile: sorted(numbers) for tile, numbers in parts.items()
     }

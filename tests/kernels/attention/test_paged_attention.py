@@ -5,12 +5,16 @@ import random
 import pytest
 import torch
 
-from pdserve.kernels.attention.paged_attention import GatherPlan, paged_attention, plan_attention
+from pdserve.kernels.attention.gather_plan import GatherPlan
+from pdserve.kernels.attention.paged_attention import paged_attention, plan_attention
 from pdserve.kernels.backends.dispatch import Impl
 from tests.kernels.numba_kernels import needs_numba
+from tests.kernels.places import PLACES, each_of
 from tests.kernels.poison import poisoned
 
 CPU = torch.device("cpu")
+
+everywhere = each_of(*PLACES, ("numba", "cpu"), ("triton", "cpu"))
 
 # (query_len, kv_len) of each sequence
 BATCHES = {
@@ -42,16 +46,26 @@ def pools(
     return data[:, 1, 0], data[:, 1, 1]
 
 
-def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """query [L, Hq, D], key and value [T, Hkv, D], one query head at a time in float64."""
     length, heads, _ = query.shape
     group = heads // key.shape[1]
     position = torch.arange(len(key) - length, len(key), device=query.device)
-    hidden = torch.arange(len(key), device=query.device) > position.unsqueeze(1)
+    distance = position.unsqueeze(1) - torch.arange(len(key), device=query.device)
+    hidden = (distance < 0) | (distance >= (window or len(key)))
     out = torch.empty_like(query, dtype=torch.float64)
     for head in range(heads):
         scores = query[:, head].double() @ key[:, head // group].double().T * scale
-        out[:, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, head // group].double()
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[head].double().exp())
+        out[:, head] = weights / total @ value[:, head // group].double()
     return out
 
 
@@ -64,11 +78,14 @@ def check(
     page_size: int,
     dtype: torch.dtype,
     where: tuple[Impl, torch.device],
+    window: int | None = None,
+    with_sinks: bool = False,
 ) -> None:
-    """Run (query_len, kv_len) sequences over scattered pages and compare with `exact`."""
+    """Run (query_len, kv_len) sequences on scattered pages and compare with `exact`; pages before a window hold NaN."""
     impl, device = where
     scale = dim**-0.5
     generator = torch.Generator().manual_seed(7)
+    sinks = 3 * torch.randn(heads, generator=generator).to(device) if with_sinks else None
     num_pages = sum(-(-kv_len // page_size) for _, kv_len in lengths) + 1
     free = random.Random(8).sample(range(num_pages), num_pages)
     unused = free.pop()
@@ -78,13 +95,14 @@ def check(
         query = torch.randn(query_len, heads, dim, generator=generator).to(device, dtype)
         key, value = torch.randn(2, kv_len, kv_heads, dim, generator=generator).to(device, dtype)
         pages = [free.pop() for _ in range(-(-kv_len // page_size))]
-        slots = torch.arange(kv_len, device=device)
+        first = max(0, kv_len - query_len - (window or kv_len) + 1) // page_size * page_size
+        slots = torch.arange(first, kv_len, device=device)
         page_ids = torch.tensor(pages, device=device)[slots // page_size]
-        key_pages[page_ids, :, slots % page_size] = key
-        value_pages[page_ids, :, slots % page_size] = value
+        key_pages[page_ids, :, slots % page_size] = key[first:]
+        value_pages[page_ids, :, slots % page_size] = value[first:]
         queries.append(query)
         tables.append([*pages, unused])  # a page reserved for growth, never read
-        expected.append(exact(query, key, value, scale))
+        expected.append(exact(query, key, value, scale, window, sinks))
     plan = plan_attention(
         [query_len for query_len, _ in lengths],
         [kv_len for _, kv_len in lengths],
@@ -92,10 +110,11 @@ def check(
         page_size=page_size,
         num_kv_heads=kv_heads,
         device=device,
+        window=window,
         impl=impl,
     )
     with poisoned(impl):
-        out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale)
+        out = paged_attention(torch.cat(queries), key_pages, value_pages, plan, scale=scale, sinks=sinks)
     assert out.dtype == dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=tolerance)
@@ -133,15 +152,65 @@ def test_long_sequences_equal_float64(
     check(LONG_BATCHES[batch], heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size, dtype=dtype, where=where)
 
 
+@pytest.mark.parametrize(("window", "with_sinks"), [(1, False), (8, False), (20, True), (None, True)])
+def test_windows_and_sinks_equal_float64(
+    window: int | None, with_sinks: bool, everywhere: tuple[Impl, torch.device]
+) -> None:
+    check(
+        [(1, 50), (9, 9), (1, 3), (30, 60), (1, 49), (8, 150), (1, 50)],
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        page_size=8,
+        dtype=torch.float32,
+        where=everywhere,
+        window=window,
+        with_sinks=with_sinks,
+    )
+
+
+@pytest.mark.parametrize("window", [100, 300])
+def test_window_over_several_blocks_equals_float64(window: int, everywhere: tuple[Impl, torch.device]) -> None:
+    """Blocks before the window, at its start, inside it and on the diagonal."""
+    check([(200, 700)], heads=2, kv_heads=1, dim=16, page_size=16, dtype=torch.float32, where=everywhere, window=window)
+
+
+@pytest.mark.parametrize("batch", LONG_BATCHES)
+@pytest.mark.parametrize(("dim", "page_size", "window"), [(128, 16, 512), (64, 32, 128), (256, 64, 1000)])
+@pytest.mark.gpu
+def test_window_of_long_sequences_equals_float64(batch: str, dim: int, page_size: int, window: int) -> None:
+    check(
+        LONG_BATCHES[batch],
+        heads=8,
+        kv_heads=2,
+        dim=dim,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        where=("auto", torch.device("cuda")),
+        window=window,
+    )
+
+
+@pytest.mark.parametrize(("window", "with_sinks"), [(None, False), (300, False), (300, True)])
 @pytest.mark.parametrize("dim", [16, 128])
 def test_divided_tiles_equal_float64(
-    dim: int, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
+    dim: int, window: int | None, with_sinks: bool, anywhere: tuple[Impl, torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of a single block of keys, of which the last one has keys that early queries do not see."""
     monkeypatch.setattr("pdserve.kernels.attention.attention_plan.LEAST_PART_BLOCKS", 1)
     lengths = [(5, 700)] if dim == 128 else [(5, 700), (1, 9), (100, 260)]
     dtype = torch.float16 if anywhere[1].type == "cuda" else torch.float32
-    check(lengths, heads=4, kv_heads=2, dim=dim, page_size=16, dtype=dtype, where=anywhere)
+    check(
+        lengths,
+        heads=4,
+        kv_heads=2,
+        dim=dim,
+        page_size=16,
+        dtype=dtype,
+        where=anywhere,
+        window=window,
+        with_sinks=with_sinks,
+    )
 
 
 @needs_numba

@@ -35,10 +35,13 @@ def test_both_equal_float64(
         expected = expected + offset.double()
     with poisoned(impl):
         plain, gated = linear(x, weight, offset, impl=impl), gated_linear(x, weight, offset, impl=impl)
+        gelu_gated = gated_linear(x, weight, offset, gelu=True, impl=impl)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(plain.double(), expected, rtol=tolerance, atol=tolerance)
     gate, up = expected.chunk(2, dim=-1)
     torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, rtol=2 * tolerance, atol=2 * tolerance)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(gelu_gated.double(), gelu * up, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 @needs_numba

@@ -5,7 +5,16 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.linear.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
+
+everywhere = each_of(
+    ("reference", "cpu", torch.float16),
+    ("reference", "cpu", torch.bfloat16),
+    ("triton", "cpu", torch.float16),  # the interpreter does not round to bfloat16
+    ("triton", "cuda", torch.float16),
+    ("triton", "cuda", torch.bfloat16),
+)
 
 # a 16-bit result has at most two roundings: of the quotient and of the product
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -30,6 +39,18 @@ def test_both_equal_float64(rows: int, size: int, dtype: torch.dtype, anywhere: 
     torch.testing.assert_close(alone.double(), exact(x, weight, 1e-2), rtol=tolerance, atol=1e-6)
     assert total.equal(x + y)
     torch.testing.assert_close(normed.double(), exact(total, weight, 1e-2), rtol=tolerance, atol=1e-6)
+
+
+def test_float32_weights_are_rounded_once(everywhere: tuple[Impl, torch.device, torch.dtype]) -> None:
+    """Two roundings would be up to twice as far from the exact result."""
+    impl, device, dtype = everywhere
+    x = (3 * torch.randn(5, 96, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+    weight = 1 + torch.randn(96, generator=torch.Generator().manual_seed(1)).to(device)
+    with poisoned(impl):
+        found = rms_norm(x, weight, 1e-2, impl=impl)
+    assert found.dtype == dtype
+    half_a_step = 1.001 * torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(found.double(), exact(x, weight, 1e-2), rtol=half_a_step, atol=1e-7)
 
 
 @pytest.mark.gpu

@@ -16,11 +16,13 @@ def test_equals_float64(rows: int, size: int, dtype: torch.dtype, anywhere: tupl
     gate_up = (4 * torch.randn(rows, 2 * size, generator=generator)).to(device, dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     with poisoned(impl):
-        out = swiglu(gate_up, impl=impl)
-    assert out.dtype == dtype
+        out, gelu = swiglu(gate_up, impl=impl), swiglu(gate_up, gelu=True, impl=impl)
+    assert out.dtype == gelu.dtype == dtype
     # two roundings in 16 bits; float32 exp is good to a few ulp
     tolerance = 2e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out.double(), gate * gate.sigmoid() * up, rtol=tolerance, atol=1e-6)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(gelu.double(), expected, rtol=tolerance, atol=2e-6)
 
 
 @pytest.mark.gpu

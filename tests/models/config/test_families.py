@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.config.model import ModelConfig, read_hf_config
+from pdserve.models.config.rope import RopeConfig
 from pdserve.models.config.sharding import Shard
 from tests.checkpoints import TinyArchitecture, make_checkpoint
 
@@ -15,7 +16,7 @@ from tests.checkpoints import TinyArchitecture, make_checkpoint
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("families")
-    names: tuple[TinyArchitecture, ...] = ("mistral", "mixtral", "qwen3_moe")
+    names: tuple[TinyArchitecture, ...] = ("mistral", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
     for name in names:
         make_checkpoint(root / name, name)
     return root
@@ -41,6 +42,29 @@ def test_experts_are_read(checkpoints: Path, tmp_path: Path) -> None:
     assert (published.moe.num_experts, published.mixed) == (4, (False, True, True))
 
 
+def test_windows_are_read(checkpoints: Path, tmp_path: Path) -> None:
+    def windows(name: str, **changes: Any) -> list[int | None]:
+        config = read(checkpoints, tmp_path, name, **changes)
+        return [config.window_of(layer) for layer in range(config.num_layers)]
+
+    assert windows("mistral", sliding_window=8) == [8, 8, 8]
+    assert windows("mistral") == [4096, 4096, 4096]  # the default of a configuration that does not mention it
+    assert read_hf_config(checkpoints / "mistral").window is None  # null
+    assert windows("gemma3_text", layer_types=None) == [24, 24, None]
+    assert windows("gpt_oss", layer_types=None) == [24, None, 24]
+    assert windows("mixtral") == [None, None, None]
+    assert windows("qwen3_moe", use_sliding_window=True, sliding_window=8) == [8, 8, 8]
+    assert windows("qwen3_moe", use_sliding_window=False, sliding_window=8) == [None, None, None]
+
+
+def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_path: Path) -> None:
+    spelling: dict[str, Any] = {"rope_parameters": None, "rope_theta": 5e5, "rope_local_base_freq": 2e4}
+    spelling |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = read(checkpoints, tmp_path, "gemma3_text", **spelling)
+    assert config.rope == RopeConfig("linear", 5e5, 8.0)
+    assert config.local_rope == RopeConfig(theta=2e4)
+
+
 def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None:
     dense, mixtral = (read_hf_config(checkpoints / name) for name in ("mistral", "mixtral"))
     mlp = 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers
@@ -50,9 +74,30 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("mistral", {"sliding_window": 4096}, "sliding_window is 4096; only full attention is supported"),
-        ("mistral", {"sliding_window": None}, "sliding_window is 4096 by default; only full attention"),
-        ("mixtral", {"sliding_window": 128}, "sliding_window is 128; only full attention is supported"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        (
+            "mistral",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "layer_types has full_attention beside sliding_window = 8, which all layers of this family have",
+        ),
+        ("mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"]}, "one entry for each of 3 layers"),
+        (
+            "gemma3_text",
+            {"hidden_activation": "gelu"},
+            "hidden_activation 'gelu' is not supported; supported is",
+        ),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported; supported is"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        (
+            "gemma3_text",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "quantised weights are not supported for gemma3_text; supported are 16 and 32 bits",
+        ),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            r"quantised weights \(awq\) are not supported; supported are mxfp4 experts",
+        ),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_local_experts = 8"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, got 0"),
         ("qwen3_moe", {"num_local_experts": None}, "num_local_experts is missing"),

@@ -92,6 +92,12 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 
+QWEN3_WINDOWS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
@@ -109,6 +115,26 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3-moe-some-layers": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-other-fields": (
+        "gemma3_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+            "attention_bias": True,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {}),
+    "mistral-window": ("mistral", {"sliding_window": 40}),
+    "mixtral-window": ("mixtral", {"sliding_window": 40}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3-window": ("qwen3", QWEN3_WINDOWS),
+    "qwen3-moe-window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 24}),
     **{f"llama-rope-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
 
@@ -132,9 +158,10 @@ def test_logits_and_greedy_tokens_equal_transformers(shape: str, tmp_path: Path)
     assert greedy(runner, cache, token_ids, pages, 24) == reference_greedy(reference, token_ids, 24)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
-    directory = make_checkpoint(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3")
+@pytest.fixture(scope="module", params=["full", "windowed"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
+    windows = QWEN3_WINDOWS if request.param == "windowed" else {}
+    directory = make_checkpoint(tmp_path_factory.mktemp("tiny-qwen3"), "qwen3", **windows)
     return load(directory), load_reference(directory)
 
 

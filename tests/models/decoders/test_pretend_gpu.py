@@ -74,9 +74,12 @@ def prefilled(directory: Path, dtype: torch.dtype) -> Model:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """In 16 bits, which have kernels of their own; Triton's interpreter does not support bfloat16."""
+    """In 16 bits, which have kernels of their own; Triton's interpreter does not support bfloat16. The first layer has
+    a sliding window.
+    """
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return prefilled(make_checkpoint(tmp_path_factory.mktemp("dense"), "qwen3", **sizes), torch.float16)
+    sizes |= {"sliding_window": 13, "sliding_window_pattern": 2}
+    return prefilled(make_checkpoint(tmp_path_factory.mktemp("dense"), "gemma3_text", **sizes), torch.float16)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import load_reference, make_checkpoint, reference_greedy, reference_logits
+from tests.checkpoints import TinyArchitecture, load_reference, make_checkpoint, reference_greedy, reference_logits
 from tests.models.graphs.steps import run_graph
 
 PAGE_SIZE, NUM_PAGES, MAX_BATCH, MAX_CONTEXT = 4, 512, 20, 200
@@ -41,9 +41,9 @@ def test_token_counts_are_multiples_of_a_tile_from_128_on() -> None:
 class Setup:
     """A tiny model on the GPU, its pool and graphs, and transformers' model on the CPU."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, architecture: TinyArchitecture) -> None:
         device = torch.device("cuda")
-        make_checkpoint(directory, "qwen3")
+        make_checkpoint(directory, architecture)
         source = locate_model(str(directory))
         parameters = DecoderParameters.allocate(source.config, device=device, dtype=torch.float32)
         load_weights(source, parameters.slots())
@@ -69,9 +69,10 @@ class Setup:
         return prompts, pages
 
 
-@pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    return Setup(tmp_path_factory.mktemp("tiny-qwen3"))
+@pytest.fixture(scope="module", params=["qwen3", "gemma3_text"])
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """gemma3_text has windows."""
+    return Setup(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 @pytest.mark.gpu

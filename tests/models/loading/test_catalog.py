@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.models.config.model import RopeConfig, read_hf_config
+from pdserve.models.config.model import read_hf_config
+from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprint
 from tests.checkpoints import EOS_ID, make_checkpoint
@@ -127,8 +128,10 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "bert"}, "architecture bert is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "window of 64 from layer 1"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            r"layer_types has sliding_attention \(there is no sliding_window\); supported here: full_attention",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -145,11 +148,13 @@ def test_unsupported_config_is_refused(changes: dict[str, Any], message: str, co
         locate_model(str(copy))
 
 
-def test_sliding_window_without_effect_is_accepted(copy: Path) -> None:
-    edit(copy, use_sliding_window=False, sliding_window=64, max_window_layers=1)
-    locate_model(str(copy))
-    edit(copy, use_sliding_window=True, sliding_window=64, max_window_layers=3)
-    locate_model(str(copy))
+@pytest.mark.parametrize(
+    "changes", [{"use_sliding_window": False, "max_window_layers": 1}, {"use_sliding_window": True}], ids=str
+)
+def test_sliding_window_without_effect_is_accepted(changes: dict[str, Any], copy: Path) -> None:
+    fields = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 3}
+    edit(copy, **(fields | changes))
+    assert locate_model(str(copy)).config.window is None
 
 
 def test_old_and_new_spellings_of_rope_and_dtype_are_the_same(copy: Path) -> None:

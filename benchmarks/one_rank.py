@@ -28,7 +28,7 @@ from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.sharding import Shard
-from pdserve.models.decoders import dsa as decoder_module
+from pdserve.models.decoders import latent as decoder_module
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.graphs.capture import StepGraphs
 from pdserve.models.graphs.dsa import DsaStep

@@ -17,7 +17,7 @@ from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.dense_mla import tile_plan
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.sharding import WHOLE
-from pdserve.models.decoders import dsa
+from pdserve.models.decoders import latent
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.slots import Slot
 from pdserve.models.grammar.compiler import GrammarCompiler
@@ -173,7 +173,7 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
         return rows
 
     rows = torch.randn(3, config.hidden_size)
-    decoder_module: Any = dsa
+    decoder_module: Any = latent
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_module, "feed_forward", mlp)
         with one_rank.exchanging(layout, CPU):
@@ -246,9 +246,10 @@ def test_grammar_benchmark_follows_the_grammar() -> None:
     grammars = grammar.TimedGrammars(compiler, 2)  # asserts that no row has a problem
     executor = Executor(bench.runner, bench.cache, (grammar.EOS,), overlap=True, grammars=grammars)
     executor.samples_later = True
-    timing = grammar.time_steps(bench, executor, 2, 40, 30, True)
+    steps = grammar.ANSWER_TOKENS + 30
+    timing = grammar.time_steps(bench, executor, 2, 40, steps, True)
     assert timing.mean_ms > 0
-    assert len(grammars.seconds) == 30
+    assert len(grammars.seconds) == steps
     assert grammar.time_first_tokens(bench, executor, 20, True) > 0
 
 

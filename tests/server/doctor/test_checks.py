@@ -210,7 +210,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         changed(CPU_HOST, peers=(Peer("p:8998", False, "authentication failed: cluster_key differs"),)),
         "fail",
         "p:8998: authentication failed",
-        "operations.md",
+        "troubleshooting.md",
     ),
 ]
 

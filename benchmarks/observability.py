@@ -119,6 +119,8 @@ async def _rounds(
                 summary = (await measure(bench, screen)).summary
             if summary.failed:
                 raise PdserveError(f"{summary.failed} requests failed: {summary.failures}")
+            name = "watched" if pair is watched else "plain"
+            screen.print(f"round {number}, {name}: {summary.output_tokens_per_s:.1f} output tokens/s")
             if number:
                 rates[pair is watched].append(summary.output_tokens_per_s)
     return rates

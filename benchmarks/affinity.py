@@ -58,7 +58,10 @@ def main() -> int:
     try:
         for case in CASES:
             screen.print(f"{case.name} ...")
-            results[case.name] = _measure(case, options, screen)
+            results[case.name] = found = _measure(case, options, screen)
+            screen.print(
+                f"{case.name}: {found.cached_tokens} of {found.prompt_tokens} tokens reused, {found.seconds:.0f} s"
+            )
     except PdserveError as error:
         screen.print(f"error: {error}", style="red", markup=False)
         return 1

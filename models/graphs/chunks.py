@@ -22,7 +22,16 @@ from ...kernels.attention.attention_plan import (
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
-from .inputs import SLICE_SECTIONS, TOKEN_SECTIONS, InputBuffer, fill_chunks, pages_in_use, replace_single_tokens
+from .inputs import (
+    SLICE_SECTIONS,
+    TOKEN_SECTIONS,
+    InputBuffer,
+    chunks_size,
+    fill_chunks,
+    pages_in_use,
+    replace_single_tokens,
+    token_batch,
+)
 
 COPIED_TOKENS = 32768
 """Room for keys and values that attention copies out of their pages. Over longer contexts a step takes so long that a
@@ -99,11 +108,10 @@ class ChunkStep:
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         copied = sum(round_up(piece.end, COPY_TOKENS) for piece in slices if self._tiled(piece))
-        longest = max((piece.end for piece in slices), default=0)
-        too_long = longest > self._max_pages * self._pool.page_size or copied > COPIED_TOKENS
-        if too_long or len(slices) > self._max_slices:
+        if copied > COPIED_TOKENS:
             return None
-        return sum(len(piece.token_ids) for piece in slices)
+        max_context = self._max_pages * self._pool.page_size
+        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
@@ -208,12 +216,9 @@ class ChunkStep:
     def _batch(self, size: int) -> ForwardBatch:
         parts = self._inputs.device
         attention, *windowed = (self._plan(size, *plan) for plan in self._plans)
-        return ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
+        return token_batch(
+            parts,
+            size,
             last_rows=parts["last_rows"][: self._slices(size)],
             attention=attention,
             windowed=windowed[0] if windowed else None,

@@ -10,7 +10,7 @@ from ...kernels.attention.attention_plan import Tiles, WorkPlan, cut_decode, num
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
-from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use
+from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use, token_batch
 
 
 class DenseStep:
@@ -112,13 +112,4 @@ class DenseStep:
         """The first `size` rows as a batch of single tokens."""
         parts = self._inputs.device
         attention, *windowed = (self._plan(size, *plan) for plan in self._plans)
-        return ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
-            last_rows=None,
-            attention=attention,
-            windowed=windowed[0] if windowed else None,
-        )
+        return token_batch(parts, size, attention=attention, windowed=windowed[0] if windowed else None)

@@ -8,9 +8,9 @@ from ...kernels.mla.index_plan import IndexPlan
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ..decoders.dsa import DsaDecoder
-from ..layers.batch import ForwardBatch, SequenceSlice
+from ..layers.batch import SequenceSlice
 from ..layers.hot_rows import all_resident
-from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use
+from .inputs import TOKEN_SECTIONS, InputBuffer, PageTable, decode_size, fill_tokens, pages_in_use, token_batch
 
 
 class DsaStep:
@@ -34,9 +34,7 @@ class DsaStep:
             },
             cache.device,
         )
-        self._table = self._inputs.host["page_table"].reshape(max_batch, max_pages)
-        self._known = [KnownPages() for _ in range(max_batch)]
-        """The pages that each row of the table starts with, on the host and on the device."""
+        self._table = PageTable(self._inputs.host["page_table"], max_batch, max_pages)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
@@ -49,23 +47,11 @@ class DsaStep:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
-        batch = ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
-            last_rows=None,
-            attention=None,
-            hot_slots=parts["hot_slots"][:size],
-            all_resident=kind == 1,
-        )
+        batch = token_batch(parts, size, hot_slots=parts["hot_slots"][:size], all_resident=kind == 1)
         return self._decoder.hidden(batch, self._cache, hidden=received, live_rows=parts["live_rows"], plan=plan)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        """Padded rows see no tokens. A long sequence has thousands of pages and seldom gets a new one: the table is
-        copied up to the last row that changed.
-        """
+        """Padded rows see no tokens."""
         host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
         used = pages_in_use(slices, page_size)
         self._inputs.wait()
@@ -80,10 +66,5 @@ class DsaStep:
             assert len(hot_slots) == live, "a sequence over a HiSparse cache has a hot slot"
             host["hot_slots"][:live] = hot_slots
             host["hot_slots"][live:size] = 0
-        changed_rows = 0
-        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
-            if self._known[row].update(piece.pages, count):
-                self._table[row, :count] = self._known[row].array
-                changed_rows = row + 1
-        self._inputs.upload(changed_rows * self._max_pages)
+        self._inputs.upload(self._table.fill(slices, used))
         return kind

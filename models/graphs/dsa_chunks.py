@@ -12,9 +12,18 @@ from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ..decoders.dsa import DsaDecoder
-from ..layers.batch import ForwardBatch, SequenceSlice
+from ..layers.batch import SequenceSlice
 from ..layers.hot_rows import all_resident
-from .inputs import SLICE_SECTIONS, TOKEN_SECTIONS, InputBuffer, fill_chunks, pages_in_use, replace_single_tokens
+from .inputs import (
+    SLICE_SECTIONS,
+    TOKEN_SECTIONS,
+    InputBuffer,
+    chunks_size,
+    fill_chunks,
+    pages_in_use,
+    replace_single_tokens,
+    token_batch,
+)
 
 LARGEST_STEP = 1024
 """Tokens of a step. In larger steps the GPU is slower than the host that launches."""
@@ -58,12 +67,10 @@ class DsaChunkStep:
         self._table = self._inputs.host["page_table"].reshape(max_slices, self._max_pages)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        longest = max((piece.end for piece in slices), default=0)
-        if longest > self._max_pages * self._cache.page_size or len(slices) > self._max_slices:
-            return None
         if isinstance(self._cache, HiSparseCache) and not all_resident(self._cache, slices):
             return None
-        return sum(len(piece.token_ids) for piece in slices)
+        max_context = self._max_pages * self._cache.page_size
+        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
@@ -88,14 +95,10 @@ class DsaChunkStep:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table, parts["sequence"][:size], parts["visible"][:size])
-        batch = ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
+        batch = token_batch(
+            parts,
+            size,
             last_rows=parts["last_rows"][: min(size, self._max_slices)],
-            attention=None,
             hot_slots=parts["hot_slots"][:size],
             all_resident=True,
         )

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ...kernels.attention.attention_plan import IntArray
+from ...kernels.attention.paged_attention import AttentionPlan
 from ...memory.pages import pages_for
-from ..layers.batch import SequenceSlice, token_rows
+from ..layers.batch import ForwardBatch, SequenceSlice, token_rows
 
 
 class InputBuffer:
@@ -67,8 +68,53 @@ class KnownPages:
         return True
 
 
+class PageTable:
+    """A section of an input buffer with the page ids of the sequences of a decode batch, `width` for each row."""
+
+    def __init__(self, section: IntArray, rows: int, width: int) -> None:
+        self._table = section.reshape(rows, width)
+        self._known = [KnownPages() for _ in range(rows)]
+        """The pages that each row of the table starts with, on the host and on the device."""
+
+    def fill(self, slices: Sequence[SequenceSlice], used: Sequence[int]) -> int:
+        """Set the first pages of each sequence, `used` of them. Returns the elements to upload: up to the last row that
+        changed.
+        """
+        changed_rows = 0
+        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
+            if self._known[row].update(piece.pages, count):
+                self._table[row, :count] = self._known[row].array
+                changed_rows = row + 1
+        return changed_rows * self._table.shape[1]
+
+
 TOKEN_SECTIONS = ("token_ids", "positions", "page_ids", "offsets")
 """Sections with one element per row of the batch, for every architecture."""
+
+
+def token_batch(
+    parts: Mapping[str, torch.Tensor],
+    size: int,
+    *,
+    last_rows: torch.Tensor | None = None,
+    attention: AttentionPlan | None = None,
+    windowed: AttentionPlan | None = None,
+    hot_slots: torch.Tensor | None = None,
+    all_resident: bool = False,
+) -> ForwardBatch:
+    """The first `size` rows of TOKEN_SECTIONS as a batch."""
+    return ForwardBatch(
+        slices=(),
+        token_ids=parts["token_ids"][:size],
+        positions=parts["positions"][:size],
+        page_ids=parts["page_ids"][:size],
+        offsets=parts["offsets"][:size],
+        last_rows=last_rows,
+        attention=attention,
+        windowed=windowed,
+        hot_slots=hot_slots,
+        all_resident=all_resident,
+    )
 
 
 def decode_size(slices: Sequence[SequenceSlice], max_context: int) -> int | None:
@@ -86,6 +132,13 @@ def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], s
     host["offsets"][:live] = [piece.start % page_size for piece in slices]
     for name in TOKEN_SECTIONS:
         host[name][live:size] = 0
+
+
+def chunks_size(slices: Sequence[SequenceSlice], *, max_slices: int, max_context: int) -> int | None:
+    """Rows of a batch of chunks; None for too many of them, or beyond `max_context`."""
+    if len(slices) > max_slices or any(piece.end > max_context for piece in slices):
+        return None
+    return sum(len(piece.token_ids) for piece in slices)
 
 
 SLICE_SECTIONS = ("row_starts", "query_lens", "last_rows")

@@ -22,17 +22,19 @@ from ...kernels.dense_mla.tile_plan import (
 )
 from ...memory.kv_pool import KvCache
 from ..decoders.mla import MlaDecoder
-from ..layers.batch import ForwardBatch, SequenceSlice
+from ..layers.batch import SequenceSlice
 from .inputs import (
     SLICE_SECTIONS,
     TOKEN_SECTIONS,
     InputBuffer,
-    KnownPages,
+    PageTable,
+    chunks_size,
     decode_size,
     fill_chunks,
     fill_tokens,
     pages_in_use,
     replace_single_tokens,
+    token_batch,
 )
 
 
@@ -92,9 +94,7 @@ class MlaStep:
             },
             cache.device,
         )
-        self._table = self._inputs.host["page_table"].reshape(max_batch, max_pages)
-        self._known = [KnownPages() for _ in range(max_batch)]
-        """The pages that each row of the table starts with, on the host and on the device."""
+        self._table = PageTable(self._inputs.host["page_table"], max_batch, max_pages)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         return decode_size(slices, self._max_pages * self._cache.page_size)
@@ -104,22 +104,11 @@ class MlaStep:
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
-        batch = ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
-            last_rows=None,
-            attention=None,
-        )
-        plan = self._plan.plan(parts, size, size)
+        batch, plan = token_batch(parts, size), self._plan.plan(parts, size, size)
         return self._decoder.hidden(batch, self._cache, hidden=received, live_rows=parts["live_rows"], plan=plan)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        """Padded rows see no tokens. A long sequence has thousands of pages and seldom gets a new one: the table is
-        copied up to the last row that changed.
-        """
+        """Padded rows see no tokens."""
         host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
         used = pages_in_use(slices, page_size)
         kv_lens = np.zeros(size, dtype=np.int32)
@@ -128,12 +117,7 @@ class MlaStep:
         host["live_rows"][0] = live
         fill_tokens(host, slices, size, page_size)
         self._plan.fill(host, np.ones(size, dtype=np.int32), kv_lens)
-        changed_rows = 0
-        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
-            if self._known[row].update(piece.pages, count):
-                self._table[row, :count] = self._known[row].array
-                changed_rows = row + 1
-        self._inputs.upload(changed_rows * self._max_pages)
+        self._inputs.upload(self._table.fill(slices, used))
         return 0
 
 
@@ -173,10 +157,8 @@ class MlaChunkStep:
         self._table = self._inputs.host["page_table"].reshape(max_slices, max_pages)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        longest = max((piece.end for piece in slices), default=0)
-        if longest > self._max_pages * self._cache.page_size or len(slices) > self._max_slices:
-            return None
-        return sum(len(piece.token_ids) for piece in slices)
+        max_context = self._max_pages * self._cache.page_size
+        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
@@ -199,19 +181,10 @@ class MlaChunkStep:
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts, slices = self._inputs.device, min(size, self._max_slices)
-        batch = ForwardBatch(
-            slices=(),
-            token_ids=parts["token_ids"][:size],
-            positions=parts["positions"][:size],
-            page_ids=parts["page_ids"][:size],
-            offsets=parts["offsets"][:size],
-            last_rows=parts["last_rows"][:slices],
-            attention=None,
-        )
         # the last tile of each slice may be short, and so may that of the padding
         tiles = min(ceil_div(size, self._plan.tile_tokens) + slices + 1, size)
         return self._decoder.hidden(
-            batch,
+            token_batch(parts, size, last_rows=parts["last_rows"][:slices]),
             self._cache,
             hidden=received,
             live_rows=parts["live_rows"],

@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 
 from ..backends.dispatch import Impl, use_triton
-from .dense_mla_cuda import launch_dense_mla_cuda, unsuitable
+from ..mla.sparse_mla_cuda import unsuitable_latents
+from .dense_mla_cuda import launch_dense_mla_cuda
 from .tile_plan import TilePlan
 
 DenseMlaImpl = Impl | Literal["cuda"]
@@ -86,7 +87,7 @@ def dense_mla(
         raise ValueError(
             f"query has strides {query.stride()}, pages {pages.stride()}: queries and rows must be contiguous"
         )
-    reason = unsuitable(query, pages, scale=scale, value_dim=value_dim) if impl == "cuda" else None
+    reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim) if impl == "cuda" else None
     if reason is not None:
         raise ValueError(f"the CUDA kernel of dense_mla does not support this: {reason}")
     from .dense_mla_triton import launch_combine, launch_dense_mla

@@ -11,22 +11,28 @@ from ..backends.nvrtc import load_kernel
 
 _HEADS = 64
 _BLOCK_ROWS = 64
-_THREADS = 384
-_SHARED_BYTES = 227 << 10
+THREADS, SHARED_BYTES = 384, 227 << 10
+"""Of a block of csrc/latent_attention.cuh."""
 _DIM, _VALUE_DIM = 576, 512
 _WORD_BYTES = 16
 
 
 def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
     """Why the kernel does not support these tensors (sparse_mla.py has checked that rows are contiguous), or None."""
+    reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
+    if reason is None and query.shape[1] % _HEADS:
+        return f"{query.shape[1]} heads are not a multiple of {_HEADS}"
+    return reason
+
+
+def unsuitable_latents(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
+    """Why csrc/latent_attention.cuh does not support these tensors, whose rows are contiguous, or None."""
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return "it needs a GPU of compute capability 9.0"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"{query.dtype} is neither bfloat16 nor float16"
     if (query.shape[2], value_dim) != (_DIM, _VALUE_DIM):
         return f"rows have {query.shape[2]} elements and {value_dim} values, not {_DIM} and {_VALUE_DIM}"
-    if query.shape[1] % _HEADS:
-        return f"{query.shape[1]} heads are not a multiple of {_HEADS}"
     if not scale > 0:
         return f"scale {scale} is not positive"
     for name, tensor in (("query", query), ("pages", pages)):
@@ -60,7 +66,7 @@ def launch_sparse_mla_cuda(
     shares = num_shares(tiles, blocks, torch.cuda.get_device_properties(device).multi_processor_count)
     constants = (("SHARES", shares), ("PAGE_SIZE", pages.shape[1]), ("HALF", int(query.dtype == torch.float16)))
     (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
-    kernel = load_kernel("sparse_mla.cu", "sparse_mla", device, constants, _SHARED_BYTES, only_here=True)
+    kernel = load_kernel("sparse_mla.cu", "sparse_mla", device, constants, SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
         query.stride(0) * query.itemsize,
@@ -76,7 +82,7 @@ def launch_sparse_mla_cuda(
         out.data_ptr(),
         heads,
         blocks=tiles * shares,
-        threads=_THREADS,
-        shared_bytes=_SHARED_BYTES,
+        threads=THREADS,
+        shared_bytes=SHARED_BYTES,
         overlap_previous=True,
     )

@@ -120,7 +120,7 @@ class Versions(NamedTuple):
     expected: list[list[int]]
 
     def start(self, role: str, port_of: Server | None, *flags: str, old: bool) -> Server:
-        """Start a server of one version, at the ports of the one that it replaces."""
+        """Start a server of this version on the ports of the server that it replaces."""
         log = self.servers.directory / f"{len(self.servers.servers)}-{role}.log"
         env = {"PYTHONPATH": str(self.old)} if old else {}
         server = Server(role, self.model, log, *COMMON, *flags, env=env, forked=not old)

@@ -23,6 +23,7 @@ from ...transfer.control.events import (
     SendFailed,
 )
 from ...transfer.data.chunks import PartScatter
+from ...transfer.plan.pairing import share_cpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import (
     AbortAck,
@@ -167,6 +168,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     staged_regions(self._hello, welcome),
                     capacity=capacity,
                     writes_both=welcome.enable_hisparse,
+                    shares_cpu=share_cpu(self._hello.ranks, welcome.ranks),
                 )
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)

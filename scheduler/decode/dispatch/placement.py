@@ -62,6 +62,8 @@ class PlacementInputs:
     """All attempts on prefill servers have failed."""
     refused: bool = False
     """Prefill servers have refused the prompt more than once."""
+    shared_cpu: bool = False
+    """The prefill servers compute on the CPU cores of this server: what they compute takes its time too."""
     remote_open: bool = True
     """A prefill server takes the prompt now."""
     remote_ahead: int = 0
@@ -105,6 +107,8 @@ def _choose(inputs: PlacementInputs) -> tuple[Where, str]:
         return "local", "refused"
     if not inputs.local_room:
         return "remote", "hot_rows"
+    if inputs.shared_cpu:
+        return "local", "shared_cpu"
     costs, tokens = inputs.costs, inputs.tokens
     local_s, remote_s = costs.local_s(tokens + inputs.local_ahead), costs.remote_s(tokens + inputs.remote_ahead)
     if local_s is None or remote_s is None:

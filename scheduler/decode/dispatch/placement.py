@@ -107,12 +107,12 @@ def _choose(inputs: PlacementInputs) -> tuple[Where, str]:
         return "local", "refused"
     if not inputs.local_room:
         return "remote", "hot_rows"
-    if inputs.shared_cpu:
-        return "local", "shared_cpu"
     costs, tokens = inputs.costs, inputs.tokens
     local_s, remote_s = costs.local_s(tokens + inputs.local_ahead), costs.remote_s(tokens + inputs.remote_ahead)
     if local_s is None or remote_s is None:
         return "remote", "unmeasured"
+    if inputs.shared_cpu:
+        return "local", "shared_cpu"
     if local_s >= remote_s:
         return "remote", "faster"
     alone_local_s, alone_remote_s = costs.local_s(tokens), costs.remote_s(tokens)

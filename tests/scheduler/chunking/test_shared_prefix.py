@@ -140,10 +140,12 @@ def test_decode_server_computes_a_shared_prefix_once() -> None:
 
 def test_auto_computes_all_prompts_here_if_both_servers_share_the_cpu() -> None:
     simulator = Burst("auto", shares_cpu=True)
+    simulator.ask("first", OWN)  # measures the prefill server
+    simulator.run(lambda: simulator.ended_at.pop("first", None))
     simulator.submit_all()
     assert simulator.decode.counters["local_prefill_shared_cpu"] == PROMPTS
-    assert simulator.tokens_at_prefill == 0
-    assert simulator.tokens_here == SHARED + PROMPTS * OWN
+    assert simulator.tokens_at_prefill == OWN
+    assert simulator.tokens_here == OWN + SHARED + PROMPTS * OWN
 
 
 def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted() -> None:

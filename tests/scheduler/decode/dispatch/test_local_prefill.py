@@ -16,3 +16,18 @@ def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, to
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
     local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=most), Rates())
     assert local.budget(batch, running=batch, waiting=64) + batch == rows
+
+
+@pytest.mark.parametrize(
+    ("stages", "in_flight", "wait_s"), [(1, 1, 0.01), (1, 2, 0.01), (2, 1, 0.01), (2, 2, 0.0275), (4, 4, 0.0625)]
+)
+def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
+    """A decode step takes 10 ms in a stage, with prompt tokens 17.5 ms."""
+    local = LocalPrefill(LocalLimits(page_size=16, max_step_tokens=512, stages=stages), Rates())
+    local.times.started(4, 0, 0.0)
+    local.times.ended(0.01)
+    for _ in range(in_flight):
+        local.times.started(4, 0, 0.01)
+    found_s, rate = local.expected_speed(100, 1000.0)
+    assert found_s == pytest.approx(wait_s)
+    assert rate == pytest.approx(1000 * 0.75 / 1.75)

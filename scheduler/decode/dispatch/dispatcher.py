@@ -381,6 +381,7 @@ class PrefillDispatcher:
             count = prompt.tokens - reservation.prefix_tokens
             destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prefilling[key] = prompt
+        self.placer.sent(prompt, attempt)
         peer.window.sent(kind, tokens)
         message = KvDestination(
             key=key,
@@ -442,6 +443,7 @@ class PrefillDispatcher:
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
+        self.placer.returned(attempt)
         if not attempt.written:
             self._leave_prefill(attempt)
 

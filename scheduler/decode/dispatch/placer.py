@@ -4,10 +4,11 @@ import collections
 import math
 
 from ....memory.prefix_cache import PrefixCache
+from ...chunking.shared_prefix import PrefixesInProgress
 from ...rates import Rates
 from ..memory.request_memory import RequestMemory
 from ..requests.limits import MAX_ATTEMPTS, DecodeLimits
-from ..requests.request import Prompt
+from ..requests.request import Attempt, Prompt
 from .local_prefill import LocalPrefill
 from .placement import Costs, Placement, PlacementInputs
 from .placement import place as decide
@@ -44,19 +45,21 @@ class Placer:
         self._cache = cache
         self._memory = memory
         self._counters = counters
+        self._at_prefill = PrefixesInProgress(limits.page_size, limits.max_step_tokens, enabled=limits.prefix_cache)
+        """Prompts that were sent to prefill servers. Those compute a shared prefix once, too."""
         self._first_at: float | None = None
         """When the first prompt was placed."""
 
-    def costs(self, tokens: int) -> Costs:
-        """The measured costs of both places for a prompt of `tokens` tokens. A place that has not computed such prompts
-        is expected to be as fast as the other one.
+    def costs(self, tokens: int, shared: int = 0) -> Costs:
+        """The measured costs of both places for a prompt of `tokens` tokens; another prompt computes `shared` of them
+        here. A place that has not computed such prompts is expected to be as fast as the other one.
         """
         transfers, rates = self._rates.transfers.per_s, (self._rates.prefilled_tokens, self._rates.local_tokens)
         remote, local = (rate.at(tokens) for rate in rates)
         known = (self._peers.tokens_per_s, remote, local, *(rate.per_s for rate in rates))
         expected = max((rate for rate in known if rate), default=None)
-        ahead = self._local.tokens_before(tokens)
-        step_s, local = self._local.expected_speed(tokens + ahead, local or expected)
+        before = self._local.tokens_before(tokens) + tokens - shared
+        step_s, local = self._local.expected_speed(before, local or expected)
         return Costs(
             local_tokens_per_s=local,
             remote_tokens_per_s=remote or expected,
@@ -109,7 +112,7 @@ class Placer:
         return PlacementInputs(
             "auto",
             tokens,
-            self.costs(tokens),
+            self.costs(tokens, shared),
             paired=bool(able),
             expected=self._expects_server(prompt, now),
             failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
@@ -117,11 +120,29 @@ class Placer:
             shared_cpu=all(peer.shares_cpu for peer in able),
             remote_open=remote_open,
             remote_ahead=ahead,
+            remote_shared=self._shared_at_prefill(prompt, prompt.tokens - tokens),
             local_open=local_open,
-            local_ahead=max(0, self._local.tokens_before(tokens) - shared),
+            local_ahead=self._local.tokens_before(tokens),
+            local_shared=shared,
             local_fits=prompt.tokens <= self._memory.largest_prompt,
             local_room=self._memory.may_compute(prompt, shrink=False),
         )
+
+    def sent(self, prompt: Prompt, attempt: Attempt) -> None:
+        """A prompt was sent to a prefill server. Call `returned` for it."""
+        if self._limits.local_prefill == "auto":
+            cached = attempt.prefix_tokens // self._limits.page_size * self._limits.page_size
+            attempt.progress = self._at_prefill.start(prompt.token_ids, cached, prompt.priority)
+
+    def returned(self, attempt: Attempt) -> None:
+        """The prompt has arrived, or was given up."""
+        if attempt.progress is not None:
+            self._at_prefill.end(attempt.progress)
+
+    def _shared_at_prefill(self, prompt: Prompt, cached: int) -> int:
+        """Tokens of a prompt that prefill servers compute now, for another one."""
+        found = self._at_prefill.find(prompt.token_ids, cached, prompt.tokens - 1, prompt.priority)
+        return found.end - cached if found is not None else 0
 
     def _awaited_tokens(self, prompt: Prompt, now: float) -> int:
         """Tokens of a prompt that another one computes here now, and that it should wait for."""

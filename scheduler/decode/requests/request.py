@@ -42,6 +42,8 @@ class Attempt:
     """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
     expected_cached: int | None = None
     """Tokens that were expected in the cache of the prefill server; None if nothing was known about it."""
+    progress: PrefixInProgress | None = None
+    """What other prompts share with it, while prefill computes it."""
     given_up: bool = False
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""

@@ -3,6 +3,7 @@
 import pytest
 
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
+from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
 PAGE = 16
@@ -101,6 +102,8 @@ class Burst(TimedSimulator):
     """Like the CPU of a small machine. Prompts with one prefix are submitted at once."""
 
     def __init__(self, local_prefill: str, *, shares_cpu: bool = False) -> None:
+        self.tokens_here = 0
+        """Prompt tokens that the decode server has computed."""
         limits = decode_limits(local_prefill=local_prefill, max_step_tokens=512)
         super().__init__(tokens_per_s=150, step_s=0.08, limits=limits)
         if shares_cpu:
@@ -113,10 +116,9 @@ class Burst(TimedSimulator):
             self.submit_prompt(f"r{number}", tuple(range(SHARED)) + own, 32)
         self.run(lambda: len(self.ended_at) == PROMPTS)
 
-    @property
-    def tokens_here(self) -> int:
-        counters = self.decode.counters
-        return counters["prompt_tokens"] - counters["prefix_tokens_reused"]
+    def _seconds_of(self, step: DecodeStep) -> float:
+        self.tokens_here += sum(chunk.end - chunk.start for chunk in step.chunks)
+        return super()._seconds_of(step)
 
     @property
     def tokens_at_prefill(self) -> int:
@@ -145,7 +147,19 @@ def test_auto_computes_all_prompts_here_if_both_servers_share_the_cpu() -> None:
     simulator.submit_all()
     assert simulator.decode.counters["local_prefill_shared_cpu"] == PROMPTS
     assert simulator.tokens_at_prefill == OWN
-    assert simulator.tokens_here == OWN + SHARED + PROMPTS * OWN
+    assert simulator.tokens_here == SHARED + PROMPTS * OWN
+
+
+def test_auto_expects_prompts_to_share_what_each_side_computes() -> None:
+    """Two servers of their own: each computes the prefix at most once."""
+    simulator = Burst("auto")
+    simulator.ask("first", OWN)
+    simulator.run(lambda: simulator.ended_at.pop("first", None))
+    simulator.submit_all()
+    sides = simulator.tokens_here, simulator.tokens_at_prefill - OWN
+    assert sum(sides) <= 2 * SHARED + PROMPTS * OWN, sides
+    assert not simulator.decode.dispatcher.placer._at_prefill
+    assert not simulator.decode.dispatcher.local.prefixes
 
 
 def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted() -> None:
@@ -156,4 +170,4 @@ def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted
     simulator.decode.cancel("r0", simulator.now)
     simulator.run(lambda: {"r1", "r2"} <= simulator.ended_at.keys())
     assert simulator.decode.counters["prefix_waits"] == 3
-    assert simulator.tokens_here == SHARED + 2 * OWN
+    assert simulator.tokens_here == SHARED + OWN + SHARED + 2 * OWN, "the first one was in a step"

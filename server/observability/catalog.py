@@ -61,7 +61,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
 
 _PLACEMENTS = "Prompts by the place that computes them (local: this decode server) and the reason."
 _PLACEMENT_REASONS = {
-    "local": ("always", "absent", "failed", "refused", "short", "queue"),
+    "local": ("always", "absent", "failed", "refused", "short", "queue", "shared_cpu"),
     "remote": ("never", "unmeasured", "faster", "hot_rows"),
 }
 _DISPATCHES = "Prompts sent to prefill servers: by prefix, to one that has a part of it cached, or by load."

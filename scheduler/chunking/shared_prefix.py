@@ -10,14 +10,14 @@ from typing import NamedTuple
 from ...configs.arithmetic import round_up
 
 LEAST_TOKENS = 64
-"""A prompt does not wait for fewer shared tokens: a step of its own costs more."""
+"""A prompt does not wait for fewer shared tokens: on a GPU, a further step costs more than to compute them."""
 
 _Key = tuple[int, tuple[int, ...]]
 """Cached tokens of a prompt, and the tokens of the page behind them."""
 
 
 class PrefixInProgress:
-    """A prompt that is being computed: [0, computed) of its tokens are in the prefix cache, or have been computed."""
+    """A prompt that is being computed. Tokens [0, computed) are in the prefix cache."""
 
     __slots__ = ("computed", "key", "priority", "tokens")
 
@@ -90,7 +90,7 @@ class PrefixesInProgress:
         return AwaitedPrefix(leader, end)
 
     def _add(self, leader: PrefixInProgress) -> None:
-        """The first prompt with a page computes it for the others."""
+        """Of several prompts that compute the same page, others wait for the first one."""
         if self._enabled:
             leader.key = leader.computed, self._page(leader.tokens, leader.computed)
             self._leaders.setdefault(leader.key, leader)
@@ -104,7 +104,7 @@ class PrefixesInProgress:
 
 
 def _common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Length of the common prefix, `most` at most. Slices are compared, which takes microseconds for long prompts."""
+    """Length of the common prefix, `most` at most. Compares slices, which is faster than tokens one by one."""
     low, high = 0, min(len(first), len(second), most)
     while low < high:
         middle = (low + high + 1) // 2

@@ -117,7 +117,7 @@ class LocalPrefill:
         if rate is None or not idle_s:
             return 0.0, rate and rate * MOST_SHARE
         prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
-        # steps end one after the other, and each passes all stages: behind those in flight, the last chunk takes longer
+        # with pipeline stages, the chunk leaves the last stage after as many step times as there are steps in flight
         further = max(0, min(self._limits.stages, self.times.in_flight) - 1)
         return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 

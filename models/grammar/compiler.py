@@ -24,6 +24,13 @@ MAX_CACHED = 256
 
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{longest}}}" for longest in (2, 4, 6, 8, 10, 14, 20, 30)), f"{_TEXT}+"]
+"""Groups of tokens that llguidance allows or excludes as a whole: white space, and text by its length. Its own groups
+have text of up to 10 and 30 characters; near the end of a string of limited length it then checks nearly every token
+alone.
+"""
+
 
 class Vocabulary:
     """The tokens of a model, by id, as llguidance needs them. `special` tokens, by their text, are not text."""
@@ -46,7 +53,9 @@ class Vocabulary:
         self.bos_token_id = None
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         wrapper = llguidance.TokenizerWrapper(self)
-        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(eos_token_ids) or 0)
+        self.tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=self.size, eos_token=list(eos_token_ids) or 0, slices=SLICES
+        )
 
     @classmethod
     def read(cls, source: ModelSource) -> "Vocabulary":

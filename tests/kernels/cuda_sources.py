@@ -7,7 +7,7 @@ from typing import Any
 
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
-_FIRST_ADDRESS = 1 << 32
+_FIRST_ADDRESS = 1 << 28
 """Every address is above this, and every size or stride of a test below."""
 
 

@@ -193,6 +193,7 @@ def main() -> None:
     begun = time.perf_counter()
     compiler.compile(SCHEMA)
     compile_ms = (time.perf_counter() - begun) * 1e3
+    compiler.add_matchers(SCHEMA)
     print(f"{torch.cuda.get_device_name()}: vocabulary read in {read_s:.1f} s, schema compiled in {compile_ms:.1f} ms")
     grammars = {"documents": DocumentGrammars, "sampled": TimedGrammars}[options.answers](compiler, 64)
     executor = Executor(engine.runner, engine.cache, (EOS,), overlap=True, grammars=grammars)

@@ -87,7 +87,7 @@ def dense_mla(
         raise ValueError(
             f"query has strides {query.stride()}, pages {pages.stride()}: queries and rows must be contiguous"
         )
-    reason = "Triton is asked for"
+    reason: str | None = "Triton is asked for"
     if impl != "triton":
         reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
     if impl == "cuda" and reason is not None:

@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
 from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.messages.lifecycle import PrefillState
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
 PAGE = 16
@@ -131,6 +132,18 @@ def test_prefill_server_computes_a_shared_prefix_once() -> None:
     assert simulator.tokens_at_prefill == SHARED + PROMPTS * OWN
     (server,) = simulator.servers.values()
     assert server.scheduler.counters["prefix_waits"] > 0
+
+
+def test_a_prompt_that_waits_for_its_prefix_delays_no_other() -> None:
+    simulator = Burst("never")
+    for number in range(2):
+        simulator.submit_prompt(f"r{number}", tuple(range(SHARED)) + (number,) * OWN, 1)
+    simulator.ask("other", SHARED)
+    simulator.run_for(0.01)
+    (server,) = simulator.servers.values()
+    first, second, other = server.scheduler.requests.values()
+    assert [request.awaits_prefix for request in (first, second, other)] == [False, True, False]
+    assert (second.state, other.state) == (PrefillState.WAITING, PrefillState.COMPUTING)
 
 
 def test_decode_server_computes_a_shared_prefix_once() -> None:

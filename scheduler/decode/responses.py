@@ -23,9 +23,13 @@ def refusal(
     page_size: int,
     *,
     local: bool = False,
+    window: int | None = None,
+    growth_tokens: int | None = None,
 ) -> RequestError | None:
-    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages.
-    Prompts of up to `prefill_tokens` tokens can be computed: here (`local`) or by prefill servers.
+    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages, and
+    requests hold none behind the `window`. Prompts of up to `prefill_tokens` tokens can be computed: here (`local`) or
+    by prefill servers. A server that may compute prompts, with `growth_tokens`, has to hold a whole prompt and so many
+    tokens.
     """
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:
@@ -35,7 +39,11 @@ def refusal(
     if prompt_tokens < 1:
         return ClientError("input_ids: the prompt is empty; give at least 1 token")
     samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
-    if pages_needed(prompt_tokens, samples, most_tokens, page_size) > num_pages:
+    needed = pages_needed(prompt_tokens, samples, most_tokens, page_size, window)
+    if growth_tokens is not None:
+        at_first = min(most_tokens, prompt_tokens + growth_tokens)
+        needed = max(needed, pages_needed(prompt_tokens, samples, at_first, page_size))
+    if needed > num_pages:
         times = f" x {samples} samples" if samples > 1 else ""
         return TooLargeError(
             f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "

@@ -103,6 +103,8 @@ class Submissions:
             prefill_tokens,
             self._limits.page_size,
             local=prefill_tokens == self._dispatcher.largest_local,
+            window=self._limits.window,
+            growth_tokens=self._limits.growth_tokens if self._dispatcher.largest_local else None,
         )
         if error is not None or (submit.follows is not None and submit.follows == self.accepted_call):
             return error

@@ -75,14 +75,16 @@ class PrefillScheduler:
         """With `store_limits` there is a KV store."""
         self.limits = limits
         self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._expire_at = math.inf
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
-        self._transfers = Transfers(limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw)
+        self._transfers = Transfers(
+            limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw, window=limits.window
+        )
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
@@ -244,9 +246,11 @@ class PrefillScheduler:
             if request.written < row.end:
                 self._transfers.send(request, row.start, row.end, now)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
-            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
+            assert request.grant is not None, f"{request.ref} computes without pages"
+            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end, freed=request.grant.freed)
             if self.stored is not None:
                 self.stored.offer(request)
+            self._transfers.free_unseen(request)
             if row.last:
                 request.first_tokens = tokens
                 self._computing.remove(request)
@@ -407,9 +411,11 @@ class PrefillScheduler:
         logprobs = request.destination.logprobs
         if logprobs is not None and logprobs.start is not None:
             most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
-        prefix = self.cache.match(request.prompt, most)
+        first_sent = request.destination.prefix_tokens // self.limits.page_size
+        prefix = self.cache.match(request.prompt, most, first_sent)
+        freed = self.cache.first_needed(len(prefix), first_sent)
         pages = pages_for(request.prompt_tokens, self.limits.page_size)
-        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix)
+        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix[freed:], freed=freed)
         if grant is None:
             request.refused_at_chances = self.pages.chances
             return False

@@ -128,6 +128,7 @@ class Simulator:
         local_prefill: LocalPrefillSetting = "never",
         writes_both: bool = False,
         window: int | None = None,
+        prefill_window: int | None = None,
         limits: DecodeLimits | None = None,
         pages: int | None = None,
         prefill: PrefillLimits = PREFILL,
@@ -137,16 +138,17 @@ class Simulator:
     ) -> None:
         """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
         verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
-        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `window`: the sliding
-        window of all layers. `store`: the decode server has a KV store (store_simulator.py). The others replace the
-        small servers of random workloads.
+        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `window` and
+        `prefill_window`: the sliding window of all layers, None for a server that does not free pages behind it.
+        `store`: the decode server has a KV store (store_simulator.py). The others replace the small servers of random
+        workloads.
         """
         self.writes_both = writes_both
         self.window = window
         self.now = 0.0
         self.pages = pages or (LENDING_PAGES if lends else PAGES)
         self.endpoints = endpoints
-        self.prefill = dataclasses.replace(prefill, window=window)
+        self.prefill = dataclasses.replace(prefill, window=prefill_window)
         self.prefill_pages = prefill_pages
         overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
         self.names = itertools.count()
@@ -437,7 +439,7 @@ class Simulator:
                 assert row.token == tokens[-1]
             assert row.position == len(tokens) - 1
             assert row.output_index == len(tokens) - len(row.request.prompt_ids)
-            for position in range(self._first_seen(row.position), row.position):
+            for position in range(first_seen(row.position, self.window), row.position):
                 kv_row = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
                     assert self.memory[kv_row] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
@@ -463,7 +465,7 @@ class Simulator:
         alive = local.prompt.local is local
         if self.decode.memory.hot is not None:
             self._use_hot_chunk(chunk, alive=alive)
-        for position in range(self._first_seen(chunk.start), chunk.end):
+        for position in range(first_seen(chunk.start, self.window), chunk.end):
             kv_row = local.pages[position // PAGE_SIZE], position % PAGE_SIZE
             if position >= chunk.start:
                 self._write(kv_row, tokens[: position + 1])
@@ -471,10 +473,6 @@ class Simulator:
                 assert self.memory[kv_row] == tokens[: position + 1], f"a prompt reads wrong KV at {position}"
         self.seen_chunks += 1
         return [50 + sample for sample in range(local.prompt.samples)] if chunk.last and alive else []
-
-    def _first_seen(self, position: int) -> int:
-        """The first token that the query at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def prefill_turn(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -586,6 +584,11 @@ class Simulator:
         self._check_windows()
         for server in self.servers.values():
             server.scheduler.check_integrity()
+            for write in server.writes:
+                grant = server.scheduler.requests[DECODE, write.chunk.key].grant
+                assert grant is not None
+                first = write.chunk.token_start // self.prefill.page_size
+                assert grant.freed <= first, f"{write.chunk.key} sends freed pages"
 
     def _free_hot_pages(self, write: Write) -> set[int]:
         """Hot pages of a write that are free."""
@@ -775,7 +778,7 @@ class Simulator:
     def _compute_prefill(self, server: Server, row: PrefillRow) -> None:
         """Compute a chunk on a prefill server."""
         tokens, alive = tuple(row.request.prompt), row.request.state is PrefillState.COMPUTING
-        for position in range(self._first_seen(row.start), row.end):
+        for position in range(first_seen(row.start, self.prefill.window), row.end):
             kv_row = server.row(row.pages, position) if alive or row.pages else None
             if kv_row is not None and position >= row.start:
                 server.memory[kv_row] = tokens[: position + 1]
@@ -892,6 +895,11 @@ class Simulator:
     def _put_page(self, page: int, rows: dict[int, Prefix], tokens: int | None = None) -> None:
         for slot in range(PAGE_SIZE if tokens is None else tokens):
             self._write((page, slot), rows.get(slot, ()))
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The first token that the query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def sampled(*tokens: int) -> StepResult:

@@ -186,7 +186,8 @@ class PrefillScheduler:
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
-        self._report_begun(now)
+        for request in self._computing.computing_for(BEGUN_AFTER_S, now):
+            self._report_begun(request)
         self.reports.due(now)
 
     def next_step(self, now: float) -> PrefillStep | None:
@@ -245,6 +246,8 @@ class PrefillScheduler:
             request.input_logprobs += logprobs
             if request.written < row.end:
                 self._transfers.send(request, row.start, row.end, now)
+            if row.end <= request.destination.prefix_tokens:
+                self._report_begun(request)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
             assert request.grant is not None, f"{request.ref} computes without pages"
             self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end, freed=request.grant.freed)
@@ -378,14 +381,15 @@ class PrefillScheduler:
                 request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now
             )
 
-    def _report_begun(self, now: float) -> None:
-        """Tell decode which prompts have begun, with an empty chunk, if their step takes long."""
-        for request in self._computing.computing_for(BEGUN_AFTER_S, now):
-            if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
-                continue
-            request.begun_reported = True
-            start = request.destination.prefix_tokens
-            self._transfers.reply(request, ChunkArrived(request.key, start, start))
+    def _report_begun(self, request: PrefillRequest) -> None:
+        """Tell decode, once, that a prompt has begun, with an empty chunk: its first step takes long, or has computed
+        tokens that are not sent.
+        """
+        if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
+            return
+        request.begun_reported = True
+        start = request.destination.prefix_tokens
+        self._transfers.reply(request, ChunkArrived(request.key, start, start))
 
     def _start_waiting(self, now: float) -> None:
         while self._start_next(now):

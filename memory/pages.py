@@ -34,14 +34,16 @@ def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_
 
 
 def first_visible_page(position: int, window: int | None, page_size: int) -> int:
-    """The first page with a key that the query at `position` sees if all layers have a sliding `window`. Later queries
-    see no earlier page. 0 without a window.
+    """The first page that the token at `position`, or one before it in its page, sees if all layers have a sliding
+    `window`. Later tokens see no earlier page. 0 without a window.
+
+    So pages are freed when a sequence enters a page: the full pages of a sequence are a prefix that can be continued.
     """
-    return 0 if window is None else max(0, position - window + 1) // page_size
+    return 0 if window is None else max(0, position - position % page_size - window + 1) // page_size
 
 
 def most_visible_pages(window: int | None, page_size: int) -> float:
-    """The most pages that the keys of one query occupy; inf without a window."""
+    """The most pages from the `first_visible_page` of a token to its own; inf without a window."""
     return math.inf if window is None else pages_for(window - 1, page_size) + 1
 
 

@@ -794,10 +794,7 @@ class Simulator:
         ok = ok and not write.cancelled
         chunk = write.chunk
         if ok:
-            first = chunk.token_start - chunk.token_start % server.scheduler.limits.page_size
-            for position in range(chunk.token_start, chunk.token_end):
-                sent = server.memory[server.row(chunk.source_pages, position - first)]
-                assert sent == write.prompt[: position + 1], f"{chunk.key} sends wrong KV at {position}"
+            self._check_source(server, write)
         self._land(write, intact=ok)
         written = ChunkWritten(
             instance=chunk.instance,
@@ -816,6 +813,14 @@ class Simulator:
             self.late_writes_in_flight.append(write)
         server.scheduler.chunk_written(written, self.now)
         self.act()
+
+    def _check_source(self, server: Server, write: Write) -> None:
+        """A write reads the KV of its tokens from prefill's pages."""
+        chunk = write.chunk
+        first = chunk.token_start - chunk.token_start % server.scheduler.limits.page_size
+        for position in range(chunk.token_start, chunk.token_end):
+            sent = server.memory[server.row(chunk.source_pages, position - first)]
+            assert sent == write.prompt[: position + 1], f"{chunk.key} sends wrong KV at {position}"
 
     def _land(self, write: Write, *, intact: bool) -> None:
         """The bytes of a write land in decode's memory, or garbage does."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 from ....memory.index_spaces import KvPage, RequestSlot
-from ....memory.pages import PageAllocator, PageGrant, first_visible_page
+from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
@@ -107,8 +107,15 @@ class RequestMemory:
 
     @property
     def largest_prompt(self) -> float:
-        """Tokens of the longest prompt that this server can compute; with HiSparse, a hot buffer has all its rows."""
-        return self.hot.limits.largest_prompt if self.hot is not None else math.inf
+        """Tokens of the longest prompt that this server can compute: with HiSparse, a hot buffer has all its rows; with
+        a window, the pool has all its pages, and room for growth. Otherwise only sequences are limited.
+        """
+        if self.hot is not None:
+            return self.hot.limits.largest_prompt
+        if self._window is None:
+            return math.inf
+        growth = most_visible_pages(self._window, self._page_size) - 1
+        return max(0, self.pages.num_pages - growth) * self._page_size
 
     def may_compute(self, prompt: Prompt, *, shrink: bool) -> bool:
         """Whether a prompt can get what this server needs to compute it, beside its pages; with `shrink`, if necessary

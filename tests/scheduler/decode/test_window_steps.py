@@ -10,7 +10,7 @@ from pdserve.memory.pages import PageAllocator, most_visible_pages
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.requests.reservation import pages_needed, reserve
-from tests.scheduler.simulation.simulator import PAGE_SIZE, PREFILL, Simulator
+from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator
 
 WINDOW = 7
 MOST = int(most_visible_pages(WINDOW, PAGE_SIZE))
@@ -81,6 +81,18 @@ def test_prompt_frees_pages_while_it_is_computed(local: bool) -> None:
     assert max(held) == 24 // page_size
     of_chunk = (8 if local else PREFILL.chunk_size) // page_size
     assert min(pages for pages in held if pages) <= most_visible_pages(WINDOW, page_size) + of_chunk
+    simulator.finish()
+
+
+def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
+    """The largest one that fits is computed, and its request is not computed again when it has grown beyond that."""
+    simulator = Simulator(window=WINDOW, prefill_window=WINDOW, local_prefill="always", retract_pages=0, endpoints=())
+    most = (PAGES - MOST + 1) * PAGE_SIZE
+    too_long, *rids = (simulator.ask_for(tuple(range(tokens)), new=90) for tokens in (most + 1, most, 2, 3, 4))
+    assert simulator.failures[too_long].status == 413
+    assert f"{most} tokens" in simulator.failures[too_long].message
+    run(simulator, most_held=PAGES)
+    assert [simulator.output[rid] for rid in rids] == [90] * 4
     simulator.finish()
 
 

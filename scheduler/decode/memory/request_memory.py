@@ -277,16 +277,18 @@ class RequestMemory:
     def grow(self, request: Request) -> bool:
         """Allocate memory for the row that the next step writes; False if no page is free, or if it `must_wait`."""
         tokens = request.kv_tokens + request.in_flight + 1
-        assert request.grant is not None, f"{request.rid} runs without pages"
-        unseen = first_visible_page(tokens - 1, self._window, self._page_size)
-        while len(request.grant.pages) * self._page_size < tokens:
+        grant = request.grant
+        assert grant is not None, f"{request.rid} runs without pages"
+        unseen = 0 if self._window is None else self.first_visible(tokens - 1)
+        while len(grant.pages) * self._page_size < tokens:
             # steps access the pages of a request in order, so it can write a page that it has read
-            if request.grant.freed < unseen and self.pages.reuse_first(request.grant):
+            if grant.freed < unseen and self.pages.reuse_first(grant):
                 continue
-            self._free(request.grant, unseen)
-            if not self.pages.grow(request.grant):
+            self._free(grant, unseen)
+            if not self.pages.grow(grant):
                 return False
-        self._free(request.grant, unseen)
+        if grant.freed < unseen:
+            self._free(grant, unseen)
         if self.hot is None:
             return True
         if self.hot.must_wait(request.rid, tokens):
@@ -296,10 +298,10 @@ class RequestMemory:
         return True
 
     def free_unseen(self, prompt: Prompt, position: int) -> None:
-        """Free the pages of a prompt, and of those who wait for it, that the token at `position` does not see."""
+        """Free the pages of a prompt that the token at `position` does not see, also those of its waiting requests."""
         if self._window is None:
             return
-        unseen = first_visible_page(position, self._window, self._page_size)
+        unseen = self.first_visible(position)
         for grant in (prompt.grant, *(request.grant for request in prompt.waiting)):
             assert grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
             self._free(grant, unseen)

@@ -62,9 +62,8 @@ def test_pages_are_freed_only_if_all_layers_have_a_window(checkpoints: Path, tmp
     assert read(checkpoints, tmp_path, "mistral", sliding_window=1).page_window is None
     assert read(checkpoints, tmp_path, "mixtral").page_window is None
     assert read(checkpoints, tmp_path, "gpt_oss", layer_types=None).page_window is None
-    qwen = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
-    assert read(checkpoints, tmp_path, "qwen2", **qwen, max_window_layers=0).page_window == 8
-    assert read(checkpoints, tmp_path, "qwen2", **qwen, max_window_layers=1).page_window is None
+    assert read(checkpoints, tmp_path, "gemma3_text", layer_types=None).page_window is None
+    assert read(checkpoints, tmp_path, "qwen3_moe", use_sliding_window=True, sliding_window=8).page_window == 8
 
 
 def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ class DecodeScheduler:
         """
         self.limits = limits
         self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
-        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
+        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox, limits.window)
         self.kv_store: KvStore[LocalPrompt] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
@@ -394,7 +394,7 @@ class DecodeScheduler:
         """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
         copy = self.memory.copies.numbered(number)
         if copy.tokens and copy.grant is not None:
-            self.endings.cache_answer(copy.tokens, copy.grant.pages, InsertedPrefix())
+            self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)

@@ -86,8 +86,8 @@ class PrefillRequest:
         self.refused_at_chances: int | None = None
         """`PageAllocator.chances` when pages were short. Its prefix is looked up again, which is slow, after a change.
         """
-        self.sending = 0
-        """Chunks in flight: handed to the ranks, without a report of their end."""
+        self.unsent: list[int] = []
+        """First tokens of the chunks in flight: handed to the ranks, without a report of their end."""
         self.chunks = 0
         self.writes = 0
         self.bytes_written = 0
@@ -119,6 +119,11 @@ class PrefillRequest:
     def awaits_prefix(self) -> bool:
         """Another request computes its prefix."""
         return self.awaited is not None and self.awaited.tokens_left > 0
+
+    @property
+    def sending(self) -> bool:
+        """Chunks are in flight."""
+        return bool(self.unsent)
 
     @property
     def prompt_tokens(self) -> int:

@@ -266,7 +266,8 @@ class PrefillDispatcher:
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
                 most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
-                within_pages=placement.where != "local",
+                local=placement.where == "local",
+                window=self.limits.window,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -305,6 +306,7 @@ class PrefillDispatcher:
             local.prompt.token_ids,
             local.pages,
             cached=local.cached,
+            freed=self._cache.first_needed(local.cached // self.limits.page_size),
             most=most_cached(local.prompt),
             tokens_per_s=self.rates.local_tokens.per_s,
         )
@@ -335,7 +337,8 @@ class PrefillDispatcher:
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
-        return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
+        most_tokens = prompt.tokens + self.limits.growth_tokens
+        return pages_needed(prompt.tokens, samples, most_tokens, page_size, self.limits.window)
 
     def _reserved(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
         """A prompt has its pages, and leaves the queue."""
@@ -354,13 +357,15 @@ class PrefillDispatcher:
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
         kind = prompt_kind(prompt, expected)
-        tokens = max(1, prompt.tokens - max(reservation.prefix_tokens, expected or 0))
+        cached = reservation.prefix_tokens - reservation.unseen_tokens
+        tokens = max(1, prompt.tokens - max(cached, expected or 0))
         members = prompt.waiting
         first = members[0]
         choice = choose_path(self._path_inputs(prompt, peer))
         prompt.attempt = attempt = Attempt(
             key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
         )
+        attempt.unseen_tokens = reservation.unseen_tokens
         self.counters[f"dispatch_{selection.reason}"] += 1
         if expected is not None:
             self.counters["dispatch_tokens_expected"] += expected

@@ -25,7 +25,9 @@ _BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTI
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch of a prompt to a prefill server. Tokens [0, prefix_tokens) were in the prefix cache."""
+    """One dispatch of a prompt to a prefill server, which does not send tokens [0, prefix_tokens): they were in the
+    prefix cache, or are behind the window of the first step.
+    """
 
     key: TransferKey
     instance: InstanceId
@@ -45,6 +47,8 @@ class Attempt:
     progress: PrefixInProgress | None = None
     """What other prompts share with it, while prefill computes it."""
     given_up: bool = False
+    unseen_tokens: int = 0
+    """So many of the `prefix_tokens` were not in the prefix cache."""
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from ....configs.arithmetic import ceil_div
 from ....configs.errors import StartupError
 from ....scheduler.simulation.step_times import StepTimes
-from ...bench.client import BenchClient, RequestRecord
+from ...bench.client import AFTER_FIRST_TOKEN, BenchClient, RequestRecord
 from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
@@ -119,7 +119,7 @@ class Calibration:
         first one.
         """
         records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
-        found = _mean_step_s(records, *_all_running(records))
+        found = mean_step_s(records, *running_together(records))
         # none if the first has ended before the last began: take what there is
         return found or statistics.median(record.tpot_s or 0.0 for record in records)
 
@@ -138,12 +138,12 @@ class Calibration:
             while not all(task.done() for task in running):
                 prompts.append(await self._send(prompt, 1))
             records = [await task for task in running]
-            begin, end = _all_running(records)
+            begin, end = running_together(records)
             beside = [each for each in prompts if begin <= each.started_s and each.started_s + each.e2e_s <= end]
             if not beside:
                 continue
             begin, end = beside[0].started_s, beside[-1].started_s + beside[-1].e2e_s
-            if shared_step_s := _mean_step_s(records, begin, end):
+            if shared_step_s := mean_step_s(records, begin, end):
                 shared_prompt_s = statistics.median(each.timeline["prefill"] for each in beside)
                 factors.append((sharing * shared_prompt_s / prompt_s, sharing * shared_step_s / step_s))
         if not factors:
@@ -225,13 +225,13 @@ async def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
         raise StartupError(f"{url}/{route}: {error}") from None
 
 
-def _all_running(records: Sequence[RequestRecord]) -> tuple[float, float]:
+def running_together(records: Sequence[RequestRecord]) -> tuple[float, float]:
     """From the first token of the request that began last to the end of the one that ended first."""
     begin = max(record.started_s + record.arrivals[0][0] for record in records)
     return begin, min(record.started_s + record.arrivals[-1][0] for record in records)
 
 
-def _mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> float | None:
+def mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> float | None:
     """The mean time between tokens in this interval. Not the median of gaps: a client that waits for a core gets
     several tokens at once.
     """
@@ -246,7 +246,7 @@ def _mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> 
 
 def _outside_s(record: RequestRecord) -> float:
     """Time to first token that is in no stage of the server: HTTP, tokenizer, client."""
-    stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in ("decode", "admit", "retracted"))
+    stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in AFTER_FIRST_TOKEN)
     return (record.ttft_s or 0.0) - stages
 
 

@@ -84,12 +84,12 @@ def _draw_cdf(axes: "Axes", title: str, seconds: Sequence[float]) -> None:
         axes.axhline(share, color="#999999", linewidth=0.6, linestyle=":")
         label = f"p{share * 100:.0f}"
         axes.annotate(label, (1.01, share), xycoords="axes fraction", fontsize="x-small", ha="left", va="center")
-    axes.set_xlim(left=0)
     axes.set_ylim(0, 1)
     if not seconds:
         return
     milliseconds = np.array(seconds) * 1000
     axes.ecdf(milliseconds, color=_COLORS[1])
+    axes.set_xlim(left=0)
     right, most = _TAIL * float(np.percentile(milliseconds, 99)), float(milliseconds.max())
     if 0 < right < most:
         axes.set_xlim(right=right)
@@ -121,7 +121,7 @@ def _draw_stages(axes: "Axes", title: str, colors: Mapping[str, str], ok: Sequen
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.03 * max(left) or None)
     _label_time(axes)
 
 

@@ -294,6 +294,10 @@ def check_peers(facts: Facts) -> Iterator[Finding]:
             )
         else:
             remedy = "docs/troubleshooting.md explains this message"
+            if not facts.settings.has_cluster_key and "cluster_key" in peer.detail:
+                remedy = (
+                    "set PDSERVE_CLUSTER_KEY_FILE to the key of that server; 'pdserve up' makes a random one of its own"
+                )
             named = peer.detail.startswith(peer.endpoint)
             yield Finding("fail", "peer", peer.detail if named else f"{peer.endpoint}: {peer.detail}", remedy)
 

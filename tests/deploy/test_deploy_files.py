@@ -266,3 +266,6 @@ def test_release_workflow_builds_packages_and_image() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (model,) = re.findall(r"^EMBEDDED_MODEL := (\S+)$", makefile, re.MULTILINE)
     assert model in str(content["jobs"]["packages"]), "the smoke test uses the embedded model of this release"
+    images = {image["extra"] for image in content["jobs"]["image"]["strategy"]["matrix"]["include"]}
+    locks = {path.stem for path in (ROOT / "deploy" / "locks").glob("*.txt")}
+    assert images == locks, "an image for each lock file"

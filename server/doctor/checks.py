@@ -294,7 +294,7 @@ def check_peers(facts: Facts) -> Iterator[Finding]:
             )
         else:
             remedy = "docs/troubleshooting.md explains this message"
-            if not facts.settings.has_cluster_key and "cluster_key" in peer.detail:
+            if "has no cluster_key" in peer.detail:
                 remedy = (
                     "set PDSERVE_CLUSTER_KEY_FILE to the key of that server; 'pdserve up' makes a random one of its own"
                 )

@@ -63,19 +63,13 @@ class GroupScaled:
         return self.packed.nbytes + self.scales.nbytes + self.zeros.nbytes
 
     def fill(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
-        """Fill from values [rows, columns] uint8, and scales and zeros [rows, groups], whose groups are `group` columns
-        or a multiple of them.
-        """
+        """Fill from values [rows, columns] uint8, and scales and zeros [rows, groups]."""
         padded = torch.nn.functional.pad(values, (0, 2 * self.packed.shape[1] - self.columns))
         low, high = padded.view(len(values), -1, 2, self.group).unbind(2)
         self.packed.copy_((low | high << 4).flatten(1))
-        groups = ceil_div(self.columns, self.group)
-        for target, source in ((self.scales, scales), (self.zeros, zeros)):
-            repeats = groups // source.shape[1]
-            assert repeats * source.shape[1] == groups, (
-                f"{source.shape[1]} groups of the checkpoint, {groups} in memory"
-            )
-            target[:groups].copy_(source.t().repeat_interleave(repeats, 0))
+        groups = scales.shape[1]
+        self.scales[:groups].copy_(scales.t())
+        self.zeros[:groups].copy_(zeros.t())
 
     def expanded(self) -> torch.Tensor:
         """The matrix in float32."""
@@ -83,6 +77,11 @@ class GroupScaled:
         values = torch.stack((halves & 15, halves >> 4), dim=2).float()  # [rows, pairs of groups, 2, group]
         scales, zeros = (part.t().reshape(len(self), -1, 2, 1).float() for part in (self.scales, self.zeros))
         return ((values - zeros) * scales).flatten(1)[:, : self.columns]
+
+
+def supports_int4(device: torch.device) -> bool:
+    """Whether kernels read 4-bit weights there: GPUs of compute capability 8.0 and later."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def group_in_memory(group: int, columns: int, first_column: int = 0) -> int | None:

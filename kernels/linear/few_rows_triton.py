@@ -237,6 +237,7 @@ def launch_few_rows(
         values, row_group = weight.values, weight.row_group
         scales: torch.Tensor | None = weight.scales
     else:
+        assert isinstance(weight, torch.Tensor)
         values, row_group, scales = weight, BLOCK, None
     *_, weight_rows, in_size = values.shape
     if len(out) == 0:

@@ -81,7 +81,7 @@ def _compressed_tensors(path: Path, config: Json) -> Int4Format:
         groups.add(_group(path, method, weights.get("group_size") if weights["strategy"] == "group" else -1))
     if len(groups) != 1:
         raise _unsupported(path, method, f"{len(groups)} group sizes")
-    return Int4Format(method, groups.pop())
+    return Int4Format("compressed-tensors", groups.pop())
 
 
 def _group(path: Path, method: str, size: object) -> int | None:

@@ -16,6 +16,7 @@ from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.int4_weights import int4_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner, allocate_parameters
@@ -23,7 +24,7 @@ from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoi
 from tests.int4_checkpoints import Int4Method, pack_checkpoint, quantization_config
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 CASES: dict[str, tuple[Any, Int4Method, int]] = {
     "awq": ("qwen2", "awq", 64),
     "gptq": ("llama", "gptq", 32),
@@ -114,8 +115,6 @@ def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
     source = model.source
     stored = int4_tensors(source, "dummy")
     assert stored == int4_tensors(source, "auto")
-    from pdserve.models.loading.dummy_weights import fill_with_noise
-
     found = []
     for kept in (stored, frozenset[str]()):
         slots = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, int4=kept).slots()

@@ -20,7 +20,7 @@ from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.int4_weights import int4_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner, allocate_parameters
-from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint
 from tests.int4_checkpoints import Int4Method, pack_checkpoint, quantization_config
 
 CPU = torch.device("cpu")
@@ -90,6 +90,19 @@ def test_ranks_hold_their_parts(model: Model, keep: bool) -> None:
             packed |= {name} if slot.int4 is not None else set()
     experts = {name for name in kept if ".experts." in name}
     assert packed == (kept - experts if keep else set())
+
+
+def test_latent_attention_is_expanded(tmp_path: Path) -> None:
+    directory = make_dsa_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    expanded = pack_checkpoint(directory, "compressed-tensors", -1)
+    source = locate_model(str(directory))
+    kept = int4_tensors(source, "auto")
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in kept
+    parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, int4=kept)
+    load_weights(source, parameters.slots(), parameters.names(source.config))
+    for name, slot in parameters.slots().items():
+        part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
+        torch.testing.assert_close(slot.target, expanded[name][part], rtol=1e-6, atol=0, msg=name)
 
 
 def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ A state is a function of the grammar and the output so far, so every server can 
 llguidance, in parallel and without the GIL.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from ...configs.errors import PdserveError
 from ...configs.sampling import Grammar
-from .compiler import GrammarCompiler
+from .compiler import MASK_THREADS, GrammarCompiler
 
 Bitmask = npt.NDArray[np.int32]
 """[rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
@@ -109,7 +108,7 @@ class GrammarMasks:
             llguidance.numpy.fill_next_token_bitmask(running[0][0], masks, running[0][1])
         elif running:
             if self._executor is None:
-                self._executor = llguidance.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) // 2)))
+                self._executor = llguidance.LLExecutor(MASK_THREADS)
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, running, masks)
         for mask, row in zip(masks, rows, strict=True):
             if not row.state.ended:

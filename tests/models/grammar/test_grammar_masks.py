@@ -205,6 +205,23 @@ def test_cache_keeps_the_grammars_used_last(compiler: GrammarCompiler) -> None:
     assert compiler.new_matcher(grammars[0]).is_accepting() is False, "compiled again"
 
 
+def test_masks_of_all_matchers_of_a_grammar_are_equal(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.models.grammar.compiler.MASK_THREADS", 3)
+    grammar = Grammar("json_schema", '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}}')
+    compiler.add_matchers(grammar)  # not compiled yet
+    assert not compiler.is_cached(grammar)
+    compiler.compile(grammar)
+    compiler.add_matchers(grammar)
+    masks = GrammarMasks(compiler, capacity=8)
+    text = compiler.vocabulary(b'{"name":"ab')
+    rows = [MaskRow(masks.begin(grammar, (), text, key), may_end=True) for key in range(7)]
+    computed = masks.compute(rows)
+    assert (computed == computed[0]).all()
+    assert not any(row.problem for row in rows)
+
+
 @pytest.mark.parametrize(
     ("pattern", "size"),
     [("abc", 3), ("a{5}", 5), ("(ab){2,3}c", 7), ("((a{10}){10}){10}", 1000), (r"\{a\}{2}", 4), ("[^]{}]{3}x*", 4)],

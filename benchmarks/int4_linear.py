@@ -1,8 +1,7 @@
 """Speed of linear layers with 4-bit weights on one GPU: the layers of Qwen3-8B, with bfloat16 beside them.
 
     python -m benchmarks.int4_linear [--rows 1,32,256,8192] [--group 128] [--json results.json]
-    python -m benchmarks.int4_linear --rows 1 --sweep [--outputs 32,64,128] [--splits 0,1,2,4] [--stages 0,2,3,4,6]
-                                     [--warps 0,2,4]
+    python -m benchmarks.int4_linear --rows 1 --sweep [--outputs 64,128] [--splits 0,1,2,4] [--stages 2,3] [--warps 2,4]
 
 Times are GPU time per call in a CUDA graph over several layers, more than the caches hold. The lower bound of a call is
 the packed weights that it must read over the copy rate, or its products over the rate of large bfloat16 products,
@@ -170,10 +169,10 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="columns that share a scale: 32, 64 or 128")
     parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="expanded weights at a time")
     parser.add_argument("--sweep", action="store_true", help="time all combinations of the four options below")
-    parser.add_argument("--outputs", type=_numbers, default=[32, 64, 128])
+    parser.add_argument("--outputs", type=_numbers, default=[64, 128])
     parser.add_argument("--splits", type=_numbers, default=[0, 1, 2, 4])
-    parser.add_argument("--stages", type=_numbers, default=[0, 2, 3, 4, 6])
-    parser.add_argument("--warps", type=_numbers, default=[1, 2, 4])
+    parser.add_argument("--stages", type=_numbers, default=[2, 3, 4])
+    parser.add_argument("--warps", type=_numbers, default=[2, 4])
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     rate = copy_rate()

@@ -24,6 +24,8 @@ from .unpack_triton import unpack
 
 _STAGE_BYTES = 48 << 10
 """Shared memory of a program for loads in flight: four programs of few rows fit a multiprocessor."""
+_WIDE_BYTES = 160 << 10
+"""Shared memory that tiles of 64 rows need: two stages, and the expanded weights of one."""
 _AHEAD = 512
 """Bytes of each weight row prefetched into L2 before the input is ready."""
 _LEAST_BLOCKS = 2
@@ -69,10 +71,10 @@ def _int4_linear(
     sums_ptr,
     counters_ptr,
     rows,
-    weight_rows,
     out_size,
     in_size,
     row_bytes,
+    group_stride,
     splits,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -111,9 +113,9 @@ def _int4_linear(
     exists = target < rows
     inputs = x_ptr + tl.where(exists, target, 0).to(tl.int64)[:, None] * in_size + column[None, :]
     weights += column[:, None]
-    group = 2 * begin * weight_rows + number
+    group = 2 * begin * group_stride + number
     low_scales, low_zeros = tl.load(scales_ptr + group), tl.load(zeros_ptr + group)
-    group += weight_rows
+    group += group_stride
     high_scales, high_zeros = tl.load(scales_ptr + group), tl.load(zeros_ptr + group)
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for block in range(begin, end):
@@ -126,9 +128,9 @@ def _int4_linear(
             left = block * (2 * GROUP) + GROUP < in_size
             high_x = tl.load(first + GROUP, mask=exists[:, None] & left, other=0.0)
         # those of the next step, or of this one again: their latency passes while the products are computed
-        group = 2 * tl.minimum(block + 1, end - 1) * weight_rows + number
+        group = 2 * tl.minimum(block + 1, end - 1) * group_stride + number
         next_low_scales, next_low_zeros = tl.load(scales_ptr + group), tl.load(zeros_ptr + group)
-        group += weight_rows
+        group += group_stride
         next_high_scales, next_high_zeros = tl.load(scales_ptr + group), tl.load(zeros_ptr + group)
         low, high = unpack(packed, low_zeros, high_zeros)
         acc += tl.dot(low_x, low, input_precision=PRECISION) * low_scales.to(tl.float32)[None, :]
@@ -167,7 +169,8 @@ def launch_int4_linear(
         return
     tiles = tiles or Tiles()
     group, row_bytes = weight.group, weight.packed.shape[1]
-    rows = min(max(triton.next_power_of_2(len(x)), 16), 64)
+    most = 64 if shared_memory(x.device) >= _WIDE_BYTES else 32
+    rows = min(max(triton.next_power_of_2(len(x)), 16), most)
     outputs = tiles.outputs or (64 if rows <= 32 else 128)
     row_tiles, blocks, pairs = ceil_div(len(x), rows), ceil_div(len(weight), outputs), row_bytes // group
     splits = tiles.splits or _splits(blocks * row_tiles, pairs, x.device)
@@ -189,10 +192,10 @@ def launch_int4_linear(
         sums,
         counters,
         len(x),
-        len(weight),
         out.shape[1],
         weight.columns,
         row_bytes,
+        weight.scales.stride(0),
         splits,
         GATED=gated,
         BIAS=bias is not None,

@@ -84,6 +84,14 @@ def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: i
     torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(kernels))
 
 
+def test_rows_of_a_matrix_are_multiplied(kernels: Place) -> None:
+    x, weight, _ = drawn(kernels, 2, 48, 256, 64)
+    with poisoned(kernels[0]):
+        found = int4_linear(x, weight[8:40], impl=kernels[0])
+    expected = x.double() @ weight.expanded()[8:40].double().T
+    torch.testing.assert_close(found.double(), expected, **tolerance(kernels))
+
+
 def test_values_are_where_the_format_says() -> None:
     """Written out by the definition in group_format.py."""
     generator = torch.Generator().manual_seed(1)

@@ -65,7 +65,7 @@ class GroupScaled:
     def fill(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> None:
         """Fill from values [rows, columns] uint8, and scales and zeros [rows, groups]."""
         padded = torch.nn.functional.pad(values, (0, 2 * self.packed.shape[1] - self.columns))
-        low, high = padded.view(len(values), -1, 2, self.group).unbind(2)
+        low, high = padded.reshape(len(values), -1, 2, self.group).unbind(2)
         self.packed.copy_((low | high << 4).flatten(1))
         groups = scales.shape[1]
         self.scales[:groups].copy_(scales.t())

@@ -1,12 +1,12 @@
 """Triton kernel of int4_linear.py: reads the packed weights once for each tile of rows.
 
 A program has a block of weight rows (outputs), a tile of rows of x, and a range of columns. A step of its loop reads
-one byte per weight row and column of a pair of groups, so two products: of the low halves with the columns of the first
-group, of the high halves with those of the second. Where there are too few blocks to keep the GPU busy, several
+the bytes of one pair of groups and computes two products: of the low halves with the columns of the first group, and of
+the high halves with those of the second. Where there are too few blocks to keep the GPU busy, several
 programs divide the columns; the last of them to finish adds their sums, always in the same order.
 
-The weights are the right operand. Up to 32 rows, products are those whose operands are in registers: values go from
-shared memory to registers as bytes, 4 at a time. For more rows, Triton writes expanded values to shared memory.
+The weights are the right operand. Up to 32 rows, both operands of a product are in registers: weights go from shared
+memory to registers as bytes, 4 at a time. For more rows, Triton writes expanded weights to shared memory.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -174,7 +174,7 @@ def launch_int4_linear(
     outputs = tiles.outputs or (64 if rows <= 32 else 128)
     row_tiles, blocks, pairs = ceil_div(len(x), rows), ceil_div(len(weight), outputs), row_bytes // group
     splits = tiles.splits or _splits(blocks * row_tiles, pairs, x.device)
-    splits = ceil_div(pairs, ceil_div(pairs, splits))  # none of them has no columns
+    splits = ceil_div(pairs, ceil_div(pairs, splits))  # each has columns
     sums = counters = out  # not read
     if splits > 1:
         sums = torch.empty(blocks * row_tiles * splits * rows * outputs, dtype=torch.float32, device=x.device)

@@ -11,8 +11,8 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
-Block-scaled fp8 weights have kernels of their own (block_scaled.py) and no bias; so have 4-bit ones (int4_linear.py),
-which may have a bias.
+Block-scaled fp8 weights (block_scaled.py), which have no bias, and 4-bit weights (int4_linear.py) have kernels of their
+own.
 """
 
 import torch

@@ -73,7 +73,8 @@ def _compressed_tensors(path: Path, config: Json) -> Int4Format:
     groups: set[int | None] = set()
     for name, scheme in (config.get("config_groups") or {}).items():
         weights: Json = scheme.get("weights") or {}
-        _require(path, f"{method}, {name}", scheme, "input_activations", (None,), missing=True)
+        for field in ("input_activations", "output_activations"):
+            _require(path, f"{method}, {name}", scheme, field, (None,), missing=True)
         _require(path, f"{method}, {name}", weights, "num_bits", (4,))
         _require(path, f"{method}, {name}", weights, "type", ("int",))
         _require(path, f"{method}, {name}", weights, "strategy", ("group", "channel"))

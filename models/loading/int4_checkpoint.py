@@ -72,7 +72,7 @@ class Int4Checkpoint:
         group = self._format.group or slot.shape[1]
         groups = slice(columns.start // group, ceil_div(columns.stop, group))
         self._check(module, slot.shape, group)
-        values, scales, zeros = (part.to(device) for part in self._parts(module, rows, columns, groups))
+        values, scales, zeros = self._parts(module, rows, columns, groups, device)
         step = 1 if slot.int4 is None else slot.int4.group
         at = torch.arange(columns.start, columns.stop, step, device=device) // group - groups.start
         scales, zeros = scales[:, at], zeros[:, at]
@@ -82,25 +82,30 @@ class Int4Checkpoint:
             slot.int4.fill(values, scales, zeros)
 
     def _parts(
-        self, module: str, rows: slice, columns: slice, groups: slice
+        self, module: str, rows: slice, columns: slice, groups: slice, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values [rows, columns] uint8, scales and zeros [rows, groups] float32."""
+        """Values [rows, columns] uint8, scales and zeros [rows, groups] float32, unpacked on `device`."""
+
+        def unpacked(part: str, *ranges: slice, dim: int) -> torch.Tensor:
+            return self._unpack(f"{module}.{part}", *ranges, dim=dim, device=device)
+
         if self._format.method == "compressed-tensors":
-            values = self._unpack(f"{module}.weight_packed", rows, columns, dim=1)
-            scales = self._read(f"{module}.weight_scale", torch.float32, rows, groups)
-            if (name := f"{module}.weight_zero_point") in self._files.shapes:
-                return values, scales, self._unpack(name, rows, groups, dim=0).float()
+            values = unpacked("weight_packed", rows, columns, dim=1)
+            scales = self._read(f"{module}.weight_scale", torch.float32, rows, groups).to(device)
+            if f"{module}.weight_zero_point" in self._files.shapes:
+                return values, scales, unpacked("weight_zero_point", rows, groups, dim=0).float()
             return values, scales, torch.full_like(scales, _SYMMETRIC_ZERO)
         by_column = self._format.method == "awq"
-        values = self._unpack(f"{module}.qweight", columns, rows, dim=1 if by_column else 0).t()
-        zeros = self._unpack(f"{module}.qzeros", groups, rows, dim=1).t().float() + self._format.zero_offset
-        return values, self._read(f"{module}.scales", torch.float32, groups, rows).t(), zeros
+        values = unpacked("qweight", columns, rows, dim=1 if by_column else 0).t()
+        zeros = unpacked("qzeros", groups, rows, dim=1).t().float() + self._format.zero_offset
+        return values, self._read(f"{module}.scales", torch.float32, groups, rows).to(device).t(), zeros
 
-    def _unpack(self, name: str, *part: slice, dim: int) -> torch.Tensor:
+    def _unpack(self, name: str, *part: slice, dim: int, device: torch.device) -> torch.Tensor:
         """A part of a tensor in which eight values in dimension `dim` are one int32, as uint8."""
         inner = part[dim]
         words = slice(inner.start // _PACKED, ceil_div(inner.stop, _PACKED))
-        packed = self._read(name, torch.int32, *(words if index == dim else each for index, each in enumerate(part)))
+        stored = self._read(name, torch.int32, *(words if index == dim else each for index, each in enumerate(part)))
+        packed = stored.to(device)
         order = _AWQ_ORDER if self._format.method == "awq" else range(_PACKED)
         values = torch.stack([(packed >> 4 * place & 15).to(torch.uint8) for place in order], dim=dim + 1)
         first = inner.start - words.start * _PACKED

@@ -24,7 +24,7 @@ def int4_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]
 
 
 def kept_in_int4(stored: frozenset[str], device: torch.device) -> frozenset[str]:
-    """Those of the tensors that stay in 4 bits on this device, where the model has kernels for them: all or none."""
+    """Those of the tensors that may stay in 4 bits on this device: all or none."""
     return stored if supports_int4(device) else frozenset()
 
 

@@ -12,7 +12,6 @@ class FamilyRow(NamedTuple):
     family: str
     architecture: str
     formats: str
-    quantised: str
     attention: str
 
 
@@ -23,18 +22,10 @@ def family_rows() -> list[FamilyRow]:
             family,
             architecture,
             "safetensors, GGUF" if family in GGUF_ARCHITECTURES else "safetensors",
-            _quantised(family),
             _attention(family),
         )
         for architecture, family in ARCHITECTURES.items()
     ]
-
-
-def _quantised(family: str) -> str:
-    """Formats of quantised weights in safetensors files; int4 is that of AWQ, GPTQ and compressed-tensors."""
-    if family == "gemma3_text":
-        return "none"
-    return "mxfp4" if family == "gpt_oss" else "fp8, int4"
 
 
 def _attention(family: str) -> str:

@@ -79,8 +79,8 @@ def made_up_vocabulary(size: int) -> Vocabulary:
 class TimedGrammars(StepGrammars):
     """Records how long the masks of each step take."""
 
-    def __init__(self, compiler: GrammarCompiler, max_rows: int) -> None:
-        super().__init__(compiler, max_rows)
+    def __init__(self, compiler: GrammarCompiler, max_rows: int, device: torch.device) -> None:
+        super().__init__(compiler, max_rows, device)
         self.seconds: list[float] = []
 
     def masks(self, rows: Sequence[StepRow], sampled: Sequence[int]) -> StepMasks:
@@ -94,8 +94,8 @@ class TimedGrammars(StepGrammars):
 class DocumentGrammars(TimedGrammars):
     """Follows random documents of SCHEMA, one per row, instead of the sampled tokens."""
 
-    def __init__(self, compiler: GrammarCompiler, max_rows: int) -> None:
-        super().__init__(compiler, max_rows)
+    def __init__(self, compiler: GrammarCompiler, max_rows: int, device: torch.device) -> None:
+        super().__init__(compiler, max_rows, device)
         vocabulary, rng = compiler.vocabulary, random.Random(1)
         texts = (token.decode(errors="ignore").strip() for token in vocabulary.tokens)
         words = [text for text in texts if 2 < len(text) < 10 and text.isalpha()]
@@ -195,7 +195,9 @@ def main() -> None:
     compile_ms = (time.perf_counter() - begun) * 1e3
     compiler.add_matchers(SCHEMA)
     print(f"{torch.cuda.get_device_name()}: vocabulary read in {read_s:.1f} s, schema compiled in {compile_ms:.1f} ms")
-    grammars = {"documents": DocumentGrammars, "sampled": TimedGrammars}[options.answers](compiler, 64)
+    grammars = {"documents": DocumentGrammars, "sampled": TimedGrammars}[options.answers](
+        compiler, 64, engine.cache.device
+    )
     executor = Executor(engine.runner, engine.cache, (EOS,), overlap=True, grammars=grammars)
     results: dict[str, Any] = {"read_s": read_s, "decode": []}
     print("\nbatch  free ms  grammar ms  cost (mean)  masks ms (p50, max)")

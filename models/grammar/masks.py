@@ -99,10 +99,14 @@ class GrammarMasks:
         state.consume((token,))
         return state
 
-    def compute(self, rows: Sequence[MaskRow]) -> Bitmask:
-        """A mask per row. A row without one allows everything and has its `problem` set."""
-        words = -(-self.compiler.vocabulary.size // 32)
-        masks = np.full((len(rows), words), -1, dtype=np.int32)
+    @property
+    def words(self) -> int:
+        """Words of a mask."""
+        return -(-self.compiler.vocabulary.size // 32)
+
+    def compute(self, rows: Sequence[MaskRow], masks: Bitmask) -> None:
+        """Fill a mask per row. A row without one allows everything and has its `problem` set."""
+        masks.fill(-1)
         running = [(row.state.matcher, at) for at, row in enumerate(rows) if not row.state.ended]
         if len(running) == 1:
             llguidance.numpy.fill_next_token_bitmask(running[0][0], masks, running[0][1])
@@ -113,7 +117,6 @@ class GrammarMasks:
         for mask, row in zip(masks, rows, strict=True):
             if not row.state.ended:
                 _allow_ends(mask, row)
-        return masks
 
 
 def _allow_ends(mask: npt.NDArray[np.int32], row: MaskRow) -> None:

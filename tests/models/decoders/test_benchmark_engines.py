@@ -248,7 +248,7 @@ def test_grammar_benchmark_follows_the_grammar(answers: type[grammar.TimedGramma
     )
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     compiler = GrammarCompiler(lambda: grammar.made_up_vocabulary(640))
-    grammars = answers(compiler, 2)  # asserts that no row has a problem
+    grammars = answers(compiler, 2, bench.cache.device)  # asserts that no row has a problem
     executor = Executor(bench.runner, bench.cache, (grammar.EOS,), overlap=True, grammars=grammars)
     executor.samples_later = True
     steps = grammar.ANSWER_TOKENS + 30

@@ -162,7 +162,7 @@ class Leader:
                 return self._inbox.get(timeout=MISSING_RANKS_S)
             except queue.Empty:
                 missing = [rank for rank in range(self._config.world_size) if rank not in ready]
-                log.info("waiting for ranks %s to load", ", ".join(map(str, missing)))
+                log.info("waiting until rank %s has loaded", ", ".join(map(str, missing)))
 
     @property
     def _peer_infos(self) -> tuple[Rank, ...]:

@@ -69,6 +69,7 @@ class PrefillDispatcher:
             rates=self.rates,
             cache=cache,
             memory=memory,
+            kv_store=kv_store,
         )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
@@ -291,7 +292,7 @@ class PrefillDispatcher:
             return False
         return self._kv_store.load(
             local,
-            self._kv_store.new_chain(),
+            local.prompt.chain or self._kv_store.new_chain(),
             local.prompt.token_ids,
             local.pages,
             cached=local.cached,

@@ -372,8 +372,8 @@ class DecodeConfig(ServerConfig):
     )
     local_prefill: LocalPrefillSetting = Field(
         "auto",
-        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them "
-        "or, by measured rates, the transfer of KV would cost more",
+        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them, "
+        "prefill has the same CPU cores or, by measured rates, the transfer of KV would cost more",
     )
     dispatch: DispatchSetting = Field(
         "prefix",

@@ -110,6 +110,8 @@ class Arrivals:
         if not self._dispatcher.local.computed(chunk, seconds):
             return None
         local.input_logprobs += result.prompt_logprobs
+        if self._memory.hot is None:
+            self._cache.insert(prompt.token_ids, local.pages, local.inserted, end=chunk.end)
         if not chunk.last:
             return None
         self._dispatcher.local.remove(prompt)

@@ -207,12 +207,10 @@ class DecodeScheduler:
         *,
         capacity: float = math.inf,
         writes_both: bool = False,
+        shares_cpu: bool = False,
     ) -> None:
-        """A prefill server paired. `staged` are the regions that it sends through the staging rings; `capacity` is the
-        longest prompt that it can hold, in tokens; `writes_both`: it writes KV to host memory or to the GPU, as its
-        KvDestination says.
-        """
-        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both)
+        """A prefill server paired; see PrefillPeer. `staged` are the regions that go through the staging rings."""
+        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both, shares_cpu=shares_cpu)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:

@@ -10,7 +10,6 @@ message, only after all chunks in flight have reported their end.
 """
 
 import collections
-import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -248,6 +247,7 @@ class PrefillScheduler:
                 self._transfers.send(request, row.start, row.end, now)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
             self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
+            self._computing.cached(request)
             if self.stored is not None:
                 self.stored.offer(request)
             if row.last:
@@ -388,18 +388,24 @@ class PrefillScheduler:
 
     def _start_next(self, now: float) -> bool:
         """Start the first request that fits into the free pages. Smaller requests may overtake a larger one until it is
-        the oldest and due; then free pages are kept for it.
+        the oldest and due; then free pages are kept for it. A request that waits for its prefix delays no other.
         """
-        for request in itertools.islice(self._waiting, MAX_MISFITS):
+        misfits = 0
+        for request in self._waiting:
+            if request.awaits_prefix:
+                continue
             if self._start(request, now):
                 self._waiting.take(request)
                 return True
-            if self._waiting.oldest_is_due:
+            misfits += not request.awaits_prefix
+            if misfits and (misfits == MAX_MISFITS or self._waiting.oldest_is_due):
                 return False
         return False
 
     def _start(self, request: PrefillRequest, now: float) -> bool:
-        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached."""
+        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached.
+        False if pages are short, or if another request computes the prefix now.
+        """
         if request.refused_at_chances == self.pages.chances:
             return False
         most = request.prompt_tokens - 1
@@ -407,13 +413,18 @@ class PrefillScheduler:
         if logprobs is not None and logprobs.start is not None:
             most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
         prefix = self.cache.match(request.prompt, most)
+        cached = len(prefix) * self.limits.page_size
+        request.awaited = self._computing.prefixes.find(request.prompt, cached, most, request.priority)
+        if request.awaited is not None:
+            self.counters["prefix_waits"] += 1
+            return False
         pages = pages_for(request.prompt_tokens, self.limits.page_size)
         grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix)
         if grant is None:
             request.refused_at_chances = self.pages.chances
             return False
         request.grant = grant
-        request.cached = len(prefix) * self.limits.page_size
+        request.cached = cached
         self.counters["prefix_tokens_reused"] += request.cached
         if self.stored is None or not self.stored.load(request, most, self._computing.rate.per_s, now):
             self._compute(request, now)

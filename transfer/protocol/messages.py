@@ -123,6 +123,10 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     """The hot pool of a HiSparse rank, on its GPU: latent rows of a request go there or to the pool in host memory, as
     its KvDestination says. Pages are numbered on their own.
     """
+    cpu_cores: tuple[int, ...] = ()
+    """The cores of `machine` that it may use, if it computes on the CPU."""
+    cpu_threads: int = 0
+    """Its threads, if it computes on the CPU."""
 
 
 class _Introduction(Message, frozen=True):

@@ -59,7 +59,13 @@ class PrefillDispatcher:
         self.pace = QueuePace()
         self.peers = PrefillPeers(limits.dispatch)
         self.rates = Rates()
-        local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
+        local_limits = LocalLimits(
+            limits.page_size,
+            limits.max_step_tokens,
+            limits.itl_target_s,
+            limits.stages,
+            shares_prefixes=limits.prefix_cache and not limits.hisparse,
+        )
         self.local = LocalPrefill(local_limits, self.rates)
         self.placer = Placer(
             limits,
@@ -70,6 +76,7 @@ class PrefillDispatcher:
             cache=cache,
             memory=memory,
             kv_store=kv_store,
+            counters=counters,
         )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
@@ -118,7 +125,7 @@ class PrefillDispatcher:
     def adopt(self, prompt: Prompt, now: float) -> None:
         """Queue a prompt that another scheduler has released."""
         prompt.prompt_id = next(self._prompt_ids)
-        prompt.refusal = prompt.cached_estimate = None
+        prompt.refusal = prompt.cached_estimate = prompt.awaited = None
         self.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint))
@@ -148,9 +155,10 @@ class PrefillDispatcher:
         staged: Iterable[StagedRegion],
         *,
         writes_both: bool = False,
+        shares_cpu: bool = False,
     ) -> None:
-        """A prefill server paired; `writes_both`: it writes KV to host memory or to the GPU, as it is told."""
-        self.peers.up(instance, endpoint, capacity, writes_both=writes_both)
+        """A prefill server paired; see PrefillPeer."""
+        self.peers.up(instance, endpoint, capacity, writes_both=writes_both, shares_cpu=shares_cpu)
         self.staging.peer_up(instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
@@ -234,6 +242,8 @@ class PrefillDispatcher:
                 return True
             if self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
+            if prompt.awaited is not None:
+                return None
             if selection is None or is_open or not selection.cached:
                 return False
             self.peers.hold(prompt, selection)
@@ -372,6 +382,7 @@ class PrefillDispatcher:
             count = prompt.tokens - reservation.prefix_tokens
             destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prefilling[key] = prompt
+        self.placer.sent(prompt, attempt)
         peer.window.sent(kind, tokens)
         message = KvDestination(
             key=key,
@@ -433,6 +444,7 @@ class PrefillDispatcher:
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
+        self.placer.returned(attempt)
         if not attempt.written:
             self._leave_prefill(attempt)
 

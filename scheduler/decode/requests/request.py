@@ -15,6 +15,7 @@ from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
+from ...chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
 from ...store.kv_store import BlockChain
@@ -42,6 +43,8 @@ class Attempt:
     """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
     expected_cached: int | None = None
     """Tokens that were expected in the cache of the prefill server; None if nothing was known about it."""
+    progress: PrefixInProgress | None = None
+    """What other prompts share with it, while prefill computes it."""
     given_up: bool = False
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""
@@ -73,6 +76,10 @@ class LocalPrompt:
         """The slot of its hot buffer (HiSparse)."""
         self.stored = 0
         """The last so many of its `cached` tokens came from the KV store."""
+        self.inserted = InsertedPrefix()
+        """The part in the prefix cache."""
+        self.progress: PrefixInProgress | None = None
+        """While it is in the queue: what other prompts may wait for."""
 
     @property
     def priority(self) -> int:
@@ -149,6 +156,8 @@ class Prompt:
         """Its blocks in the KV store, if it was compared with the store."""
         self.load_failed = False
         """The store did not have what was expected, and the prompt was queued again."""
+        self.awaited: AwaitedPrefix | None = None
+        """The prefix of another prompt that it waits for, to be computed here."""
         self.quarantined = 0
         """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None

@@ -108,7 +108,7 @@ class Server:
         self.env = env or {}
         self.launcher = launcher
         self.leaders = leaders
-        self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
+        self.forked = forked and not launcher and not torch.cuda.is_available()
         self.host = dict(itertools.pairwise(self.flags)).get("--host", "127.0.0.1")
         self.port = free_port()
         self.bootstrap_port = free_port()
@@ -151,7 +151,7 @@ class Server:
     def _rank_processes(self) -> int:
         sizes = dict(itertools.pairwise(self.flags))
         ranks = int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
-        return ranks if ranks > 1 else 0
+        return ranks // int(sizes.get("--nnodes", "1")) if ranks > 1 else 0
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
         """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""

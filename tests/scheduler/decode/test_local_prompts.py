@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.examples import examples
@@ -40,8 +41,11 @@ HISPARSE_MODES: list[dict[str, Any]] = [
 """Three request slots. Hot pages are too few for three fully resident requests, and sometimes for one prompt."""
 
 
-def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> None:
-    """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested."""
+def test_random_workloads_end_with_full_pools_and_one_response_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested. The
+    prompts are short, so they wait for short prefixes.
+    """
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 1)
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(examples(84, 36)):
         simulator = Simulator(**MODES[seed % len(MODES)])
@@ -59,6 +63,7 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> 
         "retractions_recomputed",
         "steps_failed",
         "prefix_tokens_reused",
+        "prefix_waits",
     ):
         assert seen[event] >= examples(3, 1), f"{event} happened {seen[event]} times"
 
@@ -115,7 +120,7 @@ def longest_gap(simulator: TimedSimulator, rids: list[str]) -> float:
     return max(gaps)
 
 
-def test_long_prompt_adds_three_quarters_to_the_time_between_tokens_of_running_requests() -> None:
+def test_long_prompt_adds_two_thirds_to_the_time_between_tokens_of_running_requests() -> None:
     simulator = local()
     streams = [f"s{number}" for number in range(32)]
     for rid in streams:
@@ -123,8 +128,8 @@ def test_long_prompt_adds_three_quarters_to_the_time_between_tokens_of_running_r
     simulator.run(lambda: all(simulator.output[rid] >= 20 for rid in streams))
     simulator.ask("long", 32_768)
     started = simulator.now
-    assert longest_gap(simulator, streams) <= 1.85 * 0.006
-    assert simulator.now - started <= 2.6 * 32_768 / 40_000, "0.75 of 1.75 of the time are for the prompt"
+    assert longest_gap(simulator, streams) <= 1.75 * 0.006
+    assert simulator.now - started <= 2.6 * 32_768 / 40_000, "0.7 of 1.7 of the time are for the prompt"
 
 
 @pytest.mark.parametrize(("target_s", "longest_s"), [(0.030, 0.031), (0.0, 0.058)])

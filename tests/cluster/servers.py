@@ -22,6 +22,8 @@ from tests.processes import stop_process
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
+REPORT_S = 0.05
+"""Between two reports of a forked server (INTERVALS of forkserver.py)."""
 HTTP = httpx.Client(
     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False
 )
@@ -76,8 +78,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
     """Returns the seconds until `condition` held; fails the test after `timeout_s`."""
     started = time.monotonic()
     while not condition():
-        assert time.monotonic() - started < timeout_s, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
+        waited_s = time.monotonic() - started
+        assert waited_s < timeout_s, f"{what}: not within {timeout_s} s"
+        time.sleep(min(0.02 + waited_s / 10, REPORT_S))  # most conditions ask a server, which takes CPU time
     return time.monotonic() - started
 
 
@@ -108,7 +111,7 @@ class Server:
         self.env = env or {}
         self.launcher = launcher
         self.leaders = leaders
-        self.forked = forked and not launcher and "--nnodes" not in flags and not torch.cuda.is_available()
+        self.forked = forked and not launcher and not torch.cuda.is_available()
         self.host = dict(itertools.pairwise(self.flags)).get("--host", "127.0.0.1")
         self.port = free_port()
         self.bootstrap_port = free_port()
@@ -151,7 +154,7 @@ class Server:
     def _rank_processes(self) -> int:
         sizes = dict(itertools.pairwise(self.flags))
         ranks = int(sizes.get("--tp", "1")) * int(sizes.get("--pp", "1"))
-        return ranks if ranks > 1 else 0
+        return ranks // int(sizes.get("--nnodes", "1")) if ranks > 1 else 0
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
         """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""

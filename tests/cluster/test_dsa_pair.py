@@ -29,6 +29,8 @@ LENGTHS = (1, 9, TOPK, TOPK + 1, 49, 150)
 """Below, at and far above index_topk; the last two take several chunks."""
 NEW_TOKENS = 8
 PREFILL_PAGE = 16
+LAYERS = 2
+"""Of most models here: a dense layer and one with experts, also as two stages."""
 
 FULL = os.environ.get("PDSERVE_MATRIX") == "full"
 """`make test-matrix`: retraction of every family."""
@@ -83,14 +85,13 @@ def serving(
 
 @pytest.fixture(scope="module")
 def deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    with serving(tmp_path_factory, "deepseek_v3", [(2, 1), (1, 1)]) as pairs:
+    with serving(tmp_path_factory, "deepseek_v3", [(2, 1), (1, 1)], num_hidden_layers=LAYERS) as pairs:
         yield pairs
 
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    """A dense layer and one with experts, also as two stages."""
-    with serving(tmp_path_factory, "deepseek_v32", [(2, 1), (1, 1)], num_hidden_layers=2) as pairs:
+    with serving(tmp_path_factory, "deepseek_v32", [(2, 1), (1, 1)], num_hidden_layers=LAYERS) as pairs:
         yield pairs
 
 
@@ -187,7 +188,7 @@ def test_retraction_under_memory_pressure_keeps_tokens(family: str, request: pyt
 
 def test_fp8_rows_are_transferred_from_expert_parallel_ranks(tmp_path: Path, servers: Cluster) -> None:
     """Prefill has two ranks with half of the experts each. Tokens equal those of one process with fp8 rows."""
-    model = make_dsa_checkpoint(tmp_path / "model", index_topk=TOPK)
+    model = make_dsa_checkpoint(tmp_path / "model", index_topk=TOPK, num_hidden_layers=LAYERS)
     flags = ("--kv-dtype", "fp8_e4m3", "--kv-tokens", "4096")
     prefill, decode = servers.pair(
         model, (*flags, *layout_flags((2, 1)), "--expert-parallel", "--chunk-size", "48"), (*flags, "--page-size", "64")
@@ -211,7 +212,7 @@ def test_fp8_keys_are_transferred_between_page_sizes(
     """With and without HiSparse, and again from the prefix cache; tokens equal those of one process with fp8 keys. A
     server with float32 keys does not pair.
     """
-    model = make_dsa_checkpoint(tmp_path / "model", architecture, index_topk=TOPK)
+    model = make_dsa_checkpoint(tmp_path / "model", architecture, index_topk=TOPK, num_hidden_layers=LAYERS)
     fp8 = ("--index-dtype", "fp8_e4m3")
     prefill = servers.add("prefill", model, *fp8, "--page-size", "16", "--chunk-size", "48", "--kv-tokens", "4096")
     to_prefill = ("--prefill", prefill.endpoint)
@@ -219,8 +220,8 @@ def test_fp8_keys_are_transferred_between_page_sizes(
     hot = servers.add(
         *("decode", model, *to_prefill, *fp8, "--page-size", "8", "--kv-tokens", "1024"),
         *("--enable-hisparse", "--hot-rows", str(TOPK), "--host-memory-gib", "0.1", "--max-running-requests", "4"),
-        # keys of 32 bytes and a scale, and 16 hot pages, in the 4 layers
-        *("--kv-memory-gib", str(4 * (1024 * 36 + 16 * 8 * 256) / (1 << 30))),
+        # keys of 32 bytes and a scale, and 16 hot pages, in all layers
+        *("--kv-memory-gib", str(LAYERS * (1024 * 36 + 16 * 8 * 256) / (1 << 30))),
     )
     other = servers.add("decode", model, *to_prefill, "--page-size", "16", "--kv-tokens", "512")
     runner = ModelRunner.load(

@@ -33,7 +33,7 @@ NEW_TOKENS = 16
 LENGTHS = (3, 15, 30, 60, 200, 300)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
-LAYERS = 4
+LAYERS = 3
 ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 """Bytes per token: 48 + 16 floats in each layer, 32 floats for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
@@ -71,8 +71,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "deepseek": Case("deepseek_v32", {"index_head_dim": 32}, {1: (4, 4), 2: (2, 2)}),
-    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSSF", "index_head_dim": 32}, {1: (4, 2), 2: (3, 1)}),
+    "deepseek": Case("deepseek_v32", {}, {1: (3, 3), 2: (2, 2)}),
+    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSF"}, {1: (3, 2), 2: (2, 1)}),
 }
 
 
@@ -106,7 +106,9 @@ FULL = os.environ.get("PDSERVE_MATRIX") == "full"
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     case = CASES[request.param]
     directory = tmp_path_factory.mktemp(f"{request.param}-model")
-    model = make_dsa_checkpoint(directory, case.architecture, index_topk=TOPK, **case.overrides)
+    model = make_dsa_checkpoint(
+        directory, case.architecture, index_topk=TOPK, num_hidden_layers=LAYERS, **case.overrides
+    )
     with cluster(tmp_path_factory.mktemp(f"{request.param}-logs")) as servers:
         prefill = servers.add("prefill", model, *PREFILL)
         draw = random.Random(3)

@@ -181,13 +181,15 @@ def test_server_exits_within_seconds_when_a_rank_is_lost(
 
 
 def test_server_on_two_machines_serves_and_stops(model: Model, tmp_path: Path) -> None:
-    """Each machine is a set of processes. The second one only computes, and ends with the first."""
+    """Each machine is a set of processes. The second one only computes, and ends with the first. It is not forked: no
+    other test starts a rank from the command line.
+    """
     with cluster(tmp_path) as servers:
         key = ["--cluster-key", "a secret of the whole cluster"]
         prefill = servers.add("prefill", model.directory, *key)
         both = [*key, *flags((2, 1), 16), "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
         decode = servers.add("decode", model.directory, "--prefill", prefill.endpoint, *both)
-        second = servers.add("decode", model.directory, *both, "--node-rank", "1")
+        second = servers.add("decode", model.directory, *both, "--node-rank", "1", forked=False)
         decode.wait_ready(peers=1)
         assert len(rank_pids(decode)) == 1
         assert decode.generate(model.prompts[2], NEW_TOKENS) == model.expected[2]

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -68,6 +67,8 @@ def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
 
 def test_clients_of_other_dialects_get_the_same_answer(decode: Server) -> None:
     """OpenAI's /v1/responses and Anthropic's /v1/messages."""
+    import anthropic  # takes two seconds of CPU time, which only the worker that runs this test needs
+
     direct: Any = {"max_retries": 0, "timeout": 60}
     with openai.OpenAI(
         base_url=f"{decode.url}/v1", api_key="any", http_client=openai.DefaultHttpxClient(trust_env=False), **direct

@@ -20,7 +20,7 @@ from tests.models.pretend_gpu import CPU, DEVICE, CapturedGraph, PretendGpu
 from tests.models.pretend_ipc import patch_collectives
 from tests.models.ranks import NUM_PAGES, PAGE_SIZE, Pass
 
-MAX_CONTEXT, MAX_BATCH, MAX_TOKENS = 64, 2, 32
+MAX_CONTEXT, MAX_BATCH, MAX_TOKENS = 64, 2, 16
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from pydantic import TypeAdapter
 
@@ -12,6 +11,9 @@ from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Su
 from pdserve.server.api.anthropic.models import MessageEvent, MessageReply
 from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import EOS, make_finished
+
+if TYPE_CHECKING:  # importing it takes two seconds of CPU time, which only the worker that runs this file needs
+    import anthropic
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -25,12 +27,14 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
-async def client(server: RunningServer) -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def client(server: RunningServer) -> "AsyncIterator[anthropic.AsyncAnthropic]":
     async with client_of(server, "right") as made:
         yield made
 
 
-def client_of(server: RunningServer, api_key: str) -> anthropic.AsyncAnthropic:
+def client_of(server: RunningServer, api_key: str) -> "anthropic.AsyncAnthropic":
+    import anthropic
+
     return anthropic.AsyncAnthropic(
         base_url=f"http://127.0.0.1:{server.port}",
         api_key=api_key,
@@ -53,7 +57,7 @@ async def generate(server: RunningServer, text: str, reason: FinishReason = STOP
     ("reason", "stop_reason"), [(STOPPED, "end_turn"), (FinishReason("length", length=2), "max_tokens")]
 )
 async def test_text(
-    server: RunningServer, client: anthropic.AsyncAnthropic, reason: FinishReason, stop_reason: str
+    server: RunningServer, client: "anthropic.AsyncAnthropic", reason: FinishReason, stop_reason: str
 ) -> None:
     asking = asyncio.create_task(client.messages.create(model="any", system="Be brief.", messages=HELLO, max_tokens=5))
     assert await generate(server, "Hi", reason) == "system: Be brief.\nuser: Hello\nassistant: "
@@ -63,7 +67,7 @@ async def test_text(
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 3, 2)
 
 
-async def test_stop_sequence(server: RunningServer, client: anthropic.AsyncAnthropic) -> None:
+async def test_stop_sequence(server: RunningServer, client: "anthropic.AsyncAnthropic") -> None:
     asking = asyncio.create_task(
         client.messages.create(model="any", messages=HELLO, max_tokens=5, stop_sequences=["\n", "END"])
     )
@@ -77,7 +81,7 @@ async def test_stop_sequence(server: RunningServer, client: anthropic.AsyncAnthr
 
 
 async def test_blocks_of_a_conversation_become_messages(
-    server: RunningServer, client: anthropic.AsyncAnthropic
+    server: RunningServer, client: "anthropic.AsyncAnthropic"
 ) -> None:
     messages: Any = [
         {"role": "user", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]},
@@ -110,7 +114,7 @@ async def test_blocks_of_a_conversation_become_messages(
 
 
 async def test_last_message_of_the_assistant_is_continued(
-    server: RunningServer, client: anthropic.AsyncAnthropic
+    server: RunningServer, client: "anthropic.AsyncAnthropic"
 ) -> None:
     begun: Any = [*HELLO, {"role": "assistant", "content": "{"}]
     asking = asyncio.create_task(client.messages.create(model="any", messages=begun, max_tokens=5))
@@ -120,7 +124,7 @@ async def test_last_message_of_the_assistant_is_continued(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thinking_text_and_calls_are_blocks(
-    server: RunningServer, client: anthropic.AsyncAnthropic, stream: bool
+    server: RunningServer, client: "anthropic.AsyncAnthropic", stream: bool
 ) -> None:
     wanted: Any = {
         "model": "any",
@@ -148,7 +152,7 @@ async def test_thinking_text_and_calls_are_blocks(
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == 5
 
 
-async def test_events_of_a_stream_come_in_order(server: RunningServer, client: anthropic.AsyncAnthropic) -> None:
+async def test_events_of_a_stream_come_in_order(server: RunningServer, client: "anthropic.AsyncAnthropic") -> None:
     asking = asyncio.create_task(client.messages.create(model="any", messages=HELLO, max_tokens=5, stream=True))
     generating = asyncio.create_task(generate(server, "Hi"))
     names = [event.type async for event in await asking]
@@ -191,8 +195,10 @@ async def test_failure_and_abort_in_a_stream(server: RunningServer) -> None:
 
 
 async def test_errors_have_the_shape_that_the_client_expects(
-    server: RunningServer, client: anthropic.AsyncAnthropic
+    server: RunningServer, client: "anthropic.AsyncAnthropic"
 ) -> None:
+    import anthropic
+
     async with client_of(server, "wrong") as stranger:
         with pytest.raises(anthropic.AuthenticationError, match="needs an API key") as refused:
             await stranger.messages.create(model="any", messages=HELLO, max_tokens=5)

@@ -127,7 +127,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             self._turn()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
+        ready = dict(self._poller.poll(0 if self._soon else max(1, int(self.timing.tick_s * 1000))))
         now = self._clock()
         self._exclude_own_absence(now)
         self._turned_at = now

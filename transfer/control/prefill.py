@@ -1,5 +1,6 @@
 """The control port of a prefill server: one ROUTER, any number of decode servers."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,8 @@ _MONITORED = (
 )
 MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
 """The largest message of a decode server: a message and its two arrays."""
+EVENTS_PER_TURN = 1024
+"""Connection events read before messages are read and heartbeats are sent: thousands of connections may come at once."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -59,6 +62,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
         self._connections = UnknownPeers(MAX_MESSAGE_BYTES, self._report_cut)
+        self._limits_at = clock()
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -84,7 +88,8 @@ class PrefillControl(PeerControl[_Route, Hello]):
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
         if self._gate.socket in ready:
             self._gate.answer_all()
-        self._read_connections()
+        self._read_connections(EVENTS_PER_TURN)
+        self._soon = self._connections.cut_excess()
         for _ in range(MESSAGES_PER_TURN):
             frames = self._receive_frames(self._router)
             if frames is None:
@@ -113,9 +118,12 @@ class PrefillControl(PeerControl[_Route, Hello]):
             route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
         return route
 
-    def _read_connections(self) -> None:
-        while (event := self._monitor.read()) is not None:
-            match event:
+    def _read_connections(self, limit: int | None = None) -> None:
+        """Read all connection events, or `limit` of them: the poller reports the rest in the next iteration."""
+        for _ in itertools.count() if limit is None else range(limit):
+            match self._monitor.read():
+                case None:
+                    return
                 case (zmq.EVENT_ACCEPTED, fd):
                     self._connections.accepted(fd)
                 case (zmq.EVENT_DISCONNECTED, fd):
@@ -199,9 +207,11 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._route_of_fd.pop(route.fd, None)
         self._end(route, reason)
 
-    def _tick(self, now: float) -> None:  # noqa: ARG002
+    def _tick(self, now: float) -> None:
         """Prefill only answers: decode repeats Hello."""
-        self._connections.enforce_limits()
+        if now >= self._limits_at:
+            self._limits_at = now + self.timing.tick_s
+            self._connections.enforce_limits()
 
     def _report_cut(self, reason: str) -> None:
         self._counts["connections_cut"] += 1

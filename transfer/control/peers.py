@@ -9,7 +9,8 @@ How two servers pair, on every connection (one ZMQ connection = one Session = on
 
 A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
 for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
-the connection.
+the connection. While an instance sends on one connection, prefill does not pair with it on another one: that would be a
+replay of its messages.
 
 Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
 counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process

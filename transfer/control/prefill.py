@@ -26,7 +26,7 @@ _MONITORED = (
 MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
 """The largest message of a decode server: a message and its two arrays."""
 EVENTS_PER_TURN = 1024
-"""Connection events read before messages are read and heartbeats are sent: thousands of connections may come at once."""
+"""Connection events read before messages are read and heartbeats are sent: thousands of peers may connect at once."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -65,7 +65,6 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._limits_at = clock()
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = ClientGate(self._context, keys)
         self._gate.protect(self._router)
@@ -145,8 +144,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
             case SessionState.PAIRED:
                 return True
             case SessionState.MEETING:
-                self._pair(session, now)
-                return True
+                return self._pair(session, now)
             case _:
                 self._counts["unknown_peer"] += 1
                 self._reply(session, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
@@ -185,15 +183,23 @@ class PrefillControl(PeerControl[_Route, Hello]):
         route.state = SessionState.MEETING
         self._reply(route, self._me)
 
-    def _pair(self, route: _Route, now: float) -> None:
-        """Decode has received our Welcome and uses this connection."""
+    def _pair(self, route: _Route, now: float) -> bool:
+        """Decode has received our Welcome and uses this connection. Returns False if the instance still sends on
+        another one: a process that repeats recorded messages must not end that pair. If it was decode that connected
+        again, the other connection is silent soon, and decode repeats what was not acknowledged.
+        """
         assert route.instance is not None
         previous = self._session_of.get(route.instance)
         if previous is not None and previous is not route:
+            if now - previous.heard_at < self.timing.silent_s:
+                self._counts["unknown_peer"] += 1
+                self._noise.warning("ignoring another connection of decode %s, which still sends on its first", route)
+                return False
             self._forget(previous, "it connected again")
         self._connections.introduced(route.fd)
         route.heartbeat_at = now
         self._set_paired(route, endpoint=None)
+        return True
 
     def _report_refused(self, session: _Route, reason: str) -> None:
         self._counts["refused"] += 1

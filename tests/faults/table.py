@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.cluster.servers import REPOSITORY
 from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, Fault, State, cells, missing_because
+from tests.faults.namespaces import why_no_iptables, why_no_netem, why_unavailable
 from tests.faults.rig import Rig
 
 DOCUMENT = REPOSITORY / "docs" / "reliability.md"
@@ -141,6 +142,13 @@ def structure(text: str) -> list[list[str]]:
     return found
 
 
+def network_tools() -> str:
+    """Which of the network tests in `test_namespaces.py` run on this machine."""
+    tools = {"namespaces": why_unavailable(), "netem": why_no_netem(), "iptables": why_no_iptables()}
+    found = [f"{name}: {'yes' if reason is None else f'no ({reason})'}" for name, reason in tools.items()]
+    return ", ".join(found) + " (tests/faults/test_namespaces.py)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["run", "print", "write"])
@@ -151,6 +159,7 @@ def main() -> int:
     options.results.parent.mkdir(exist_ok=True)
     failures = 0
     if options.command == "run":
+        print(f"links are TCP proxies; {network_tools()}", flush=True)
         configs = [config for config in CONFIGS if options.config is None or config.name in options.config]
         failures = run(configs, options.words, options.results)
     results = read_results(options.results)

@@ -54,7 +54,10 @@ def run_cell(rig: Rig, cell: Cell) -> dict[str, Any]:
     try:
         result = dataclasses.asdict(rig.run(cell))
     except Exception as error:  # of any part of the harness: the next cell runs anyway
-        result = {"problem": f"{type(error).__name__}: {error}"[:2000]}
+        text = f"{type(error).__name__}: {error}"
+        result = {
+            "problem": text if len(text) < 3000 else f"{text[:500]} ... {text[-2500:]}"
+        }  # a log ends with its cause
     return {**result, "seconds": round(time.monotonic() - started, 1)}
 
 

@@ -31,6 +31,10 @@ FILLERS = 6
 Injection = Iterator[None]
 
 
+class NothingToStrikeError(AssertionError):
+    """There is no connection to cut or reset at this moment."""
+
+
 def _pid(rig: "Rig", side: Side, process: str) -> int:
     server = rig.servers[side]
     assert server.process is not None
@@ -91,9 +95,13 @@ def _on_links(control: bool, data: bool, begin: str, lasts_s: float) -> Callable
         links = [*((rig.control,) if control else ()), *(rig.data_links() if data else ())]
         match begin:
             case "cut":
-                assert sum(link.cut() for link in links) > 0, "no connection was cut"
+                if not sum(link.cut() for link in links):
+                    for link in links:
+                        link.heal()
+                    raise NothingToStrikeError("no connection was cut")
             case "reset":
-                assert sum(link.reset() for link in links) > 0, "no connection was reset"
+                if not sum(link.reset() for link in links):
+                    raise NothingToStrikeError("no connection was reset")
             case "stall":
                 for link in links:
                     link.stalled = True

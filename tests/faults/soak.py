@@ -23,7 +23,7 @@ import httpx
 
 from tests.cluster.servers import HTTP, body
 from tests.faults.catalog import CONFIGS, FAULTS, Fault, Side
-from tests.faults.injections import INJECTIONS
+from tests.faults.injections import INJECTIONS, NothingToStrikeError
 from tests.faults.rig import Rig
 
 CLIENTS = 6
@@ -211,9 +211,13 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
             if verbose:
                 print(f"{seconds - (ends_at - time.monotonic()):6.1f} s: {strike.fault.label}", flush=True)
             rig.begin_log()
-            for _ in INJECTIONS[strike.fault.name](rig, strike.fault.side or "decode"):
-                pass
-            struck[strike.fault.label] += 1
+            try:
+                for _ in INJECTIONS[strike.fault.name](rig, strike.fault.side or "decode"):
+                    pass
+            except NothingToStrikeError:  # the data link of a server that has just started
+                struck["without effect"] += 1
+            else:
+                struck[strike.fault.label] += 1
     finally:
         stopping.set()
     for client in clients:

@@ -266,6 +266,7 @@ class _Hub:
                 self._socket.bind(self.address)
             except zmq.ZMQError as error:
                 raise StartupError(f"dist_init_addr: cannot bind {self.address} for the ranks: {error}") from None
+        self._unknown_peers.port = int(self.address.rpartition(":")[2])
         self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
         self._thread.start()
 

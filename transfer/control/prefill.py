@@ -74,6 +74,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._poller.register(self._router, zmq.POLLIN)
         try:
             self.port = bind_tcp(self._router, bind_host, port, "bootstrap port", "--bootstrap-port")
+            self._connections.port = self.port
         except BaseException:
             self._release()
             raise
@@ -193,7 +194,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         if previous is not None and previous is not route:
             if now - previous.heard_at < self.timing.silent_s:
                 self._counts["unknown_peer"] += 1
-                self._noise.warning("ignoring another connection of decode %s, which still sends on its first", route)
+                self._noise.warning("ignoring a second connection of decode %s: its first one is in use", route)
                 return False
             self._forget(previous, "it connected again")
         self._connections.introduced(route.fd)

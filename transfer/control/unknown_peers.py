@@ -44,6 +44,10 @@ class UnknownPeers:
     def __init__(self, message_bytes: int | None, on_cut: Callable[[str], None]) -> None:
         self._message_bytes = message_bytes
         self._on_cut = on_cut
+        self.port: int | None = None
+        """The bound port, once it is known. Only its connections are cut: events may be read late, and a descriptor may
+        then belong to another socket of this process.
+        """
         self._unknown: dict[int, _Connection] = {}
         """Oldest first."""
         self._known: dict[int, _Connection] = {}
@@ -106,7 +110,8 @@ class UnknownPeers:
     def _cut(self, fd: int, reason: str) -> None:
         connection = self._unknown.pop(fd, None) or self._known.pop(fd)
         with suppress(OSError), borrowed_socket(fd) as borrowed:
-            if os.fstat(borrowed.fileno()).st_ino == connection.inode:
+            same = os.fstat(borrowed.fileno()).st_ino == connection.inode
+            if same and self.port in (None, borrowed.getsockname()[1]):
                 host = borrowed.getpeername()[0]
                 # libzmq sees the end of the stream and closes it, which resets the connection
                 borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)

@@ -117,6 +117,22 @@ def test_descriptor_that_another_file_has_now_is_left_alone(monkeypatch: pytest.
     assert cuts == []
 
 
+def test_connections_of_other_ports_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is read late may name the descriptor of another socket."""
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 0)
+    cuts: list[str] = []
+    peers = UnknownPeers(None, cuts.append)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        peers.port = listener.getsockname()[1]
+        with listener.accept()[0] as accepted:
+            for descriptor in (client.fileno(), accepted.fileno()):
+                peers.accepted(descriptor)
+            peers.cut_excess()
+            assert len(cuts) == 1
+            with pytest.raises(BrokenPipeError):
+                accepted.send(b"x")
+
+
 def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for every message: a check reads the counters of all connections."""
     now = [0.0]

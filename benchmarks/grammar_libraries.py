@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from pdserve.configs.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
@@ -87,7 +89,8 @@ class Llguidance:
         return bool(state.matcher.is_accepting())
 
     def masks(self, states: Sequence[GrammarState]) -> None:
-        self._masks.compute([MaskRow(state, may_end=True) for state in states])
+        found = np.empty((len(states), self._masks.words), dtype=np.int32)
+        self._masks.compute([MaskRow(state, may_end=True) for state in states], found)
 
 
 class Xgrammar:

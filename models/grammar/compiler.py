@@ -3,7 +3,9 @@
 Thread-safe. llguidance releases the GIL while it compiles and while it computes masks.
 """
 
+import itertools
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -21,8 +23,18 @@ from .dialects import GrammarError, to_llguidance
 log = logging.getLogger(__name__)
 
 MAX_CACHED = 256
+MASK_THREADS = max(1, min(16, len(os.sched_getaffinity(0)) // 2))
+MAX_FORCED_TEXTS = 4096
+ADD_MATCHERS_S = 0.2
 
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{longest}}}" for longest in (2, 4, 6, 8, 10, 14, 20, 30)), f"{_TEXT}+"]
+"""Groups of tokens that llguidance allows or excludes as a whole: white space, and text by its length. Its own groups
+have text of up to 10 and 30 characters; near the end of a string of limited length it then checks nearly every token
+alone.
+"""
 
 
 class Vocabulary:
@@ -40,13 +52,16 @@ class Vocabulary:
         self.special = special
         self.eos_token_ids = eos_token_ids
         self._encode = encode
+        self._forced: dict[bytes, list[int]] = {}
         # read by llguidance's TokenizerWrapper
         self.tokens = tokens
         self.special_token_ids = sorted({*special.values(), *eos_token_ids})
         self.bos_token_id = None
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         wrapper = llguidance.TokenizerWrapper(self)
-        self.tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.size, eos_token=list(eos_token_ids) or 0)
+        self.tokenizer = llguidance.LLTokenizer(
+            wrapper, n_vocab=self.size, eos_token=list(eos_token_ids) or 0, slices=SLICES
+        )
 
     @classmethod
     def read(cls, source: ModelSource) -> "Vocabulary":
@@ -64,8 +79,20 @@ class Vocabulary:
         return vocabulary
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of `text`, which llguidance requires where a grammar leaves no choice. Where the tokenizer changes
-        the text, such as one that begins every text with a space, greedy matching replaces it.
+        """The tokens of `text`, which llguidance requires where a grammar leaves no choice. The threads that compute
+        masks take turns here (GIL), and most texts are names in a schema, so the most recent ones are kept.
+        """
+        tokens = self._forced.get(text)
+        if tokens is None:
+            tokens = self._tokenize(text)
+            if len(self._forced) >= MAX_FORCED_TEXTS:
+                self._forced.clear()
+            self._forced[text] = tokens
+        return tokens
+
+    def _tokenize(self, text: bytes) -> list[int]:
+        """Where the tokenizer changes the text, such as one that begins every text with a space, greedy matching
+        replaces it.
         """
         tokens = self._encode(text.decode(errors="replace"))
         return tokens if b"".join(self.tokens[token] for token in tokens) == text else self._match_greedily(text)
@@ -91,6 +118,19 @@ class Vocabulary:
         return max(map(len, self._ids))
 
 
+class _Compiled:
+    """Matchers of one grammar before its first token. All copies of a matcher share its lexer, which only one of them
+    can use at a time, so several matchers take turns.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matchers = [matcher]
+        self._turns = itertools.count()
+
+    def copy(self) -> llguidance.LLMatcher:
+        return self.matchers[next(self._turns) % len(self.matchers)].deep_copy()
+
+
 class GrammarCompiler:
     """Compiles grammars and caches them. The vocabulary is read once, at the latest for the first grammar."""
 
@@ -99,7 +139,7 @@ class GrammarCompiler:
         self._max_cached = max_cached
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._compiled: OrderedDict[Grammar, llguidance.LLMatcher | GrammarError] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, _Compiled | GrammarError] = OrderedDict()
 
     @classmethod
     def of(cls, source: ModelSource, max_cached: int = MAX_CACHED) -> "GrammarCompiler":
@@ -132,7 +172,7 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
         if found is None:
             try:
-                found = self._build(grammar)
+                found = _Compiled(self._build(grammar))
             except GrammarError as error:
                 found = error
             with self._lock:
@@ -142,14 +182,24 @@ class GrammarCompiler:
         if isinstance(found, GrammarError):
             raise GrammarError(str(found))  # a new one: several threads may raise it
 
+    def add_matchers(self, grammar: Grammar) -> None:
+        """Compile a grammar further times, so that up to MASK_THREADS of its masks can be computed at the same time.
+        Stops after ADD_MATCHERS_S: other grammars wait.
+        """
+        with self._lock:
+            found = self._compiled.get(grammar)
+        ends_at = time.monotonic() + ADD_MATCHERS_S
+        while isinstance(found, _Compiled) and len(found.matchers) < MASK_THREADS and time.monotonic() < ends_at:
+            found.matchers.append(self._build(grammar))
+
     def new_matcher(self, grammar: Grammar) -> llguidance.LLMatcher:
         """The state before the first token; raises GrammarError. Compiles the grammar if it is not in the cache."""
         while True:
             self.compile(grammar)
             with self._lock:
                 found = self._compiled.get(grammar)
-            if isinstance(found, llguidance.LLMatcher):
-                return found.deep_copy()
+            if isinstance(found, _Compiled):
+                return found.copy()
 
     def _build(self, grammar: Grammar) -> llguidance.LLMatcher:
         vocabulary = self.vocabulary

@@ -4,7 +4,6 @@ A state is a function of the grammar and the output so far, so every server can 
 llguidance, in parallel and without the GIL.
 """
 
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 from ...configs.errors import PdserveError
 from ...configs.sampling import Grammar
-from .compiler import GrammarCompiler
+from .compiler import MASK_THREADS, GrammarCompiler
 
 Bitmask = npt.NDArray[np.int32]
 """[rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
@@ -100,21 +99,24 @@ class GrammarMasks:
         state.consume((token,))
         return state
 
-    def compute(self, rows: Sequence[MaskRow]) -> Bitmask:
-        """A mask per row. A row without one allows everything and has its `problem` set."""
-        words = -(-self.compiler.vocabulary.size // 32)
-        masks = np.full((len(rows), words), -1, dtype=np.int32)
+    @property
+    def words(self) -> int:
+        """Words of a mask."""
+        return -(-self.compiler.vocabulary.size // 32)
+
+    def compute(self, rows: Sequence[MaskRow], masks: Bitmask) -> None:
+        """Fill a mask per row. A row without one allows everything and has its `problem` set."""
+        masks.fill(-1)
         running = [(row.state.matcher, at) for at, row in enumerate(rows) if not row.state.ended]
         if len(running) == 1:
             llguidance.numpy.fill_next_token_bitmask(running[0][0], masks, running[0][1])
         elif running:
             if self._executor is None:
-                self._executor = llguidance.LLExecutor(max(1, min(16, len(os.sched_getaffinity(0)) // 2)))
+                self._executor = llguidance.LLExecutor(MASK_THREADS)
             llguidance.numpy.fill_next_token_bitmask_par(self._executor, running, masks)
         for mask, row in zip(masks, rows, strict=True):
             if not row.state.ended:
                 _allow_ends(mask, row)
-        return masks
 
 
 def _allow_ends(mask: npt.NDArray[np.int32], row: MaskRow) -> None:

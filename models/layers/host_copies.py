@@ -20,6 +20,31 @@ def upload(values: Values | npt.NDArray[Any], dtype: torch.dtype, device: torch.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+class UploadBuffer:
+    """A host array [rows, columns] that is filled and uploaded again and again. Its memory is pinned once: to pin
+    memory, CUDA waits for all work on the device.
+    """
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.empty(rows, columns, dtype=dtype, pin_memory=device.type == "cuda")
+        self._device = device
+        self._uploaded: torch.cuda.Event | None = None
+
+    def rows(self, count: int) -> npt.NDArray[Any]:
+        """The first rows, to be filled; waits until their previous values have been uploaded."""
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        return self._host[:count].numpy()
+
+    def upload(self, count: int) -> torch.Tensor:
+        """The first rows on the device, for work that is enqueued afterwards."""
+        values = self._host[:count].to(self._device, non_blocking=True, copy=True)
+        if self._device.type == "cuda":
+            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._uploaded.record(torch.cuda.current_stream(self._device))
+        return values
+
+
 class ReadBack:
     """The values of some tensors, on their way to the host. A call waits for them, but not for later work."""
 

@@ -54,13 +54,13 @@ class _Kind(enum.Enum):
 
 
 class TokenMasks:
-    """Which tokens the rows of the logits allow: `masks` has one mask (models/grammar/masks.py) for each of `rows`. The
-    other rows allow all tokens.
+    """Which tokens the rows of the logits allow: `masks`, on the device of the logits, has one mask
+    (models/grammar/masks.py) for each of `rows`. The other rows allow all tokens.
     """
 
-    def __init__(self, rows: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
+    def __init__(self, rows: Sequence[int], masks: torch.Tensor) -> None:
         self._slots = {row: slot for slot, row in enumerate(rows)}
-        self._masks: npt.NDArray[np.int32] | torch.Tensor = masks
+        self._masks = masks
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """The logits [B, V] of these rows, in which tokens that are not allowed are -inf: a copy, or `logits` itself if
@@ -69,8 +69,6 @@ class TokenMasks:
         slots = [self._slots.get(row, -1) for row in rows]
         if max(slots) < 0:
             return logits
-        if not isinstance(self._masks, torch.Tensor):
-            self._masks = upload(self._masks, torch.int32, logits.device)
         return mask_logits(logits, upload(slots, torch.int32, logits.device), self._masks)
 
 

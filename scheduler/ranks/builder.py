@@ -4,7 +4,6 @@ import logging
 import threading
 import time
 
-import numpy as np
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
@@ -122,7 +121,7 @@ class RankBuilder:
             cache,
             source.config.eos_token_ids,
             overlap=uses_overlap(config),
-            grammars=StepGrammars(compiler, self.step_limit),
+            grammars=StepGrammars(compiler, self.step_limit, self._device),
         )
 
     def _choose_step_limit(self) -> int:
@@ -289,8 +288,8 @@ class RankBuilder:
             same = (tokens_of(rows),) * self._config.dp_size if self._config.dp_size > 1 else None
             executor.start(rows, same).finish()
         vocabulary = runner.config.vocab_size
-        all_tokens = TokenMasks([0], np.full((1, ceil_div(vocabulary, 32)), -1, np.int32))
-        all_tokens.apply(torch.zeros(1, vocabulary, device=self._device), [0])  # compiles the kernel
+        every = torch.full((1, ceil_div(vocabulary, 32)), -1, dtype=torch.int32, device=self._device)
+        TokenMasks([0], every).apply(torch.zeros(1, vocabulary, device=self._device), [0])  # compiles the kernel
         runner.release_graphs()
 
 

@@ -283,6 +283,7 @@ class RankEngine:
             prepare()
         else:
             self._grammar_thread.submit(prepare)
+            self._grammar_thread.submit(compiler.add_matchers, command.grammar)
 
     def close(self) -> None:
         """Leave the process group and release all memory that peers could write."""

@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from ...models.grammar.compiler import GrammarCompiler
 from ...models.grammar.dialects import GrammarError
 from ...models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from ...models.layers.host_copies import UploadBuffer
 from ...models.sampling.sampler import TokenMasks
 from ..messages.step import StepRow
 
@@ -19,14 +22,20 @@ class StepMasks:
         self.problems = problems
 
 
+LEAST_BUFFER_ROWS = 64
 NO_MASKS = StepMasks(None, {})
 
 
 class StepGrammars:
-    """Follows the grammars of running requests. `max_rows` is the largest number of requests in a step."""
+    """Follows the grammars of running requests. `max_rows` is the largest number of requests in a step, which runs on
+    `device`.
+    """
 
-    def __init__(self, compiler: GrammarCompiler, max_rows: int) -> None:
+    def __init__(self, compiler: GrammarCompiler, max_rows: int, device: torch.device) -> None:
         self.compiler = compiler
+        self._device = device
+        self._buffers: dict[int, UploadBuffer] = {}
+        """By the number of rows."""
         # requests of other pipeline stages are between two of their steps, and ended ones leave last
         self._masks = GrammarMasks(compiler, capacity=4 * max_rows + 64)
 
@@ -50,9 +59,16 @@ class StepGrammars:
             wanted.append(MaskRow(state, may_end=draw.output_index >= draw.sampling.min_new_tokens))
         if not masked:
             return StepMasks(None, problems)
-        bits = self._masks.compute(wanted)
+        buffer = self._buffer(len(wanted))
+        self._masks.compute(wanted, buffer.rows(len(wanted)))
         problems |= {index: row.problem for index, row in zip(masked, wanted, strict=True) if row.problem is not None}
-        return StepMasks(TokenMasks(masked, bits), problems)
+        return StepMasks(TokenMasks(masked, buffer.upload(len(wanted))), problems)
+
+    def _buffer(self, rows: int) -> UploadBuffer:
+        rows = max(LEAST_BUFFER_ROWS, 1 << (rows - 1).bit_length())
+        if rows not in self._buffers:
+            self._buffers[rows] = UploadBuffer(rows, self._masks.words, torch.int32, self._device)
+        return self._buffers[rows]
 
     def _state(self, row: StepRow, sampled: Sequence[int]) -> GrammarState:
         draw = row.draws[0]

@@ -5,10 +5,15 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
-_FIRST_ADDRESS = 1 << 32
-"""Every address is above this, and every size or stride of a test below."""
+_NUMBERS_END = 1 << 32
+"""Every size, stride or float in a launch of a test is below this, and so is no address, unless the heap of this Python
+begins there.
+"""
+_FIRST_ADDRESS = min(_NUMBERS_END, torch.empty(1).data_ptr() >> 1)
 
 
 @functools.cache
@@ -28,7 +33,8 @@ def check_launch(source: str, name: str, args: tuple[Any, ...]) -> None:
     for number, (arg, kind) in enumerate(zip(args, taken, strict=True)):
         assert type(arg) is int, f"argument {number} of {name} is {arg!r}: only an int has the width of a parameter"
         assert kind.endswith("*") or kind == "long long", f"parameter {number} of {name} is {kind}"
-        assert (arg >= _FIRST_ADDRESS) == kind.endswith("*"), f"argument {number} of {name}, {kind}, is {arg}"
+        fits = arg >= _FIRST_ADDRESS if kind.endswith("*") else arg < _NUMBERS_END
+        assert fits, f"argument {number} of {name}, {kind}, is {arg}"
 
 
 def load_kernel(source: str, name: str, *_args: Any, **_options: Any) -> Any:

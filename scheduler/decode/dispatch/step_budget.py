@@ -6,9 +6,9 @@ import statistics
 
 from ...rates import Rate, RateBySize
 
-PROMPT_WEIGHT = 32
+PROMPT_WEIGHT = 34
 """Without `itl_target_ms`: each waiting prompt after the first counts as much as this many running requests."""
-PROMPT_PART = 0.75
+PROMPT_PART = 0.7
 """Without `itl_target_ms`: prompt tokens take this part of the time of a decode step."""
 LEAST_PART = 96
 """A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""

@@ -237,13 +237,14 @@ def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_grammar_benchmark_follows_the_grammar() -> None:
+@pytest.mark.parametrize("answers", [grammar.TimedGrammars, grammar.DocumentGrammars])
+def test_grammar_benchmark_follows_the_grammar(answers: type[grammar.TimedGrammars]) -> None:
     config = replace(
         engine.QWEN3_8B, vocab_size=640, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
     )
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     compiler = GrammarCompiler(lambda: grammar.made_up_vocabulary(640))
-    grammars = grammar.TimedGrammars(compiler, 2)  # asserts that no row has a problem
+    grammars = answers(compiler, 2, bench.cache.device)  # asserts that no row has a problem
     executor = Executor(bench.runner, bench.cache, (grammar.EOS,), overlap=True, grammars=grammars)
     executor.samples_later = True
     steps = grammar.ANSWER_TOKENS + 30

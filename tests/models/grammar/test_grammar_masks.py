@@ -10,7 +10,7 @@ import pytest
 from pdserve.configs.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import MAX_CHARACTERS, GrammarError
-from pdserve.models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from pdserve.models.grammar.masks import Bitmask, GrammarMasks, GrammarState, GrammarStateError, MaskRow
 from pdserve.models.grammar.regex_size import regex_size
 from pdserve.models.loading.catalog import locate_model
 from tests.checkpoints import EOS_ID, make_checkpoint
@@ -43,8 +43,14 @@ def encode(compiler: GrammarCompiler, text: str) -> list[int]:
     return compiler.vocabulary(text.encode())
 
 
+def computed(masks: GrammarMasks, rows: list[MaskRow]) -> Bitmask:
+    found = np.empty((len(rows), masks.words), dtype=np.int32)
+    masks.compute(rows, found)
+    return found
+
+
 def allowed(compiler: GrammarCompiler, *states: GrammarState, may_end: bool = True) -> list[set[int]]:
-    masks = GrammarMasks(compiler, 8).compute([MaskRow(state, may_end=may_end) for state in states])
+    masks = computed(GrammarMasks(compiler, 8), [MaskRow(state, may_end=may_end) for state in states])
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits]
 
@@ -203,6 +209,23 @@ def test_cache_keeps_the_grammars_used_last(compiler: GrammarCompiler) -> None:
         compiler.compile(grammar)
     assert [compiler.is_cached(grammar) for grammar in grammars] == [False, False, True, True, True, True]
     assert compiler.new_matcher(grammars[0]).is_accepting() is False, "compiled again"
+
+
+def test_masks_of_all_matchers_of_a_grammar_are_equal(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.models.grammar.compiler.MASK_THREADS", 3)
+    grammar = Grammar("json_schema", '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}}')
+    compiler.add_matchers(grammar)  # not compiled yet
+    assert not compiler.is_cached(grammar)
+    compiler.compile(grammar)
+    compiler.add_matchers(grammar)
+    masks = GrammarMasks(compiler, capacity=8)
+    text = compiler.vocabulary(b'{"name":"ab')
+    rows = [MaskRow(masks.begin(grammar, (), text, key), may_end=True) for key in range(7)]
+    found = computed(masks, rows)
+    assert (found == found[0]).all()
+    assert not any(row.problem for row in rows)
 
 
 @pytest.mark.parametrize(

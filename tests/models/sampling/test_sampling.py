@@ -256,7 +256,7 @@ def test_masked_rows_sample_allowed_tokens_only_and_others_are_unchanged(fields:
     params = [SamplingParams(**{"temperature": 1.0, **fields}, seed=seed) for seed in range(30)]
     choices = [Choice(row, each, 0) for each in params for row in (0, 1, 2)]
     before = logits.clone()
-    tokens = Sampler().sample(logits, choices, TokenMasks([2, 0], masks)).view(-1, 3)
+    tokens = Sampler().sample(logits, choices, TokenMasks([2, 0], torch.from_numpy(masks))).view(-1, 3)
     assert set(tokens[:, 2].tolist()) <= allowed[0]
     assert set(tokens[:, 0].tolist()) == allowed[1]
     assert tokens[:, 1].tolist() == Sampler().sample(logits, choices).view(-1, 3)[:, 1].tolist()
@@ -265,7 +265,7 @@ def test_masked_rows_sample_allowed_tokens_only_and_others_are_unchanged(fields:
 
 def test_penalties_apply_to_masked_logits() -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]])
-    mask = np.array([[0b1100]], dtype=np.int32)
+    mask = torch.tensor([[0b1100]], dtype=torch.int32)
     for bias, expected in (((), 2), (((2, -3.0), (0, 100.0)), 3)):
         choice = Choice(0, SamplingParams(temperature=0.0, logit_bias=bias), 0)
         assert Sampler().sample(logits, [choice], TokenMasks([0], mask)).tolist() == [expected]

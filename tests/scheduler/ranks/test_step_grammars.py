@@ -29,8 +29,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def executor(source: ModelSource, request: pytest.FixtureRequest) -> Executor:
-    runner = ModelRunner.load(source, device=torch.device(request.param), dtype=torch.float32)
-    grammars = StepGrammars(GrammarCompiler.of(source), max_rows=4)
+    device = torch.device(request.param)
+    runner = ModelRunner.load(source, device=device, dtype=torch.float32)
+    grammars = StepGrammars(GrammarCompiler.of(source), max_rows=4, device=device)
     return Executor(runner, runner.make_cache(32, 8), [EOS_ID], overlap=True, grammars=grammars)
 
 

@@ -20,7 +20,7 @@ H200: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "tokens"),
     [
-        ({}, 180),  # three quarters of the idle step
+        ({}, 168),  # 0.7 of the idle step
         ({"target_s": 0.030}, 960),
         ({"target_s": 0.0}, 2048),
         ({"target_s": 10.0}, 2048),
@@ -28,8 +28,8 @@ H200: dict[str, Any] = {
         ({"running": 0}, 2048),
         ({"idle_step_s": None}, 2048),
         ({"tokens_per_s": None}, 2048 // LEAST_PART),
-        ({"waiting": 2}, 180),  # a second prompt waits
-        ({"waiting": 5}, 720),
+        ({"waiting": 2}, 178),  # a second prompt waits
+        ({"waiting": 5}, 713),
         ({"waiting": 32, "target_s": 0.012}, 240),
         ({"waiting": 64, "running": 1}, 2048),
         ({"most": 16}, 16),

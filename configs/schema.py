@@ -372,8 +372,8 @@ class DecodeConfig(ServerConfig):
     )
     local_prefill: LocalPrefillSetting = Field(
         "auto",
-        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them "
-        "or, by measured rates, the transfer of KV would cost more",
+        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them, "
+        "prefill has the same CPU cores or, by measured rates, the transfer of KV would cost more",
     )
     dispatch: DispatchSetting = Field(
         "prefix",
@@ -391,7 +391,7 @@ class DecodeConfig(ServerConfig):
         None,
         ge=0,
         description="longest time between two output tokens while this server computes prompts, by prediction; 0 is no "
-        "limit; default: 1.75 times that of a decode step, more while many prompts wait",
+        "limit; default: 1.7 times that of a decode step, more while many prompts wait",
     )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(

@@ -9,6 +9,7 @@ its memory serves as hot pages. Failed allocations are recorded as shortfalls, s
 """
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -32,21 +33,45 @@ def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_
     return list(pages[first : pages_for(token_end, page_size)]), token_start - first * page_size
 
 
+def first_visible_page(position: int, window: int | None, page_size: int) -> int:
+    """The first page that the token at `position`, or one before it in its page, sees if all layers have a sliding
+    `window`. Later tokens see no earlier page. 0 without a window.
+
+    So pages are freed when a sequence enters a page: the full pages of a sequence are a prefix that can be continued.
+    """
+    return 0 if window is None else max(0, position - position % page_size - window + 1) // page_size
+
+
+def most_visible_pages(window: int | None, page_size: int) -> float:
+    """The most pages from the `first_visible_page` of a token to its own; inf without a window."""
+    return math.inf if window is None else pages_for(window - 1, page_size) + 1
+
+
 class PageLeakError(PdserveError):
     """`check_integrity()` found inconsistent page accounting: a bug."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class PageGrant(Generic[PageT]):
-    """The pages of one owner, in sequence order, and how many more it may take. Released exactly once."""
+    """The pages of one owner, in sequence order, and how many more it may take. Released exactly once.
+
+    It does not hold its first `freed` pages: these are behind the sliding window, and their ids are placeholders that
+    keep the others in place.
+    """
 
     owner: str
     pages: list[PageT]
     reserved: int
     released: bool = False
+    freed: int = 0
 
     def __repr__(self) -> str:
-        return f"PageGrant({self.owner!r}, {len(self.pages)} pages, {self.reserved} reserved)"
+        return f"PageGrant({self.owner!r}, {len(self.held)} pages, {self.reserved} reserved)"
+
+    @property
+    def held(self) -> list[PageT]:
+        """The pages without the freed ones."""
+        return self.pages[self.freed :] if self.freed else self.pages
 
 
 class PageAllocator(Generic[PageT]):
@@ -92,9 +117,11 @@ class PageAllocator(Generic[PageT]):
         """Pages that only the prefix cache keeps."""
         return len(self._idle)
 
-    def grant(self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = ()) -> PageGrant[PageT] | None:
-        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. Returns None, and
-        changes nothing, if there are not enough.
+    def grant(
+        self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
+    ) -> PageGrant[PageT] | None:
+        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. With `freed`, so many
+        placeholders precede them. Returns None, and changes nothing, if there are not enough.
 
         New pages are ascending, and adjacent if the pool allows it: adjacent pages are transferred as one write.
         """
@@ -102,7 +129,8 @@ class PageAllocator(Generic[PageT]):
             return None
         for page in shared:
             self._hold(page)
-        grant = PageGrant(owner, [*shared, *sorted(self._take(pages))], reserve)
+        held = [*shared, *sorted(self._take(pages))]
+        grant = PageGrant(owner, [*held[:1] * freed, *held], reserve, freed=freed)
         self._reserved += reserve
         self._grants.add(grant)
         return grant
@@ -141,15 +169,34 @@ class PageAllocator(Generic[PageT]):
             self._loans.remove(grant)
             self._lent -= len(grant.pages)
         # Last page first: eviction takes a page before the pages that it builds on.
-        for page in reversed(grant.pages):
+        for page in reversed(grant.held):
             self._let_go(page)
-        grant.pages = []
+        grant.pages, grant.freed = [], 0
 
     def give_back(self, grant: PageGrant[PageT], count: int) -> None:
         """Release the last `count` pages of a grant."""
         assert grant in self._grants, f"give_back of a released grant: {grant}"
         for _ in range(count):
             self._let_go(grant.pages.pop())
+
+    def split(self, grant: PageGrant[PageT], end: int) -> PageGrant[PageT]:
+        """Move the pages of a grant before page `end` that it holds to a new grant; they are `freed` in the old one."""
+        assert grant in self._grants, f"split of a released grant: {grant}"
+        part = PageGrant(f"{grant.owner}, behind its window", grant.pages[grant.freed : end], 0)
+        grant.freed = max(grant.freed, end)
+        self._grants.add(part)
+        return part
+
+    def reuse_first(self, grant: PageGrant[PageT]) -> bool:
+        """Make the first held page of a grant its last one, unless it is shared or cached. The caller guarantees that
+        the owner accesses its pages in order, so that a later write cannot destroy rows that are still read.
+        """
+        page = grant.pages[grant.freed]
+        if self._holders[page] > 1 or page in self._kept:
+            return False
+        grant.freed += 1
+        grant.pages.append(page)
+        return True
 
     def divide(self, unit_pages: int) -> None:
         """Allow lending in units of `unit_pages` pages. No page may be granted yet."""
@@ -198,7 +245,7 @@ class PageAllocator(Generic[PageT]):
         """Raise PageLeakError unless every page is free, idle or held as often as grants list it. With `idle`, no page
         may be held.
         """
-        held = collections.Counter(page for grant in self._grants for page in grant.pages)
+        held = collections.Counter(page for grant in self._grants for page in grant.held)
         everything = sorted([*self._free, *self._idle, *held])
         if everything != list(self._range):
             found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"

@@ -3,6 +3,10 @@
 A node is one page; its path from the root spells the tokens whose KV the pages hold. Only full pages are in the tree:
 they are not written again, so any number of requests may read them. The cache owns no memory: it asks the allocator to
 keep pages after their last release, and drops them, least recently used first, when the allocator evicts them.
+
+If all layers of the model have a sliding window, a sequence releases its first pages before the others. When such a
+page is evicted, or was never cached, its node stays without a page, as long as pages behind it are cached. A prefix is
+found if the pages that the token behind it sees are cached.
 """
 
 import itertools
@@ -12,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from .index_spaces import KvPage
 from .page_hashes import ROOT, page_hash
-from .pages import PageAllocator
+from .pages import PageAllocator, first_visible_page
 
 SIBLINGS_COMPARED = 64
 """Children of a node, the latest ones, that are compared with the rest of a prompt for a hit inside a page."""
@@ -50,6 +54,10 @@ class _Node:
     children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
     hash: bytes = b""
     """Of the page and those before it; empty while there is no listener."""
+    cached: bool = True
+    """Without it, `page` is a placeholder: only pages behind it are cached."""
+    removed: bool = False
+    """It is not in the tree any more."""
 
 
 CachedPage = _Node
@@ -70,9 +78,13 @@ class InsertedPrefix:
 class PrefixCache:
     """The prefixes in the pages of one allocator. A disabled cache is always empty."""
 
-    def __init__(self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True, window: int | None = None
+    ) -> None:
+        """`window` is the sliding window that all layers have, if they do."""
         self._pages = pages
         self._page_size = page_size
+        self._window = window
         self._enabled = enabled
         self._roots: dict[tuple[int, ...], _Node] = {}
         self._nodes: dict[KvPage, _Node] = {}
@@ -91,24 +103,36 @@ class PrefixCache:
         while waiting:
             parent, number, node = waiting.pop()
             node.hash = node.hash or page_hash(parent, node.tokens)
-            listener.stored(parent, number, [node.hash], [node.tokens])
+            if node.cached:
+                listener.stored(parent, number, [node.hash], [node.tokens])
             waiting += [(node.hash, number + 1, child) for child in node.children.values()]
         self._listeners += (listener,)
 
-    def match(self, tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
+    def match(self, tokens: Sequence[int], most_tokens: int, needed_from: int | None = None) -> list[KvPage]:
         """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
 
-        The next grant may evict them unless it shares them.
+        With a window, those that the token behind the prefix does not see are placeholders, except that pages from
+        number `needed_from` on are cached. The next grant may evict cached pages unless it shares them.
         """
         found: list[KvPage] = []
         children = self._roots
-        for key in self._keys(tokens, most_tokens):
+        complete = run = 0  # pages of the longest usable prefix; the first page behind the last placeholder
+        for count, key in enumerate(self._keys(tokens, most_tokens), 1):
             node = children.get(key)
             if node is None:
                 break
             found.append(node.page)
             children = node.children
-        return found
+            if not node.cached:
+                run = count
+            if not run or run <= self.first_needed(count, needed_from):
+                complete = count
+        return found[:complete]
+
+    def first_needed(self, prefix_pages: int, needed_from: int | None = None) -> int:
+        """The first page that the token behind a prefix of so many pages sees, or `needed_from` if that is less."""
+        first = first_visible_page(prefix_pages * self._page_size, self._window, self._page_size)
+        return first if needed_from is None else min(first, needed_from)
 
     def match_within(self, tokens: Sequence[int], prefix: Sequence[KvPage], most_tokens: int) -> PartialPage | None:
         """A cached page that begins with the tokens behind `prefix`, the result of `match`; None if no page has enough
@@ -119,7 +143,7 @@ class PrefixCache:
         children = self._nodes[prefix[-1]].children if prefix else self._roots
         best: PartialPage | None = None
         for node in itertools.islice(reversed(children.values()), SIBLINGS_COMPARED):
-            same = _common(node.tokens, wanted)
+            same = _common(node.tokens, wanted) if node.cached else 0
             if same * LEAST_SHARE >= self._page_size and (best is None or same > best.tokens):
                 best = PartialPage(node.page, same)
         return best
@@ -131,37 +155,50 @@ class PrefixCache:
         inserted: InsertedPrefix | None = None,
         *,
         end: int | None = None,
+        freed: int = 0,
     ) -> None:
         """Add the full pages among `pages`, which the caller holds and which have the KV of `tokens` (of those before
-        `end`). Pages that `inserted` counts are skipped; it is updated.
+        `end`). Pages that `inserted` counts are skipped; it is updated. The first `freed` pages are not held.
 
         If another page with the same prefix is cached already, that one stays and the rest is not added: a page in use
         must have its parent in use, because eviction takes leaves first.
         """
         inserted = inserted or InsertedPrefix()
-        if inserted.flushes != self._flushes:
+        if inserted.flushes != self._flushes or (inserted.node is not None and inserted.node.removed):
             inserted.pages, inserted.node, inserted.complete = 0, None, False
             inserted.flushes = self._flushes
-        if not self._enabled or inserted.complete:
+        end = len(tokens) if end is None else min(end, len(tokens))
+        if not self._enabled or inserted.complete or end // self._page_size <= freed:
             return
-        first = inserted.pages
-        keys = self._keys(tokens, len(tokens) if end is None else end, first)
         added: list[_Node] = []
-        for key, page in zip(keys, itertools.islice(pages, first, None), strict=False):
-            parent = inserted.node
-            children = self._roots if parent is None else parent.children
-            node = children.get(key)
-            if node is None:
-                node = children[key] = self._nodes[page] = _Node(key, page, parent)
+        keys = self._keys(tokens, end, inserted.pages)
+        for key, page in zip(keys, itertools.islice(pages, inserted.pages, None), strict=False):
+            held = inserted.pages >= freed
+            node = self._child(inserted.node, key, page)
+            if held and node.cached and node.page != page:
+                inserted.complete = True
+                break
+            if held and not node.cached:
+                node.page, node.cached = page, True
+                self._nodes[page] = node
                 self._pages.keep(page)
                 added.append(node)
-            elif node.page != page:
-                inserted.complete = True
-                return
+            elif added:
+                self._report(added, inserted.pages - len(added))
+                added = []
             inserted.node = node
             inserted.pages += 1
-        if added and self._listeners:
-            self._report(added, inserted.pages - len(added))
+        self._report(added, inserted.pages - len(added))
+
+    def _child(self, parent: _Node | None, key: tuple[int, ...], page: KvPage) -> _Node:
+        """The node of a page, which is made without a cached page if there is none."""
+        children = self._roots if parent is None else parent.children
+        node = children.get(key)
+        if node is None:
+            node = children[key] = _Node(key, page, parent, cached=False)
+            if self._listeners:
+                node.hash = page_hash(parent.hash if parent is not None else ROOT, key)
+        return node
 
     def path(self, inserted: InsertedPrefix) -> list[CachedPage]:
         """The inserted pages of a sequence, in order."""
@@ -196,21 +233,28 @@ class PrefixCache:
 
     def _evicted(self, page: KvPage) -> None:
         node = self._nodes.pop(page)
-        assert not node.children, f"page {page} was evicted before its children"
-        siblings = node.parent.children if node.parent is not None else self._roots
-        del siblings[node.tokens]
+        assert self._window is not None or not node.children, f"page {page} was evicted before its children"
+        node.cached = False
         for listener in self._listeners:
             listener.removed(node.hash)
+        self._prune(node)
+
+    def _prune(self, node: _Node | None) -> None:
+        """Remove a node without a page, and those before it, if nothing behind it is cached."""
+        while node is not None and not node.cached and not node.children:
+            node.removed = True
+            siblings = node.parent.children if node.parent is not None else self._roots
+            del siblings[node.tokens]
+            node = node.parent
 
     def _report(self, added: list[_Node], first: int) -> None:
-        """Hash new pages, each of which is the parent of the next, and report them."""
-        above = added[0].parent
-        parent = start = above.hash if above is not None else ROOT
-        for node in added:
-            node.hash = parent = page_hash(parent, node.tokens)
+        """Report new pages, each of which is the parent of the next."""
+        if not added or not self._listeners:
+            return
+        parent = added[0].parent
         hashes, tokens = [node.hash for node in added], [node.tokens for node in added]
         for listener in self._listeners:
-            listener.stored(start, first, hashes, tokens)
+            listener.stored(parent.hash if parent is not None else ROOT, first, hashes, tokens)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import os
 import platform
+import select
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -91,10 +92,15 @@ def _stdout_is_closed() -> bool:
     """Whether nothing reads our output any more, as after `| head`. Then nothing is written to it at exit either."""
     try:
         sys.stdout.flush()
+        # a long text is written without the buffer, which is empty then
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        closed = any(event & select.POLLERR for _, event in poll.poll(0))
     except BrokenPipeError:
+        closed = True
+    if closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return closed
 
 
 def make_parser() -> argparse.ArgumentParser:

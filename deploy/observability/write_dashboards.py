@@ -51,6 +51,11 @@ def legend(*labels: str) -> str:
     return " ".join("{{" + label + "}}" for label in labels)
 
 
+REUSED = rate("pdserve_prefix_tokens_reused_total")
+PROMPTS = rate("pdserve_prompt_tokens_total")
+OF_ROLE = '(pdserve_role{role="%s"} == 1)'
+
+
 REQUESTS = (
     Row(
         "Latency",
@@ -130,14 +135,15 @@ SERVERS = (
         [
             Panel("Prompt tokens that wait", "short", {legend("instance"): f"pdserve_waiting_tokens{ON}"}),
             Panel(
-                "Prefix tokens reused per prompt token",
+                "Prompt tokens found in the prefix cache",
                 "percentunit",
                 {
-                    legend(
-                        "instance"
-                    ): f"{rate('pdserve_prefix_tokens_reused_total')} / {rate('pdserve_prompt_tokens_total')}"
+                    "decode " + legend("instance"): f"{REUSED} / {PROMPTS} and on (instance) {OF_ROLE % 'decode'}",
+                    "prefill " + legend("instance"): (
+                        f"{REUSED} / ({REUSED} + {PROMPTS}) and on (instance) {OF_ROLE % 'prefill'}"
+                    ),
                 },
-                "On prefill per computed token, on decode per token of a finished request.",
+                "Of all tokens of prompts. A prefill server counts only those that it computes as prompt tokens.",
             ),
             Panel("Prefill steps per second", "ops", {legend("instance"): rate("pdserve_prefill_steps_total")}),
         ],

@@ -124,6 +124,13 @@ class ModelConfig:
         mlps = experts + (self.num_layers - sum(self.mixed)) * self.intermediate_size
         return attention + 3 * self.hidden_size * mlps
 
+    @property
+    def page_window(self) -> int | None:
+        """The sliding window if all layers have it: pages, which all layers share, are freed behind it. None for a
+        window of a single token, which sees no earlier page.
+        """
+        return self.window if self.windowed and all(self.windowed) and self.window != 1 else None
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a global layer; None if it has full attention."""
         return self.window if self.windowed and self.windowed[layer] else None

@@ -109,6 +109,11 @@ class Arrivals:
         if not self._dispatcher.local.computed(chunk, seconds):
             return None
         local.input_logprobs += result.prompt_logprobs
+        if self._memory.hot is None:
+            assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
+            pages, freed = prompt.grant.pages, prompt.grant.freed
+            self._cache.insert(prompt.token_ids, pages, local.inserted, end=chunk.end, freed=freed)
+        self._memory.free_unseen(prompt, chunk.end)
         if not chunk.last:
             return None
         self._dispatcher.local.remove(prompt)
@@ -217,9 +222,10 @@ class Arrivals:
             self._uncached.popleft()
         if self._uncached:
             request = self._uncached[0]
-            end = (request.inserted.pages + PAGES_INSERTED) * self._dispatcher.limits.page_size
-            tokens = request.prompt_ids
-            self._cache.insert(tokens, request.pages, request.inserted, end=end)
+            tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
+            assert grant is not None, f"{request.rid} is {request.state.name} without pages"
+            end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._dispatcher.limits.page_size
+            self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
             if end >= len(tokens) or request.inserted.complete:
                 self._uncached.popleft()
 
@@ -229,7 +235,7 @@ class Arrivals:
         self._counters[f"path_bytes_{path}"] += done.bytes_written
         self._counters["transfer_writes"] += done.writes
         self._counters["prompt_tokens"] += prompt.tokens
-        self._counters["prefix_tokens_reused"] += attempt.prefix_tokens
+        self._counters["prefix_tokens_reused"] += attempt.prefix_tokens - attempt.unseen_tokens
         if attempt.expected_cached is not None:
             self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)

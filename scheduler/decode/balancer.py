@@ -56,6 +56,6 @@ def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
 def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:
     """Whether there are pages for a prompt, of which `cached` pages are there, and for all prompts in the queue."""
     limits, pages, queue = scheduler.limits, scheduler.pages, scheduler.dispatcher.queue
-    wanted = pages_needed(tokens, samples, tokens + limits.growth_tokens, limits.page_size) - cached
+    wanted = pages_needed(tokens, samples, tokens + limits.growth_tokens, limits.page_size, limits.window) - cached
     queued = pages_for(queue.tokens + len(queue) * (limits.growth_tokens + limits.page_size), limits.page_size)
     return wanted + queued <= pages.available + pages.lent

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ...configs.errors import AbortedError, RequestError
 from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
+from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix, PrefixCache
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Tokens
@@ -88,7 +89,8 @@ class Endings:
             if copy is not None and copy.kind == "write_back":
                 copy.tokens = tokens  # shared when all rows are in host memory
             else:
-                self.cache_answer(tokens, request.pages, request.inserted)
+                assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
+                self.cache_answer(tokens, request.grant, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
         self.draining.add(request)
@@ -101,9 +103,9 @@ class Endings:
             self._outbox.append(SendToFrontend(finished(request, outcome, now)))
         self.free_drained(request.prompt, now)
 
-    def cache_answer(self, tokens: Sequence[int], pages: Sequence[KvPage], inserted: InsertedPrefix) -> None:
+    def cache_answer(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
         """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
-        self._cache.insert(tokens, pages, inserted)
+        self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
         if self._store is not None:
             self._store.offer(self._store.new_chain(), tokens, inserted)
 

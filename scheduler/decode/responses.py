@@ -23,9 +23,12 @@ def refusal(
     page_size: int,
     *,
     local: bool = False,
+    window: int | None = None,
+    growth_tokens: int = 0,
 ) -> RequestError | None:
-    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages.
-    Prompts of up to `prefill_tokens` tokens can be computed: here (`local`) or by prefill servers.
+    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages, and
+    requests hold none behind the `window`. Prompts of up to `prefill_tokens` tokens can be computed: here (`local`),
+    where the pages of a whole prompt and of `growth_tokens` more are reserved, or by prefill servers.
     """
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:
@@ -35,22 +38,31 @@ def refusal(
     if prompt_tokens < 1:
         return ClientError("input_ids: the prompt is empty; give at least 1 token")
     samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
-    if pages_needed(prompt_tokens, samples, most_tokens, page_size) > num_pages:
+    needed = pages_needed(prompt_tokens, samples, most_tokens, page_size, window)
+    if local:
+        at_first = min(most_tokens, prompt_tokens + growth_tokens)
+        needed = max(needed, pages_needed(prompt_tokens, samples, at_first, page_size))
+    if needed > num_pages:
         times = f" x {samples} samples" if samples > 1 else ""
         return TooLargeError(
             f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
             f"of {num_pages * page_size} tokens"
         )
-    return too_long(prompt_tokens, 0, prefill_tokens, local=local) if prompt_tokens > prefill_tokens else None
+    if prompt_tokens <= prefill_tokens:
+        return None
+    return too_long(prompt_tokens, 0, prefill_tokens, local=local, window=window)
 
 
-def too_long(tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool = False) -> RequestError:
-    """The error for a prompt that neither a prefill server nor the hot pool of this one (`local`) can hold. With
-    `output_tokens`, the prompt was short enough when it was submitted.
+def too_long(
+    tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool = False, window: int | None = None
+) -> RequestError:
+    """The error for a prompt that neither a prefill server nor this one (`local`) can hold: its hot pool or, with a
+    `window`, its KV pool. With `output_tokens`, the prompt was short enough when it was submitted.
     """
     pool = f"prefill's KV pool of {prefill_tokens:.0f} tokens"
     if local:
-        pool = f"this server's hot pool, in which it computes prompts of up to {prefill_tokens:.0f} tokens"
+        kind = "hot" if window is None else "KV"
+        pool = f"this server's {kind} pool, in which it computes prompts of up to {prefill_tokens:.0f} tokens"
     if output_tokens:
         return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")
     return TooLargeError(f"input_ids: the prompt ({tokens} tokens) exceeds {pool}")

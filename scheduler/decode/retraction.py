@@ -103,12 +103,13 @@ class Retractions:
         self._counters["retractions"] += 1
         self._run_queue.remove(request)
         request.lifecycle.advance(State.RETRACTED, now)
-        pages = pages_for(request.kv_tokens, self._limits.page_size)
+        first = self._memory.first_visible(request.kv_tokens)
+        pages = pages_for(request.kv_tokens, self._limits.page_size) - first
         can_compute = request.kv_tokens + 1 <= self._dispatcher.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
             self.queue.push(request)
-            self._memory.save(request, pages)
+            self._memory.save(request, first, pages)
         else:
             self._counters["retractions_recomputed"] += 1
             request.lifecycle.advance(State.QUEUED, now)
@@ -132,8 +133,9 @@ class Retractions:
             return False
         request = self.queue.first
         most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
-        growth = pages_for(most_tokens, self._limits.page_size) - request.saved_pages
-        request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth)
+        first = self._memory.first_visible(request.kv_tokens)
+        growth = self._memory.growth_pages(request.saved_pages, first, most_tokens)
+        request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth, freed=first)
         if request.grant is None:
             return False
         self._memory.load(request)

@@ -80,10 +80,10 @@ class DecodeScheduler:
         """
         self.limits = limits
         self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(DECODE_COUNTERS, 0))
         self._outbox = Outbox()
-        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox)
+        self.memory = RequestMemory(pages, limits.page_size, hot_limits, self._outbox, limits.window)
         self.kv_store: KvStore[LocalPrompt] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
@@ -205,12 +205,10 @@ class DecodeScheduler:
         *,
         capacity: float = math.inf,
         writes_both: bool = False,
+        shares_cpu: bool = False,
     ) -> None:
-        """A prefill server paired. `staged` are the regions that it sends through the staging rings; `capacity` is the
-        longest prompt that it can hold, in tokens; `writes_both`: it writes KV to host memory or to the GPU, as its
-        KvDestination says.
-        """
-        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both)
+        """A prefill server paired; see PrefillPeer. `staged` are the regions that go through the staging rings."""
+        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both, shares_cpu=shares_cpu)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -396,7 +394,7 @@ class DecodeScheduler:
         """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
         copy = self.memory.copies.numbered(number)
         if copy.tokens and copy.grant is not None:
-            self.endings.cache_answer(copy.tokens, copy.grant.pages, InsertedPrefix())
+            self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
             self.retracted.rates.copied_pages.measured(copy.pages, seconds)

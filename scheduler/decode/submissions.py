@@ -86,7 +86,9 @@ class Submissions:
             most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
                 local = most_tokens == self._dispatcher.largest_local
-                error = too_long(prompt.tokens, prompt.output_tokens, most_tokens, local=local)
+                error = too_long(
+                    prompt.tokens, prompt.output_tokens, most_tokens, local=local, window=self._limits.window
+                )
                 self._endings.end_all(prompt, error, now)
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
@@ -103,6 +105,8 @@ class Submissions:
             prefill_tokens,
             self._limits.page_size,
             local=prefill_tokens == self._dispatcher.largest_local,
+            window=self._limits.window,
+            growth_tokens=self._limits.growth_tokens,
         )
         if error is not None or (submit.follows is not None and submit.follows == self.accepted_call):
             return error

@@ -45,7 +45,7 @@ def peer_status(
             peer.detail,
             peer.round_trip_ms,
             *routes.get(peer.instance or "", NO_ROUTES),
-            *inputs.get(peer.instance or "", NO_INPUTS),
+            **inputs.get(peer.instance or "", NO_INPUTS)._asdict(),
         )
         for peer in peers
     )

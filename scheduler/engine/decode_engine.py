@@ -23,6 +23,7 @@ from ...transfer.control.events import (
     SendFailed,
 )
 from ...transfer.data.chunks import PartScatter
+from ...transfer.plan.pairing import share_cpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import (
     AbortAck,
@@ -161,12 +162,16 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 assert endpoint is not None, "a decode server connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
                 capacity = layout.num_pages * layout.page_size
+                shares_cpu = share_cpu(self._hello.ranks, welcome.ranks)
+                if shares_cpu and scheduler.dispatcher.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
                 scheduler.peer_up(
                     instance,
                     endpoint,
                     staged_regions(self._hello, welcome),
                     capacity=capacity,
                     writes_both=welcome.enable_hisparse,
+                    shares_cpu=shares_cpu,
                 )
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)

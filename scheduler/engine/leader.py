@@ -24,7 +24,7 @@ from ...configs.logs import configure_logging
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
-from ...memory.pages import PageAllocator
+from ...memory.pages import PageAllocator, most_visible_pages
 from ...memory.prefix_cache import PrefixCache
 from ...memory.sizing import GIB
 from ...models.loading.catalog import locate_model
@@ -185,6 +185,7 @@ class Leader:
             retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
             overlap=uses_overlap(config),
             max_step_tokens=self._step_tokens(config),
+            window=self._source.config.page_window,
         )
         engines = [self._decode_engine(config, limits, number) for number in range(config.dp_size)]
         controls = [engine.control for engine in engines]
@@ -286,6 +287,7 @@ class Leader:
             context_length=self._source.config.context_length,
             vocab_size=self._source.config.vocab_size,
             on_gpu=self._ready[0].device != "cpu",
+            window=self._source.config.page_window,
         )
         control = PrefillControl(
             config.host,
@@ -367,10 +369,19 @@ class Leader:
             instance=self._instance,
             page_size=self._config.page_size,
             num_pages=self._num_pages,
-            max_total_tokens=min(model.context_length, self._num_pages * self._config.page_size),
+            max_total_tokens=self._max_total_tokens,
             ranks=tuple(_rank_info(report) for report in self._ready),
             chosen=self._chosen(),
         )
+
+    @property
+    def _max_total_tokens(self) -> int:
+        """The longest sequence that fits the pool. On decode, one with a window holds only the pages that it sees."""
+        model, page_size = self._source.config, self._config.page_size
+        visible = most_visible_pages(model.page_window, page_size)
+        if isinstance(self._config, DecodeConfig) and visible <= self._num_pages:
+            return model.context_length
+        return min(model.context_length, self._num_pages * page_size)
 
     def _chosen(self) -> dict[str, int]:
         chosen = {STEP_SETTING[self._config.role]: self._step_limit}

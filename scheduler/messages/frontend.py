@@ -201,6 +201,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """Tokens that the server computes before a prompt that is sent now (decode)."""
     cached_tokens: int | None = None
     """Tokens in its prefix cache; None if it does not report them (decode)."""
+    shares_cpu: bool | None = None
+    """It computes on the CPU cores that this server computes on (decode)."""
 
 
 class DpRankStatus(msgspec.Struct, frozen=True):

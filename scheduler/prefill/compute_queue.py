@@ -4,6 +4,7 @@ import collections
 from collections.abc import Iterator
 
 from ..chunking.chunk_queue import Chunk, ChunkQueue
+from ..chunking.shared_prefix import PrefixesInProgress
 from ..rates import Rate
 from .limits import PrefillLimits
 from .request import PrefillRequest, PrefillRow, PrefillStep
@@ -15,6 +16,7 @@ class ComputeQueue:
     def __init__(self, limits: PrefillLimits) -> None:
         self._limits = limits
         self._queue: ChunkQueue[PrefillRequest] = ChunkQueue(limits.page_size)
+        self.prefixes = PrefixesInProgress(limits.page_size, limits.chunk_size, enabled=limits.prefix_cache)
         self._steps: collections.deque[tuple[PrefillStep, float]] = collections.deque()
         """In flight, oldest first, with the time of their start."""
         self._ended_at: collections.deque[float] = collections.deque(maxlen=limits.stages)
@@ -48,10 +50,18 @@ class ComputeQueue:
     def add(self, request: PrefillRequest) -> None:
         """Add a request that has its pages."""
         self._queue.add(request)
+        request.progress = self.prefixes.start(request.prompt, request.computed, request.priority)
 
     def remove(self, request: PrefillRequest) -> None:
         """Remove a request that is computed or has ended. Its rows in steps in flight are ignored."""
         self._queue.remove(request)
+        if request.progress is not None:
+            self.prefixes.end(request.progress)
+
+    def cached(self, request: PrefillRequest) -> None:
+        """The prefix cache has what is computed of a request."""
+        if request.progress is not None:
+            self.prefixes.advance(request.progress, request.computed)
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""

@@ -26,10 +26,19 @@ class PrefillLimits:
     """Pipeline stages: the number of steps that compute at once."""
     steps_in_flight: int = 2
     """Most steps at the ranks: with one more than `stages`, no stage waits for the scheduler."""
+    window: int | None = None
+    """The sliding window if all layers of the model have it. Requests hold no pages behind it."""
 
     @classmethod
     def of(
-        cls, config: PrefillConfig, *, chunk_size: int, context_length: int, vocab_size: int, on_gpu: bool
+        cls,
+        config: PrefillConfig,
+        *,
+        chunk_size: int,
+        context_length: int,
+        vocab_size: int,
+        on_gpu: bool,
+        window: int | None,
     ) -> "PrefillLimits":
         """The limits of each engine of a server. `chunk_size` is what its ranks have chosen."""
         return cls(
@@ -41,6 +50,7 @@ class PrefillLimits:
             prefix_cache=config.prefix_cache,
             stages=config.pp,
             steps_in_flight=config.pp + on_gpu,
+            window=window,
         )
 
     def describe_problem(self, request: PrefillRequest, space: PageSpace, num_pages: int) -> str | None:

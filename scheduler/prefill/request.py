@@ -9,6 +9,7 @@ from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
 from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
+from ..chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ..messages.frontend import PromptSent
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 from ..store.kv_store import BlockChain
@@ -72,6 +73,10 @@ class PrefillRequest:
         """Writes of tokens [0, written) were handed to the ranks before they were computed."""
         self.inserted = InsertedPrefix()
         """The part in the prefix cache."""
+        self.progress: PrefixInProgress | None = None
+        """While it is computed: what other requests may wait for."""
+        self.awaited: AwaitedPrefix | None = None
+        """The prefix of another request that it waits for."""
         self.compute_s = 0.0
         """Compute time of the steps that it was in; it waited the rest of its time."""
         self.computed_at = now
@@ -81,8 +86,8 @@ class PrefillRequest:
         self.refused_at_chances: int | None = None
         """`PageAllocator.chances` when pages were short. Its prefix is looked up again, which is slow, after a change.
         """
-        self.sending = 0
-        """Chunks in flight: handed to the ranks, without a report of their end."""
+        self.unsent: list[int] = []
+        """First tokens of the chunks in flight: handed to the ranks, without a report of their end."""
         self.chunks = 0
         self.writes = 0
         self.bytes_written = 0
@@ -109,6 +114,16 @@ class PrefillRequest:
     @property
     def state(self) -> PrefillState:
         return self.lifecycle.state
+
+    @property
+    def awaits_prefix(self) -> bool:
+        """Another request computes its prefix."""
+        return self.awaited is not None and self.awaited.tokens_left > 0
+
+    @property
+    def sending(self) -> bool:
+        """Chunks are in flight."""
+        return bool(self.unsent)
 
     @property
     def prompt_tokens(self) -> int:

@@ -10,7 +10,6 @@ message, only after all chunks in flight have reported their end.
 """
 
 import collections
-import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -75,14 +74,16 @@ class PrefillScheduler:
         """With `store_limits` there is a KV store."""
         self.limits = limits
         self.pages = pages
-        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache)
+        self.cache = PrefixCache(pages, limits.page_size, enabled=limits.prefix_cache, window=limits.window)
         self.counters: collections.Counter[str] = collections.Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
         self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._expire_at = math.inf
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
-        self._transfers = Transfers(limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw)
+        self._transfers = Transfers(
+            limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw, window=limits.window
+        )
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
@@ -184,7 +185,8 @@ class PrefillScheduler:
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
-        self._report_begun(now)
+        for request in self._computing.computing_for(BEGUN_AFTER_S, now):
+            self._report_begun(request)
         self.reports.due(now)
 
     def next_step(self, now: float) -> PrefillStep | None:
@@ -243,10 +245,15 @@ class PrefillScheduler:
             request.input_logprobs += logprobs
             if request.written < row.end:
                 self._transfers.send(request, row.start, row.end, now)
+            if row.end <= request.destination.prefix_tokens:
+                self._report_begun(request)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
-            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end)
+            assert request.grant is not None, f"{request.ref} computes without pages"
+            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end, freed=request.grant.freed)
+            self._computing.cached(request)
             if self.stored is not None:
                 self.stored.offer(request)
+            self._transfers.free_unseen(request)
             if row.last:
                 request.first_tokens = tokens
                 self._computing.remove(request)
@@ -374,14 +381,15 @@ class PrefillScheduler:
                 request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now
             )
 
-    def _report_begun(self, now: float) -> None:
-        """Tell decode which prompts have begun, with an empty chunk, if their step takes long."""
-        for request in self._computing.computing_for(BEGUN_AFTER_S, now):
-            if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
-                continue
-            request.begun_reported = True
-            start = request.destination.prefix_tokens
-            self._transfers.reply(request, ChunkArrived(request.key, start, start))
+    def _report_begun(self, request: PrefillRequest) -> None:
+        """Tell decode, once, that a prompt has begun, with an empty chunk: its first step takes long, or has computed
+        tokens that are not sent.
+        """
+        if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
+            return
+        request.begun_reported = True
+        start = request.destination.prefix_tokens
+        self._transfers.reply(request, ChunkArrived(request.key, start, start))
 
     def _start_waiting(self, now: float) -> None:
         while self._start_next(now):
@@ -389,32 +397,45 @@ class PrefillScheduler:
 
     def _start_next(self, now: float) -> bool:
         """Start the first request that fits into the free pages. Smaller requests may overtake a larger one until it is
-        the oldest and due; then free pages are kept for it.
+        the oldest and due; then free pages are kept for it. A request that waits for its prefix delays no other.
         """
-        for request in itertools.islice(self._waiting, MAX_MISFITS):
+        misfits = 0
+        for request in self._waiting:
+            if request.awaits_prefix:
+                continue
             if self._start(request, now):
                 self._waiting.take(request)
                 return True
-            if self._waiting.oldest_is_due:
+            misfits += not request.awaits_prefix
+            if misfits and (misfits == MAX_MISFITS or self._waiting.oldest_is_due):
                 return False
         return False
 
     def _start(self, request: PrefillRequest, now: float) -> bool:
-        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached."""
+        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached.
+        False if pages are short, or if another request computes the prefix now.
+        """
         if request.refused_at_chances == self.pages.chances:
             return False
         most = request.prompt_tokens - 1
         logprobs = request.destination.logprobs
         if logprobs is not None and logprobs.start is not None:
             most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
-        prefix = self.cache.match(request.prompt, most)
+        first_sent = request.destination.prefix_tokens // self.limits.page_size
+        prefix = self.cache.match(request.prompt, most, first_sent)
+        cached = len(prefix) * self.limits.page_size
+        request.awaited = self._computing.prefixes.find(request.prompt, cached, most, request.priority)
+        if request.awaited is not None:
+            self.counters["prefix_waits"] += 1
+            return False
+        freed = self.cache.first_needed(len(prefix), first_sent)
         pages = pages_for(request.prompt_tokens, self.limits.page_size)
-        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix)
+        grant = self.pages.grant(request.destination.rid, pages - len(prefix), shared=prefix[freed:], freed=freed)
         if grant is None:
             request.refused_at_chances = self.pages.chances
             return False
         request.grant = grant
-        request.cached = len(prefix) * self.limits.page_size
+        request.cached = cached
         self.counters["prefix_tokens_reused"] += request.cached
         if self.stored is None or not self.stored.load(request, most, self._computing.rate.per_s, now):
             self._compute(request, now)

@@ -35,6 +35,7 @@ class StoredPrefixes:
             request.prompt,
             request.grant.pages,
             cached=request.cached,
+            freed=request.grant.freed,
             most=most,
             tokens_per_s=tokens_per_s,
         )
@@ -56,7 +57,9 @@ class StoredPrefixes:
             request.stored = tokens - request.cached
             request.cached = tokens
             self._counters["store_tokens_loaded"] += request.stored
-            self._cache.insert(request.prompt, request.grant.pages, request.inserted, end=tokens)
+            self._cache.insert(
+                request.prompt, request.grant.pages, request.inserted, end=tokens, freed=request.grant.freed
+            )
         return request
 
     def offer(self, request: PrefillRequest) -> None:

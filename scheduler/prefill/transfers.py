@@ -8,7 +8,7 @@ import collections
 from collections.abc import Callable
 
 from ...memory.index_spaces import KvPage
-from ...memory.pages import PageAllocator
+from ...memory.pages import PageAllocator, first_visible_page
 from ...transfer.data.chunks import ChunkWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
 from ..messages.effects import SendToFrontend, SendToPeer
@@ -31,8 +31,11 @@ class Transfers:
         outbox: Outbox,
         *,
         withdraw: Callable[[PrefillRequest], None],
+        window: int | None = None,
     ) -> None:
-        """`withdraw` takes a request that fails or is aborted out of the queue that it is in."""
+        """`withdraw` takes a request that fails or is aborted out of the queue that it is in. `window` is the sliding
+        window that all layers have, if they do.
+        """
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
@@ -40,6 +43,7 @@ class Transfers:
         self.leaving = False
         """The server accepts no requests any more."""
         self._page_size = page_size
+        self._window = window
         self._pages = pages
         self._counters = counters
         self._outbox = outbox
@@ -58,7 +62,7 @@ class Transfers:
             after=after,
         )
         if chunk is not None:
-            request.sending += 1
+            request.unsent.append(chunk.token_start)
             self._outbox.append(chunk)
             self.staging.send(chunk, now)
 
@@ -73,7 +77,7 @@ class Transfers:
         if request is None:
             self._counters["stale_messages"] += 1
             return
-        request.sending -= 1
+        request.unsent.remove(written.token_start)
         request.late_writes |= written.late_writes
         request.writes += written.writes
         request.bytes_written += written.bytes_written
@@ -86,9 +90,21 @@ class Transfers:
             request.chunks += 1
             self._counters["chunks"] += 1
             self.reply(request, ChunkArrived(request.key, written.token_start, written.token_end, written.checksums))
+            self.free_unseen(request)
             self.finish_if_sent(request, now)
         else:
             self.close(request, written.reason, now)
+
+    def free_unseen(self, request: PrefillRequest) -> None:
+        """Free the pages of a request that its next chunk does not see, and that are sent."""
+        if self._window is None:
+            return
+        assert request.grant is not None, f"{request.ref} computes without pages"
+        end = first_visible_page(request.computed, self._window, self._page_size)
+        if request.unsent:
+            end = min(end, min(request.unsent) // self._page_size)
+        if request.grant.freed < end:
+            self._pages.release(self._pages.split(request.grant, end))
 
     def finish_if_sent(self, request: PrefillRequest, now: float) -> None:
         """End a request that is computed and sent."""

@@ -100,7 +100,9 @@ class RankBuilder:
             log.info("indexer keys: %s, %d bytes per token and layer", keys.dtype_name, sum(keys.plane_token_bytes))
         self._prepare_staging(runner, cache)
         started = time.monotonic()
-        context = min(source.config.context_length, cache.num_pages * config.page_size)
+        context = source.config.context_length
+        if source.config.page_window is None:
+            context = min(context, cache.num_pages * config.page_size)
         if self._capture_graphs(runner, cache, context):
             log.info("CUDA graphs captured in %.1f s", time.monotonic() - started)
         if self._device.type == "cuda":

@@ -450,6 +450,7 @@ class RankEngine:
         cache = self._executor.cache
         sessions = self._receivers.sessions if self._receivers is not None else {}
         hot = cache if isinstance(cache, HiSparseCache) else None
+        on_cpu = self._device.type == "cpu"
         return RankReady(
             self._rank,
             peer_info=Rank(
@@ -462,6 +463,8 @@ class RankEngine:
                 ring=announced_ring(self._ring) if self._ring is not None else None,
                 staging=self._config.staging,
                 hot=announced_hot(hot) if hot is not None else None,
+                cpu_cores=tuple(sorted(os.sched_getaffinity(0))) if on_cpu else (),
+                cpu_threads=torch.get_num_threads() if on_cpu else 0,
             ),
             num_pages=cache.num_pages,
             step_limit=self._step_limit,

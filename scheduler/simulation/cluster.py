@@ -207,7 +207,12 @@ class Cluster:
                     contexts = [row.position + 1 for row in step.rows]
                     seconds = self._times.decode_s(contexts, ((chunk.start, chunk.end) for chunk in step.chunks))
                     server.computing, server.step_started = True, self._clock.now
-                    self._cores.run(seconds, self._settings.cores, lambda: self._end_decode_step(server))
+                    self._cores.run(
+                        seconds,
+                        self._settings.cores,
+                        lambda: self._end_decode_step(server),
+                        slowdown=self._times.decode_slowdown,
+                    )
                     return
                 case CopyPage(command_id=command_id):
                     server.commands.popleft()
@@ -285,7 +290,12 @@ class Cluster:
         if server.steps and not server.computing:
             server.computing, server.step_started = True, now
             seconds = self._times.prefill_s((row.start, row.end) for row in server.steps[0].rows)
-            self._cores.run(seconds, self._settings.cores, lambda: self._end_prefill_step(server))
+            self._cores.run(
+                seconds,
+                self._settings.cores,
+                lambda: self._end_prefill_step(server),
+                slowdown=self._times.prefill_slowdown,
+            )
 
     def _perform_prefill(self, server: _Prefill) -> None:
         for effect in server.scheduler.take_effects():

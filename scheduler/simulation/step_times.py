@@ -29,6 +29,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     response_s: float = 0.0
     """From the sampled token to the client, and from the client to the scheduler, together."""
 
+    prefill_slowdown: float = 1.0
+    """How many times longer a prompt step takes while another server computes on the same machine, on cores of its own:
+    they share memory bandwidth and caches, and frontends and clients need CPU time too."""
+    decode_slowdown: float = 1.0
+    """The same of decode steps."""
+
     def prefill_s(self, spans: Iterable[tuple[int, int]]) -> float:
         """A step that computes these spans of tokens, [start, end) each."""
         return self.prefill_step_s + self._tokens_s(spans)

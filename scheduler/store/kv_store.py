@@ -161,10 +161,11 @@ class KvStore(Generic[OwnerT]):
         cached: int,
         most: int,
         tokens_per_s: float | None,
+        freed: int = 0,
     ) -> bool:
-        """Load the KV of tokens [cached, most) to `pages`, which the owner holds, as far as the store has it; `loaded`
-        returns the result. Returns False if it is better to compute them. `tokens_per_s` is how fast that is, if it was
-        measured.
+        """Load the KV of tokens [cached, most) to `pages`, which the owner holds except for the first `freed`, as far
+        as the store has it; `loaded` returns the result. Returns False if it is better to compute them. `tokens_per_s`
+        is how fast that is, if it was measured.
         """
         page_size = self._limits.page_size
         end = min(most // page_size * page_size, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
@@ -174,7 +175,7 @@ class KvStore(Generic[OwnerT]):
         blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
         last = first + len(blocks)
         loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
-        path = pages[: pages_for(last * BLOCK_TOKENS, page_size)]
+        path = pages[freed : pages_for(last * BLOCK_TOKENS, page_size)]
         grant = self._pages.grant("a load from the KV store", 0, shared=path)
         assert grant is not None, "the owner holds these pages"
         self._numbers += 1

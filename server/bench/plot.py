@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...configs.errors import StartupError
 from ...configs.words import counted
-from .client import RequestRecord
+from .client import AFTER_FIRST_TOKEN, RequestRecord
 from .report import BenchResult
 
 if TYPE_CHECKING:
@@ -19,6 +21,10 @@ SLOWEST_SHARE = 0.1
 _COLORS = ("#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#000000", "#009e73", "#999999", "#7f4f24")
 """The colours of Okabe and Ito, which colour-blind people can distinguish, and two more."""
 _MARKED_SHARES = (0.5, 0.95, 0.99)
+_LONG_MS = 10_000.0
+"""Axes that are longer show seconds."""
+_TAIL = 2.0
+"""A distribution is drawn up to this multiple of its p99: one late value would flatten the rest."""
 
 
 def check_plot(path: Path) -> None:
@@ -51,7 +57,7 @@ def picture(result: BenchResult) -> "Figure":
     cdfs[1].set_ylabel("share of tokens")
     to_first_token, whole = lower.subplots(1, 2)
     colors = {stage: _COLORS[index % len(_COLORS)] for index, stage in enumerate(result.summary.stages_s)}
-    before = {stage: color for stage, color in colors.items() if stage != "decode"}
+    before = {stage: color for stage, color in colors.items() if stage not in AFTER_FIRST_TOKEN}
     _draw_stages(to_first_token, "until the first token, mean", before, ok)
     _draw_stages(whole, "the whole request, mean", colors, ok)
     handles, labels = whole.get_legend_handles_labels()
@@ -73,22 +79,38 @@ def title_of(result: BenchResult) -> str:
 
 def _draw_cdf(axes: "Axes", title: str, seconds: Sequence[float]) -> None:
     axes.set_title(title)
-    axes.set_xlabel("ms")
     axes.grid(alpha=0.3)
     for share in _MARKED_SHARES:
         axes.axhline(share, color="#999999", linewidth=0.6, linestyle=":")
         label = f"p{share * 100:.0f}"
-        axes.annotate(label, (0.005, share), xycoords="axes fraction", fontsize="x-small", ha="left", va="top")
-    if seconds:
-        axes.ecdf([second * 1000 for second in seconds], color=_COLORS[1])
-    axes.set_xlim(left=0)
+        axes.annotate(label, (1.01, share), xycoords="axes fraction", fontsize="x-small", ha="left", va="center")
     axes.set_ylim(0, 1)
+    if not seconds:
+        return
+    milliseconds = np.array(seconds) * 1000
+    axes.ecdf(milliseconds, color=_COLORS[1])
+    axes.set_xlim(left=0)
+    right, most = _TAIL * float(np.percentile(milliseconds, 99)), float(milliseconds.max())
+    if 0 < right < most:
+        axes.set_xlim(right=right)
+        note = f"longest: {most:.0f} ms" if most < _LONG_MS else f"longest: {most / 1000:.1f} s"
+        axes.annotate(note, (0.98, 0.03), xycoords="axes fraction", fontsize="small", ha="right", color="#666666")
+    _label_time(axes)
+
+
+def _label_time(axes: "Axes") -> None:
+    """Milliseconds, or seconds where they would have too many digits."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set_xlabel("ms")
+    if axes.get_xlim()[1] > _LONG_MS:
+        axes.set_xlabel("s")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1000:g}"))
 
 
 def _draw_stages(axes: "Axes", title: str, colors: Mapping[str, str], ok: Sequence[RequestRecord]) -> None:
     """One bar over all requests, one over the slowest to their first token."""
     axes.set_title(title)
-    axes.set_xlabel("ms")
     by_ttft = sorted((record for record in ok if record.ttft_s is not None), key=lambda record: -(record.ttft_s or 0.0))
     slowest = by_ttft[: max(1, round(SLOWEST_SHARE * len(by_ttft)))]
     groups = ((f"slowest\n{len(slowest)} by TTFT", slowest), (f"all {len(ok)}", ok))
@@ -99,7 +121,8 @@ def _draw_stages(axes: "Axes", title: str, colors: Mapping[str, str], ok: Sequen
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.03 * max(left) or None)
+    _label_time(axes)
 
 
 def _mean_ms(stage: str, records: Sequence[RequestRecord]) -> float:

@@ -248,8 +248,11 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
         if port.problem is None:
             yield Finding("ok", "ports", f"{where} is free")
         else:
-            remedy = f"choose another with {port.flag}; if a pdserve server runs here already, this is expected"
-            yield Finding("warn", "ports", f"{where}: {port.problem}", remedy)
+            remedy = f"choose another with {port.flag}"
+            problem = port.problem.removesuffix(f"; {remedy}")
+            yield Finding(
+                "warn", "ports", problem, f"{remedy}, unless it is that of a pdserve server that runs already"
+            )
     loopback = settings.host == "localhost" or settings.host.startswith("127.")
     if not loopback and not settings.has_cluster_key:
         remedy = "export PDSERVE_CLUSTER_KEY_FILE=...; create the key with openssl rand -hex 32"
@@ -291,7 +294,12 @@ def check_peers(facts: Facts) -> Iterator[Finding]:
             )
         else:
             remedy = "docs/troubleshooting.md explains this message"
-            yield Finding("fail", "peer", f"{peer.endpoint}: {peer.detail}", remedy)
+            if "has no cluster_key" in peer.detail:
+                remedy = (
+                    "set PDSERVE_CLUSTER_KEY_FILE to the key of that server; 'pdserve up' makes a random one of its own"
+                )
+            named = peer.detail.startswith(peer.endpoint)
+            yield Finding("fail", "peer", peer.detail if named else f"{peer.endpoint}: {peer.detail}", remedy)
 
 
 CHECKS: tuple[Check, ...] = (

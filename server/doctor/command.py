@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...configs.logs import configure_logging
+from ...configs.words import counted
 from ...transfer.mooncake.infiniband import devices_for_rank
 from .checks import EXIT_CODES, Finding, Level, check_all, worst
 from .collect import collect
@@ -67,4 +68,4 @@ def print_findings(findings: Sequence[Finding], out: Console) -> None:
         if finding.remedy:
             out.print(Text(f"{'':17}-> {finding.remedy}"))
     counts = {level: sum(finding.level == level for finding in findings) for level in EXIT_CODES}
-    out.print(Text(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures"))
+    out.print(Text(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"))

@@ -39,7 +39,7 @@ from ...scheduler.messages.frontend import (
     ToLeader,
 )
 from ..observability.metrics import Metrics
-from ..observability.recent_requests import RecentRequests
+from ..observability.recent_requests import PROBE_PREFIX, RecentRequests
 from ..observability.request_log import end_line, request_name
 from ..observability.stats_log import StatsLog
 from ..observability.tracing import Tracing
@@ -245,7 +245,7 @@ class LeaderClient:
             for rid in rids_of(message):
                 self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
                 inbox.open_rids.add(rid)
-            if self._tracing is not None:
+            if self._tracing is not None and not message.rid.startswith(PROBE_PREFIX):
                 message = self._trace(message, self._tracing, headers)
             if not self._send(message):
                 for rid in rids_of(message):

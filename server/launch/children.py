@@ -22,6 +22,7 @@ from rich.text import Text
 from ...configs.errors import PdserveError
 
 _STYLES = ("cyan", "green", "magenta", "yellow")
+LABEL_WIDTH = len("[prefill] ")
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -127,7 +128,8 @@ class Children:
             for line in lines:
                 text = line.rstrip("\r\n")
                 child.last_line = text.strip() or child.last_line
-                self._print(Text.assemble((f"[{child.name}]".ljust(10), style), without_role(text, child.name)))
+                label = f"[{child.name}] ".ljust(LABEL_WIDTH)
+                self._print(Text.assemble((label, style), without_role(text, child.name)))
 
     def _print(self, line: Text) -> None:
         with self._lock:

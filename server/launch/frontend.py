@@ -193,7 +193,8 @@ class Frontend:
                 ready = starting.result()  # raises StartupError when the leader reported one
                 keep_for_good()
                 served = leader.config
-                log.info("ready: %s at %s://%s:%d", ready.model.name, served.http_scheme, served.host, served.port)
+                name = served.served_model_name or ready.model.name
+                log.info("ready: %s at %s://%s:%d", name, served.http_scheme, served.host, served.port)
             if signalled.done():
                 return await self._drain(process, signalled.result())
             if not starting.done():

@@ -61,7 +61,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
 
 _PLACEMENTS = "Prompts by the place that computes them (local: this decode server) and the reason."
 _PLACEMENT_REASONS = {
-    "local": ("always", "absent", "failed", "refused", "short", "queue"),
+    "local": ("always", "absent", "failed", "refused", "short", "queue", "shared_cpu"),
     "remote": ("never", "unmeasured", "faster", "hot_rows"),
 }
 _DISPATCHES = "Prompts sent to prefill servers: by prefix, to one that has a part of it cached, or by load."
@@ -104,6 +104,7 @@ COUNTERS: Mapping[str, Exported] = (
             "staged_grants_waited": "Parts that waited for room in the staging ring of decode (prefill).",
             "prompt_tokens": "Prompt tokens: on decode, of finished requests; on prefill, computed tokens.",
             "prefix_tokens_reused": "Prompt tokens that were found in the prefix cache.",
+            "prefix_waits": "Times that a prompt waited for another one that computes the same prefix.",
             "generation_tokens": "Output tokens.",
             "decode_steps": "Steps with running requests.",
             "prefill_steps": "Steps of a prefill server.",

@@ -6,7 +6,7 @@ import json
 from ...configs.errors import StartupError
 from ...models.loading.catalog import ModelSource, locate_geometry
 from ...models.loading.hub import find_on_hub
-from .options import GIB, PlanOptions
+from .options import DEFAULT_CONTEXT, GIB, PlanOptions
 from .sizes import Sizes, plan_sizes
 
 
@@ -17,15 +17,16 @@ def run_plan(options: PlanOptions) -> int:
     if source is None:
         raise StartupError(f"model {model!r}: plan needs a config.json; give the model in its original format")
     device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
+    context = options.context or min(DEFAULT_CONTEXT, source.config.context_length)
     found = plan_sizes(
         options.config,
         source,
-        context=options.context,
+        context=context,
         device_bytes=device_bytes,
         fp8=options.gpus.fp8,
         hisparse=options.hisparse,
     )
-    print(_as_json(options, found) if options.as_json else _as_text(options, source, found))
+    print(_as_json(options, context, found) if options.as_json else _as_text(options, source, context, found))
     return 0
 
 
@@ -33,7 +34,7 @@ def _servers(options: PlanOptions) -> int:
     return options.gpus.count // options.config.world_size
 
 
-def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
+def _as_json(options: PlanOptions, context: int, found: list[Sizes]) -> str:
     config, gpus = options.config, options.gpus
     document = {
         "model": config.model,
@@ -42,7 +43,7 @@ def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
         "pp": config.pp,
         "dp_attention": config.dp_attention,
         "page_size": config.page_size,
-        "context": options.context,
+        "context": context,
         "reserve_gib": options.reserve_gib,
         "servers": _servers(options),
         "sizes": [dataclasses.asdict(sizes) for sizes in found],
@@ -50,7 +51,7 @@ def _as_json(options: PlanOptions, found: list[Sizes]) -> str:
     return json.dumps(document, indent=2)
 
 
-def _as_text(options: PlanOptions, source: ModelSource, found: list[Sizes]) -> str:
+def _as_text(options: PlanOptions, source: ModelSource, context: int, found: list[Sizes]) -> str:
     config, gpus = options.config, options.gpus
     ranks = config.world_size
     attention = ", data-parallel attention" if config.dp_size > 1 else ""
@@ -66,7 +67,7 @@ def _as_text(options: PlanOptions, source: ModelSource, found: list[Sizes]) -> s
         ("KV per token and GPU", [f"{sizes.device_token_bytes:,} B" for sizes in found]),
         ("KV per token in host memory, per rank", [f"{sizes.host_token_bytes:,} B" for sizes in found]),
         (
-            f"GPU memory of a request of {options.context:,} tokens",
+            f"GPU memory of a request of {context:,} tokens",
             [_gib(sizes.device_request_bytes) for sizes in found],
         ),
         ("requests that fit", [f"{sizes.requests:,}" for sizes in found]),

@@ -24,6 +24,7 @@ GPU_GIB: Mapping[str, float] = {
 """Memory that torch reports (`total_memory`). Measured on the H200; the others are approximate."""
 WITHOUT_FP8 = ("A100", "A100-40GB")
 """GPUs of a compute capability below 8.9: fp8 weights are expanded there, and indexer keys stay in 16 bits."""
+DEFAULT_CONTEXT = 65536
 RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
 
@@ -66,11 +67,13 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """A decode server, the GPUs it may use, and the requests to fit. `hisparse`: None plans with and without it."""
+    """A decode server, the GPUs it may use, and the requests to fit. `hisparse`: None plans with and without it.
+    `context`: None is DEFAULT_CONTEXT, or what the model supports.
+    """
 
     config: DecodeConfig
     gpus: Gpus
-    context: int
+    context: int | None
     reserve_gib: float
     hisparse: bool | None
     as_json: bool
@@ -82,7 +85,9 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         "--gpus", default="8xH200", metavar="NxGPU", help=f"{', '.join(GPU_GIB)} or a size as 8x80GiB (default: 8xH200)"
     )
     plan.add_argument(
-        "--context", default="64k", metavar="N", help="tokens of a request, prompt and output (default: 64k)"
+        "--context",
+        metavar="N",
+        help="tokens of a request, prompt and output (default: 64k, or less if the model supports less)",
     )
     plan.add_argument(
         "--reserve-gib",
@@ -109,7 +114,7 @@ def read_plan_options(options: argparse.Namespace) -> PlanOptions:
         raise StartupError(f"tp x pp = {config.world_size} ranks need as many GPUs, --gpus has {gpus.count}")
     if options.reserve_gib < 0:
         raise StartupError(f"--reserve-gib = {options.reserve_gib:g} must not be negative")
-    context = parse_tokens(options.context)
+    context = None if options.context is None else parse_tokens(options.context)
     return PlanOptions(
         config=config,
         gpus=gpus,

@@ -192,7 +192,8 @@ def _recent_table(requests: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _legend() -> Text:
-    return Text("  ").join(Text(stage, STAGE_COLOURS[stage]) for stage in ("queue", "prefill", "transfer", "decode"))
+    shown = {"waiting": "queue", "prefill": "prefill", "transfer": "transfer", "decode": "decode"}
+    return Text("  ").join(Text(name, STAGE_COLOURS[stage]) for name, stage in shown.items())
 
 
 def _stages(timeline: Mapping[str, float], longest_s: float) -> Text:

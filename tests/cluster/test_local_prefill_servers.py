@@ -85,6 +85,12 @@ def test_tokens_equal_transformers(started: Servers, model: Model, mode: str) ->
         assert local_prompts(server) == (2 * len(LENGTHS) if mode == "always" else 0)
 
 
+def test_server_info_tells_whether_the_prefill_server_has_the_same_cpu_cores(started: Servers) -> None:
+    """Each server of these tests has one thread."""
+    (peer,) = started.auto.info()["peers"]
+    assert peer["shares_cpu"] is (len(os.sched_getaffinity(0)) < 2)
+
+
 def test_chunks_run_beside_decode_steps_without_changing_their_tokens(started: Servers, model: Model) -> None:
     """Prompts of many chunks arrive while other requests run."""
     server = started.always

@@ -19,6 +19,7 @@ def test_trace_of_a_request_has_spans_of_both_servers(llama: Path, tmp_path: Pat
             "decode", llama, "--prefill", prefill.endpoint, "--local-prefill", "never", *flags, env=environ
         )
         decode.wait_ready(peers=1)
+        assert HTTP.get(f"{decode.url}/health_generate", timeout=60).status_code == 200, "a probe, which has no trace"
         response = HTTP.post(
             f"{decode.url}/generate",
             json={

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -20,6 +21,45 @@ from pdserve.server.launch.store_options import read_store_options
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 HEALTH_ROUTES = ("/health", "/health_generate")
+COUNT = {"type": "integer", "minimum": 1}
+LEADER_WORKER_SET = {
+    "type": "object",
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "kind": {"const": "LeaderWorkerSet"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "properties": {
+                "replicas": COUNT,
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "rolloutStrategy": {"type": "object"},
+                "networkConfig": {
+                    "type": "object",
+                    "properties": {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}},
+                    "additionalProperties": False,
+                },
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "properties": {
+                        "size": COUNT,
+                        "restartPolicy": {"enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]},
+                        "leaderTemplate": {"type": "object", "required": ["spec"]},
+                        "workerTemplate": {"type": "object", "required": ["spec"]},
+                        "subGroupPolicy": {"type": "object"},
+                    },
+                    "required": ["workerTemplate"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["leaderWorkerTemplate"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+}
+"""The fields of LeaderWorkerSet (v1) around the pods, as its documentation describes them."""
 KEY = {"PDSERVE_CLUSTER_KEY": "a key of more than sixteen characters"}
 
 
@@ -100,6 +140,7 @@ def test_manifests_follow_the_schemas_of_kubernetes(name: str) -> None:
         if document["kind"] != "LeaderWorkerSet":
             kubernetes_validate.validate(document, version, strict=True)
             continue
+        jsonschema.validate(document, LEADER_WORKER_SET)
         for template in ("leaderTemplate", "workerTemplate"):
             pod = document["spec"]["leaderWorkerTemplate"][template]
             kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True)
@@ -108,12 +149,17 @@ def test_manifests_follow_the_schemas_of_kubernetes(name: str) -> None:
 def test_machines_of_a_group_start_one_server() -> None:
     group, service, _ = documents("decode-lws.yaml")
     template = group["spec"]["leaderWorkerTemplate"]
-    assert set(template) == {"size", "restartPolicy", "leaderTemplate", "workerTemplate"}
+    assert service["metadata"]["name"] != group["metadata"]["name"], (
+        "LeaderWorkerSet makes a headless Service of its name"
+    )
     (leader,), (worker,) = (template[f"{who}Template"]["spec"]["containers"] for who in ("leader", "worker"))
     assert leader["args"] == worker["args"]
     for rank in ("0", "1"):
         given = {"$(LWS_GROUP_SIZE)": str(template["size"]), "$(LWS_WORKER_INDEX)": rank, "$(POD_IP)": "10.0.0.1"}
-        words = [substituted(word, {**given, "$(LWS_LEADER_ADDRESS)": "decode-0.decode"}) for word in leader["args"]]
+        words = [
+            substituted(word, {**given, "$(LWS_LEADER_ADDRESS)": "decode-group-0.decode-group"})
+            for word in leader["args"]
+        ]
         options, unknown = make_parser().parse_known_args(words)
         assert unknown == []
         config = load_config("decode", find_config_file(options.config), settings(options), KEY)
@@ -179,6 +225,27 @@ def test_servers_of_the_store_example_name_its_etcd() -> None:
         assert url == "etcd://etcd:2379"
 
 
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.store.yml", "docker-compose.hosts.yml"])
+def test_containers_are_checked_where_their_server_listens(name: str) -> None:
+    services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
+    servers = {title: service for title, service in services.items() if "pdserve" in service.get("image", "")}
+    assert servers
+    for title, service in servers.items():
+        role = service["command"][0]
+        healthcheck = service.get("healthcheck", {})
+        if role not in CONFIG_OF_ROLE:
+            assert healthcheck.get("disable"), f"{title} has no HTTP port"
+            continue
+        default = CONFIG_OF_ROLE[role].model_fields["port"].default
+        given = [word.partition("=")[2] for word in service["command"] if word.startswith("--port=")]
+        port = given[0] if given else str(default)
+        # the check of the image uses HEALTH_PORT
+        checked = (
+            healthcheck["test"][-1] if "test" in healthcheck else service["environment"].get("HEALTH_PORT", "8200")
+        )
+        assert port in checked, f"{title} listens on {port}"
+
+
 @pytest.mark.parametrize("extra", ["cpu", "cuda13"])
 def test_lock_files_pin_every_dependency(extra: str) -> None:
     lines = (ROOT / "deploy" / "locks" / f"{extra}.txt").read_text(encoding="utf-8").splitlines()
@@ -199,3 +266,6 @@ def test_release_workflow_builds_packages_and_image() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (model,) = re.findall(r"^EMBEDDED_MODEL := (\S+)$", makefile, re.MULTILINE)
     assert model in str(content["jobs"]["packages"]), "the smoke test uses the embedded model of this release"
+    images = {image["extra"] for image in content["jobs"]["image"]["strategy"]["matrix"]["include"]}
+    locks = {path.stem for path in (ROOT / "deploy" / "locks").glob("*.txt")}
+    assert images == locks, "an image for each lock file"

@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from pdserve.configs.errors import StartupError
-from pdserve.server.cli import main
+from pdserve.server.cli import exit_code_of, main
 from pdserve.server.launch.pair import PAIR_FIELDS, check_ports, load_pair_config
 from pdserve.server.launch.up import server_environ
 from tests.cluster.servers import ForkedCommand
@@ -177,4 +177,16 @@ def test_closed_pipe_ends_a_command_without_a_traceback(capfd: pytest.CaptureFix
     with os.fdopen(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", pipe)
         assert main(["version"]) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_closed_pipe_is_noticed_when_the_buffer_is_empty(capfd: pytest.CaptureFixture[str]) -> None:
+    def write_past_the_buffer() -> int:
+        raise BrokenPipeError
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert exit_code_of(write_past_the_buffer) == 141
     assert capfd.readouterr().err == ""

@@ -39,6 +39,16 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
     )
 
 
+def share_cpu(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
+    """Whether two servers compute on the CPU of one machine and have more threads than cores there."""
+    for machine in {rank.machine for rank in ours} & {rank.machine for rank in theirs}:
+        ranks = [rank for rank in (*ours, *theirs) if rank.machine == machine]
+        cores = {core for rank in ranks for core in rank.cpu_cores}
+        if all(rank.cpu_cores for rank in ranks) and sum(rank.cpu_threads for rank in ranks) > len(cores):
+            return True
+    return False
+
+
 def layouts_of(ranks: Sequence[Rank], kind: tuple[str, ...]) -> list[KvLayout]:
     """The layout of the pool of this kind, by rank. `check_pair` ensures that each rank has one."""
     return [pool.layout for rank in ranks for pool in rank.pools if pool.layout.kind == kind]

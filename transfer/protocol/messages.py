@@ -123,6 +123,10 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     """The hot pool of a HiSparse rank, on its GPU: latent rows of a request go there or to the pool in host memory, as
     its KvDestination says. Pages are numbered on their own.
     """
+    cpu_cores: tuple[int, ...] = ()
+    """The cores of `machine` that it may use, if it computes on the CPU."""
+    cpu_threads: int = 0
+    """Its threads, if it computes on the CPU."""
 
 
 class _Introduction(Message, frozen=True):
@@ -155,13 +159,13 @@ class KvDestination(Message, frozen=True):
     """Compute this prompt and write its KV here. Frames, all int32: prompt ids, destination indices, hot indices.
 
     Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
-    already on decode; the indices start at token `prefix_tokens`. `enable_hisparse` decides where latent rows go if
-    decode has announced a hot pool: with it into host memory, to the same indices as the rest; without it into the hot
-    pool, to the hot indices. There are no hot indices otherwise. `timeout_s` is the time left until the request's
-    deadline. `samples` first tokens are sampled, the i-th with seed + i. The last `output_tokens` of the ids are
-    already output: a request that lost its KV on decode is computed again, and its "first" token is the next one.
-    Waiting prompts with a higher `priority` are served first. `traceparent` (W3C) is the span of the request, if it is
-    traced.
+    already on decode, or behind the sliding window of its first step; the indices start at token `prefix_tokens`.
+    `enable_hisparse` decides where latent rows go if decode has announced a hot pool: with it into host memory, to the
+    same indices as the rest; without it into the hot pool, to the hot indices. There are no hot indices otherwise.
+    `timeout_s` is the time left until the request's deadline. `samples` first tokens are sampled, the i-th with seed +
+    i. The last `output_tokens` of the ids are already output: a request that lost its KV on decode is computed again,
+    and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. `traceparent`
+    (W3C) is the span of the request, if it is traced.
     """
 
     key: TransferKey
@@ -184,8 +188,8 @@ class ChunkArrived(Message, frozen=True):
     """KV of tokens [token_start, token_end) is in decode's memory. Sent after every write of the chunk has ended.
 
     `checksums` has one sum per decode rank, over its share of these tokens (`checksum.py`); it is empty unless decode
-    asked for it. A message with no tokens reports that the first chunk is being computed, if that takes long; it is not
-    sent if decode asks for checksums.
+    asked for it. A message with no tokens reports that the prompt has begun, if its first chunk takes long or is not
+    sent; there is none if decode asks for checksums.
     """
 
     key: TransferKey

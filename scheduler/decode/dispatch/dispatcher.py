@@ -59,7 +59,13 @@ class PrefillDispatcher:
         self.pace = QueuePace()
         self.peers = PrefillPeers(limits.dispatch)
         self.rates = Rates()
-        local_limits = LocalLimits(limits.page_size, limits.max_step_tokens, limits.itl_target_s, limits.stages)
+        local_limits = LocalLimits(
+            limits.page_size,
+            limits.max_step_tokens,
+            limits.itl_target_s,
+            limits.stages,
+            shares_prefixes=limits.prefix_cache and not limits.hisparse,
+        )
         self.local = LocalPrefill(local_limits, self.rates)
         self.placer = Placer(
             limits,
@@ -69,6 +75,7 @@ class PrefillDispatcher:
             rates=self.rates,
             cache=cache,
             memory=memory,
+            counters=counters,
         )
         self.quarantine = Quarantine(limits.quarantine_s)
         self.prefilling: dict[TransferKey, Prompt] = {}
@@ -117,7 +124,7 @@ class PrefillDispatcher:
     def adopt(self, prompt: Prompt, now: float) -> None:
         """Queue a prompt that another scheduler has released."""
         prompt.prompt_id = next(self._prompt_ids)
-        prompt.refusal = prompt.cached_estimate = None
+        prompt.refusal = prompt.cached_estimate = prompt.awaited = None
         self.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint))
@@ -147,9 +154,10 @@ class PrefillDispatcher:
         staged: Iterable[StagedRegion],
         *,
         writes_both: bool = False,
+        shares_cpu: bool = False,
     ) -> None:
-        """A prefill server paired; `writes_both`: it writes KV to host memory or to the GPU, as it is told."""
-        self.peers.up(instance, endpoint, capacity, writes_both=writes_both)
+        """A prefill server paired; see PrefillPeer."""
+        self.peers.up(instance, endpoint, capacity, writes_both=writes_both, shares_cpu=shares_cpu)
         self.staging.peer_up(instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
@@ -233,6 +241,8 @@ class PrefillDispatcher:
                 return True
             if self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
+            if prompt.awaited is not None:
+                return None
             if selection is None or is_open or not selection.cached:
                 return False
             self.peers.hold(prompt, selection)
@@ -256,7 +266,8 @@ class PrefillDispatcher:
                 page_size=self.limits.page_size,
                 growth_tokens=self.limits.growth_tokens,
                 most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
-                within_pages=placement.where != "local",
+                local=placement.where == "local",
+                window=self.limits.window,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -295,6 +306,7 @@ class PrefillDispatcher:
             local.prompt.token_ids,
             local.pages,
             cached=local.cached,
+            freed=self._cache.first_needed(local.cached // self.limits.page_size),
             most=most_cached(local.prompt),
             tokens_per_s=self.rates.local_tokens.per_s,
         )
@@ -325,7 +337,8 @@ class PrefillDispatcher:
     def _most_pages(self, prompt: Prompt) -> int:
         """Pages that it needs at dispatch if nothing of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
-        return pages_needed(prompt.tokens, samples, prompt.tokens + self.limits.growth_tokens, page_size)
+        most_tokens = prompt.tokens + self.limits.growth_tokens
+        return pages_needed(prompt.tokens, samples, most_tokens, page_size, self.limits.window)
 
     def _reserved(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
         """A prompt has its pages, and leaves the queue."""
@@ -344,13 +357,15 @@ class PrefillDispatcher:
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
         kind = prompt_kind(prompt, expected)
-        tokens = max(1, prompt.tokens - max(reservation.prefix_tokens, expected or 0))
+        cached = reservation.prefix_tokens - reservation.unseen_tokens
+        tokens = max(1, prompt.tokens - max(cached, expected or 0))
         members = prompt.waiting
         first = members[0]
         choice = choose_path(self._path_inputs(prompt, peer))
         prompt.attempt = attempt = Attempt(
             key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
         )
+        attempt.unseen_tokens = reservation.unseen_tokens
         self.counters[f"dispatch_{selection.reason}"] += 1
         if expected is not None:
             self.counters["dispatch_tokens_expected"] += expected
@@ -371,6 +386,7 @@ class PrefillDispatcher:
             count = prompt.tokens - reservation.prefix_tokens
             destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prefilling[key] = prompt
+        self.placer.sent(prompt, attempt)
         peer.window.sent(kind, tokens)
         message = KvDestination(
             key=key,
@@ -432,6 +448,7 @@ class PrefillDispatcher:
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prefilling[attempt.key]
+        self.placer.returned(attempt)
         if not attempt.written:
             self._leave_prefill(attempt)
 

@@ -5,6 +5,7 @@ import dataclasses
 from ....configs.arithmetic import round_up
 from ....transfer.protocol.messages import Load
 from ...chunking.chunk_queue import Chunk, ChunkQueue
+from ...chunking.shared_prefix import PrefixesInProgress
 from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.request import LocalPrompt, Prompt
@@ -27,6 +28,8 @@ class LocalLimits:
     itl_target_s: float | None = None
     """Longest step with prompt tokens, by prediction; 0 is no limit, None follows the time of a decode step."""
     stages: int = 1
+    shares_prefixes: bool = True
+    """Computed pages are in the prefix cache at once. With HiSparse, rows have to be in host memory first."""
 
 
 class LocalPrefill:
@@ -39,6 +42,7 @@ class LocalPrefill:
         target = limits.itl_target_s
         self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
+        self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=limits.shares_prefixes)
         self._loading: set[LocalPrompt] = set()
         """Prompts that wait until their cached prefix is in their hot buffer (HiSparse)."""
         self.times = StepTimes(rates.local_tokens)
@@ -68,6 +72,7 @@ class LocalPrefill:
         """The prompt has all that its chunks need."""
         self._loading.remove(local)
         self.queue.add(local)
+        local.progress = self.prefixes.start(local.prompt.token_ids, local.computed, local.priority)
 
     def stored(self, local: LocalPrompt, tokens: int) -> None:
         """The first `tokens` tokens of a prompt that is not `loaded` yet are in its pages, from the KV store."""
@@ -112,15 +117,21 @@ class LocalPrefill:
         if rate is None or not idle_s:
             return 0.0, rate and rate * MOST_SHARE
         prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
-        return idle_s, rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
+        # with pipeline stages, the chunk leaves the last stage after as many step times as there are steps in flight
+        further = max(0, min(self._limits.stages, self.times.in_flight) - 1)
+        return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
-        """A step has computed this chunk. Returns whether the prompt is still wanted."""
+        """A step has computed this chunk. Returns whether the prompt is still wanted; then the caller adds the chunk to
+        the prefix cache.
+        """
         local = chunk.prompt
         if local.prompt.local is not local:
             return False
         local.compute_s += seconds
         local.computed = chunk.end
+        if local.progress is not None:
+            self.prefixes.advance(local.progress, chunk.end)
         self.window.computed(local.kind, chunk.end - chunk.start)
         return True
 
@@ -132,5 +143,7 @@ class LocalPrefill:
             self._loading.remove(local)
         else:
             self.queue.remove(local)
+        if local.progress is not None:
+            self.prefixes.end(local.progress)
         self.window.returned(local.kind, local.prompt_tokens - local.computed)
         return local

@@ -65,7 +65,8 @@ class PeerCache:
     def cached_tokens(self, hashes: Sequence[int], most_tokens: int) -> int:
         """Tokens of the longest cached prefix of a prompt with these pages, at most `most_tokens`.
 
-        Pages are evicted before the pages that they build on, so the end of the prefix is found by bisection.
+        Pages are evicted before the pages that they build on, so the end of the prefix is found by bisection. With
+        sliding windows the first pages may be evicted earlier: then the result is an estimate.
         """
         if self.page_size is None:
             return 0

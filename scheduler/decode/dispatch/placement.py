@@ -62,14 +62,20 @@ class PlacementInputs:
     """All attempts on prefill servers have failed."""
     refused: bool = False
     """Prefill servers have refused the prompt more than once."""
+    shared_cpu: bool = False
+    """The prefill servers compute on the CPU cores of this server: what they compute takes its time too."""
     remote_open: bool = True
     """A prefill server takes the prompt now."""
     remote_ahead: int = 0
     """Tokens that prefill servers compute before this prompt."""
+    remote_shared: int = 0
+    """Of the tokens to compute, those that another prompt computes there, which has the same prefix."""
     local_open: bool = True
     """This server takes the prompt now."""
     local_ahead: int = 0
     """Tokens that this server computes before this prompt."""
+    local_shared: int = 0
+    """As `remote_shared`, on this server."""
     local_fits: bool = True
     """This server can compute the prompt, now or later. With HiSparse, the hot pool has to hold all its rows."""
     local_room: bool = True
@@ -105,13 +111,16 @@ def _choose(inputs: PlacementInputs) -> tuple[Where, str]:
         return "local", "refused"
     if not inputs.local_room:
         return "remote", "hot_rows"
-    costs, tokens = inputs.costs, inputs.tokens
-    local_s, remote_s = costs.local_s(tokens + inputs.local_ahead), costs.remote_s(tokens + inputs.remote_ahead)
+    costs = inputs.costs
+    local, remote = inputs.tokens - inputs.local_shared, inputs.tokens - inputs.remote_shared
+    local_s, remote_s = costs.local_s(local + inputs.local_ahead), costs.remote_s(remote + inputs.remote_ahead)
     if local_s is None or remote_s is None:
         return "remote", "unmeasured"
+    if inputs.shared_cpu:
+        return "local", "shared_cpu"
     if local_s >= remote_s:
         return "remote", "faster"
-    alone_local_s, alone_remote_s = costs.local_s(tokens), costs.remote_s(tokens)
+    alone_local_s, alone_remote_s = costs.local_s(local), costs.remote_s(remote)
     assert alone_local_s is not None, "known, because the time with a queue is"
     assert alone_remote_s is not None, "known, because the time with a queue is"
     return "local", "short" if alone_local_s < alone_remote_s else "queue"

@@ -1,12 +1,14 @@
 """Collects what the placement of a prompt depends on: prefill servers, queues and measured rates."""
 
+import collections
 import math
 
 from ....memory.prefix_cache import PrefixCache
+from ...chunking.shared_prefix import PrefixesInProgress
 from ...rates import Rates
 from ..memory.request_memory import RequestMemory
 from ..requests.limits import MAX_ATTEMPTS, DecodeLimits
-from ..requests.request import Prompt
+from ..requests.request import Attempt, Prompt
 from .local_prefill import LocalPrefill
 from .placement import Costs, Placement, PlacementInputs
 from .placement import place as decide
@@ -33,6 +35,7 @@ class Placer:
         rates: Rates,
         cache: PrefixCache,
         memory: RequestMemory,
+        counters: "collections.Counter[str]",
     ) -> None:
         self._limits = limits
         self._queue = queue
@@ -41,19 +44,22 @@ class Placer:
         self._rates = rates
         self._cache = cache
         self._memory = memory
+        self._counters = counters
+        self._at_prefill = PrefixesInProgress(limits.page_size, limits.max_step_tokens, enabled=limits.prefix_cache)
+        """Prompts that were sent to prefill servers. Those compute a shared prefix once, too."""
         self._first_at: float | None = None
         """When the first prompt was placed."""
 
-    def costs(self, tokens: int) -> Costs:
-        """The measured costs of both places for a prompt of `tokens` tokens. A place that has not computed such prompts
-        is expected to be as fast as the other one.
+    def costs(self, tokens: int, shared: int = 0) -> Costs:
+        """The measured costs of both places for a prompt of `tokens` tokens; another prompt computes `shared` of them
+        here. A place that has not computed such prompts is expected to be as fast as the other one.
         """
         transfers, rates = self._rates.transfers.per_s, (self._rates.prefilled_tokens, self._rates.local_tokens)
         remote, local = (rate.at(tokens) for rate in rates)
         known = (self._peers.tokens_per_s, remote, local, *(rate.per_s for rate in rates))
         expected = max((rate for rate in known if rate), default=None)
-        ahead = self._local.tokens_before(tokens)
-        step_s, local = self._local.expected_speed(tokens + ahead, local or expected)
+        before = self._local.tokens_before(tokens) + tokens - shared
+        step_s, local = self._local.expected_speed(before, local or expected)
         return Costs(
             local_tokens_per_s=local,
             remote_tokens_per_s=remote or expected,
@@ -80,33 +86,74 @@ class Placer:
         """Where to compute a prompt now; `remote_open`: its prefill server takes it."""
         if self._first_at is None:
             self._first_at = now
-        mode = self._limits.local_prefill
-        if mode != "auto":
-            remote_open = mode == "never" and remote_open
-            local_open = mode == "always" and self._local.is_open(prompt)
-            return decide(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open, local_open=local_open))
+        mode, awaited = self._limits.local_prefill, prompt.awaited
+        if mode == "never":
+            return decide(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open))
+        shared = self._awaited_tokens(prompt, now)
+        local_open = not shared and self._local.is_open(prompt)
+        if mode == "always":
+            placement = decide(PlacementInputs(mode, 0, NO_COSTS, local_open=local_open))
+        else:
+            placement = decide(self._inputs(prompt, now, shared, local_open=local_open, remote_open=remote_open))
+        if placement.where != "wait":
+            prompt.awaited = None
+        self._counters["prefix_waits"] += prompt.awaited is not awaited and prompt.awaited is not None
+        return placement
+
+    def _inputs(
+        self, prompt: Prompt, now: float, shared: int, *, local_open: bool, remote_open: bool
+    ) -> PlacementInputs:
+        """The inputs of `auto`; another prompt computes the next `shared` tokens of this one here."""
         able = self._peers.able(prompt)
         tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
         ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
         if able and not remote_open:  # it also waits behind the queue
             ahead += min(self._queue.tokens, len(self._queue) * tokens) // len(able)
-        return decide(
-            PlacementInputs(
-                mode,
-                tokens,
-                self.costs(tokens),
-                paired=bool(able),
-                expected=self._expects_server(prompt, now),
-                failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
-                refused=prompt.times_refused >= MAX_ATTEMPTS,
-                remote_open=remote_open,
-                remote_ahead=ahead,
-                local_open=self._local.is_open(prompt),
-                local_ahead=self._local.tokens_before(tokens),
-                local_fits=prompt.tokens <= self._memory.largest_prompt,
-                local_room=self._memory.may_compute(prompt, shrink=False),
-            )
+        return PlacementInputs(
+            "auto",
+            tokens,
+            self.costs(tokens, shared),
+            paired=bool(able),
+            expected=self._expects_server(prompt, now),
+            failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
+            refused=prompt.times_refused >= MAX_ATTEMPTS,
+            shared_cpu=all(peer.shares_cpu for peer in able),
+            remote_open=remote_open,
+            remote_ahead=ahead,
+            remote_shared=self._shared_at_prefill(prompt, prompt.tokens - tokens),
+            local_open=local_open,
+            local_ahead=self._local.tokens_before(tokens),
+            local_shared=shared,
+            local_fits=prompt.tokens <= self._memory.largest_prompt,
+            local_room=self._memory.may_compute(prompt, shrink=False),
         )
+
+    def sent(self, prompt: Prompt, attempt: Attempt) -> None:
+        """A prompt was sent to a prefill server. Call `returned` for it."""
+        if self._limits.local_prefill == "auto":
+            cached = attempt.prefix_tokens // self._limits.page_size * self._limits.page_size
+            attempt.progress = self._at_prefill.start(prompt.token_ids, cached, prompt.priority)
+
+    def returned(self, attempt: Attempt) -> None:
+        """The prompt has arrived, or was given up."""
+        if attempt.progress is not None:
+            self._at_prefill.end(attempt.progress)
+
+    def _shared_at_prefill(self, prompt: Prompt, cached: int) -> int:
+        """Tokens of a prompt that prefill servers compute now, for another one."""
+        found = self._at_prefill.find(prompt.token_ids, cached, prompt.tokens - 1, prompt.priority)
+        return found.end - cached if found is not None else 0
+
+    def _awaited_tokens(self, prompt: Prompt, now: float) -> int:
+        """Tokens of a prompt that another one computes here now, and that it should wait for."""
+        if prompt.awaited is not None:
+            if left := prompt.awaited.tokens_left:
+                return left
+            prompt.awaited = prompt.cached_estimate = None
+        if self._local.prefixes:
+            most, cached = most_cached(prompt), self._cached_tokens(prompt, now)
+            prompt.awaited = self._local.prefixes.find(prompt.token_ids, cached, most, prompt.priority)
+        return prompt.awaited.tokens_left if prompt.awaited is not None else 0
 
     def _expects_server(self, prompt: Prompt, now: float) -> bool:
         """Whether the first prefill server at this endpoint, or anywhere, may still pair."""

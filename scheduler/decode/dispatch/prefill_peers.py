@@ -28,6 +28,8 @@ class PrefillPeer:
     """It is shutting down, and gets no more prompts."""
     writes_both: bool = False
     """It writes KV to host memory or to the GPU, as its KvDestination says (HiSparse)."""
+    shares_cpu: bool = False
+    """It computes on the CPU cores that this server computes on."""
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
     tokens_per_s: float = 0.0
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
@@ -65,6 +67,7 @@ class DispatchInputs(NamedTuple):
     tokens_ahead: int | None
     cached_tokens: int | None
     """None if the server does not report its cache."""
+    shares_cpu: bool | None = None
 
 
 REFUSED_BACKOFF_S = 0.5
@@ -82,9 +85,19 @@ class PrefillPeers:
         self.unreachable: Mapping[str, str] = {}
         """Why no server is paired, by endpoint, if known."""
 
-    def up(self, instance: InstanceId, endpoint: str, capacity: float, *, writes_both: bool = False) -> None:
+    def up(
+        self,
+        instance: InstanceId,
+        endpoint: str,
+        capacity: float,
+        *,
+        writes_both: bool = False,
+        shares_cpu: bool = False,
+    ) -> None:
         window = self.window(instance) or DispatchWindow()
-        self._peers[instance] = PrefillPeer(instance, {endpoint}, capacity, writes_both=writes_both, window=window)
+        self._peers[instance] = PrefillPeer(
+            instance, {endpoint}, capacity, writes_both=writes_both, shares_cpu=shares_cpu, window=window
+        )
         self._found(endpoint)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -186,7 +199,9 @@ class PrefillPeers:
         """The inputs of the choice, by instance. Called from any thread."""
         return {
             peer.instance: DispatchInputs(
-                peer.window.tokens_ahead, None if peer.cache.page_size is None else peer.cache.stored_tokens
+                peer.window.tokens_ahead,
+                None if peer.cache.page_size is None else peer.cache.stored_tokens,
+                peer.shares_cpu,
             )
             for peer in list(self._peers.values())
         }

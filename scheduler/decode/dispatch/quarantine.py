@@ -37,7 +37,7 @@ class Quarantine:
 
     @property
     def pages(self) -> int:
-        return sum(len(quarantined.grant.pages) for quarantined in self._pages.values())
+        return sum(len(quarantined.grant.held) for quarantined in self._pages.values())
 
     @property
     def hot_pages(self) -> int:

@@ -89,6 +89,11 @@ class StepTimes:
         """Running requests of the newest step in flight; 0 if there is none."""
         return self._steps[-1][1] if self._steps else 0
 
+    @property
+    def in_flight(self) -> int:
+        """Steps in flight."""
+        return len(self._steps)
+
     def remeasure(self, running: int) -> bool:
         """Whether the next step of so many running requests should have no prompt tokens."""
         return self._mixed >= REMEASURE_STEPS or running.bit_length() not in self._decode_steps

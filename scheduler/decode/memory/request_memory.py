@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterable
 
 from ....memory.index_spaces import KvPage, RequestSlot
-from ....memory.pages import PageAllocator, PageGrant, pages_for
+from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
 from ..requests.request import Attempt, LocalPrompt, Prompt, Request
+from ..requests.reservation import growth_pages
 from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
@@ -32,10 +33,18 @@ class RequestMemory:
     has written to the GPU are copied there from their arrival on, and until then the request is `unsaved`.
 
     Hot buffers borrow free pages (page_lending.py). `reclaim_lent` takes them back when requests need them.
+
+    If all layers have a sliding `window`, a request gives up the pages that its next step does not see. It takes them
+    again as new ones, or releases them if they are shared or cached.
     """
 
     def __init__(
-        self, pages: PageAllocator[KvPage], page_size: int, hot_limits: HotLimits | None, outbox: Outbox
+        self,
+        pages: PageAllocator[KvPage],
+        page_size: int,
+        hot_limits: HotLimits | None,
+        outbox: Outbox,
+        window: int | None = None,
     ) -> None:
         self.pages = pages
         self.copies = BackgroundCopies()
@@ -47,6 +56,7 @@ class RequestMemory:
             self._lending = PageLending(pages, overlay, self._commands) if overlay is not None else None
             self.hot = HotBuffers(hot_limits, self._lending, self._commands)
         self._page_size = page_size
+        self._window = window
         self._outbox = outbox
 
     @property
@@ -97,8 +107,15 @@ class RequestMemory:
 
     @property
     def largest_prompt(self) -> float:
-        """Tokens of the longest prompt that this server can compute; with HiSparse, a hot buffer has all its rows."""
-        return self.hot.limits.largest_prompt if self.hot is not None else math.inf
+        """Tokens of the longest prompt that this server can compute: with HiSparse, a hot buffer has all its rows; with
+        a window, the pool has all its pages, and room for growth. Otherwise only sequences are limited.
+        """
+        if self.hot is not None:
+            return self.hot.limits.largest_prompt
+        if self._window is None:
+            return math.inf
+        growth = most_visible_pages(self._window, self._page_size) - 1
+        return max(0, self.pages.num_pages - growth) * self._page_size
 
     def may_compute(self, prompt: Prompt, *, shrink: bool) -> bool:
         """Whether a prompt can get what this server needs to compute it, beside its pages; with `shrink`, if necessary
@@ -212,18 +229,21 @@ class RequestMemory:
                 return request
         return None
 
-    def save(self, request: Request, pages: int) -> None:
-        """Copy the first `pages` pages of a request to host memory and take all its pages. It is not `unsaved`."""
+    def save(self, request: Request, first: int, pages: int) -> None:
+        """Copy `pages` pages of a request, from number `first` on, to host memory and take all its pages. It is not
+        `unsaved`.
+        """
         copy = self.copies.begin("save", request)
         copy.pages = pages
-        self._outbox.append(SavePages(copy.number, request.rid, tuple(request.pages[:pages])))
+        self._outbox.append(SavePages(copy.number, request.rid, tuple(request.pages[first : first + pages])))
         self.close_hot(request)
         copy.grant, request.grant = request.grant, None
 
     def load(self, request: Request) -> None:
         """Copy the saved KV of a request to its new pages."""
         copy = self.copies.begin("load", request)
-        self._outbox.append(LoadPages(copy.number, request.rid, tuple(request.pages)))
+        assert request.grant is not None, f"{request.rid} is loaded without pages"
+        self._outbox.append(LoadPages(copy.number, request.rid, tuple(request.grant.held)))
 
     def drop_saved(self, request: Request) -> None:
         """Drop the saved KV of a request."""
@@ -257,10 +277,18 @@ class RequestMemory:
     def grow(self, request: Request) -> bool:
         """Allocate memory for the row that the next step writes; False if no page is free, or if it `must_wait`."""
         tokens = request.kv_tokens + request.in_flight + 1
-        assert request.grant is not None, f"{request.rid} runs without pages"
-        while len(request.grant.pages) * self._page_size < tokens:
-            if not self.pages.grow(request.grant):
+        grant = request.grant
+        assert grant is not None, f"{request.rid} runs without pages"
+        unseen = 0 if self._window is None else self.first_visible(tokens - 1)
+        while len(grant.pages) * self._page_size < tokens:
+            # steps access the pages of a request in order, so it can write a page that it has read
+            if grant.freed < unseen and self.pages.reuse_first(grant):
+                continue
+            self._free(grant, unseen)
+            if not self.pages.grow(grant):
                 return False
+        if grant.freed < unseen:
+            self._free(grant, unseen)
         if self.hot is None:
             return True
         if self.hot.must_wait(request.rid, tokens):
@@ -268,6 +296,30 @@ class RequestMemory:
         if (grown := self.hot.grow(request.rid, tokens)) is not None:
             self._outbox.append(_resized(grown))
         return True
+
+    def free_unseen(self, prompt: Prompt, position: int) -> None:
+        """Free the pages of a prompt that the token at `position` does not see, also those of its waiting requests."""
+        if self._window is None:
+            return
+        unseen = self.first_visible(position)
+        for grant in (prompt.grant, *(request.grant for request in prompt.waiting)):
+            assert grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
+            self._free(grant, unseen)
+
+    def first_visible(self, position: int) -> int:
+        """The first page that the token at `position` sees."""
+        return first_visible_page(position, self._window, self._page_size)
+
+    def growth_pages(self, held: int, first: int, kv_tokens: int) -> int:
+        """The most pages that a request takes in addition to `held` pages, from page `first` on, until it has
+        `kv_tokens` tokens.
+        """
+        return growth_pages(held, first, kv_tokens, self._page_size, self._window)
+
+    def _free(self, grant: PageGrant[KvPage], end: int) -> None:
+        """Release the pages of a grant before page `end`, when all commands sent so far are done."""
+        if grant.freed < end:
+            self._commands.release(self.pages.split(grant, end))
 
     def reclaim_lent(self, running: Iterable[Request]) -> bool:
         """Reclaim lent pages: after allocations that failed since the last call and that lent pages can satisfy, and
@@ -294,9 +346,10 @@ class RequestMemory:
 
     def unreserved_growth(self, request: Request) -> int:
         """Pages that a request may still need beyond its reservation."""
-        assert request.grant is not None, f"{request.rid} runs without pages"
-        most = pages_for(request.most_kv_tokens, self._page_size)
-        return max(0, most - len(request.grant.pages) - request.grant.reserved)
+        grant = request.grant
+        assert grant is not None, f"{request.rid} runs without pages"
+        held = len(grant.pages) - grant.freed
+        return max(0, self.growth_pages(held, grant.freed, request.most_kv_tokens) - grant.reserved)
 
     @property
     def pages_pending(self) -> bool:

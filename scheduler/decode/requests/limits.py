@@ -36,10 +36,19 @@ class DecodeLimits:
     """Prompt tokens that a step computes, if this server computes prompts."""
     itl_target_s: float | None = None
     """Longest step with prompt tokens; 0 is no limit, None follows the time of a decode step."""
+    window: int | None = None
+    """The sliding window if all layers of the model have it. Requests hold no pages behind it."""
 
     @classmethod
     def of(
-        cls, config: DecodeConfig, *, max_running_requests: int, retract_pages: int, overlap: bool, max_step_tokens: int
+        cls,
+        config: DecodeConfig,
+        *,
+        max_running_requests: int,
+        retract_pages: int,
+        overlap: bool,
+        max_step_tokens: int,
+        window: int | None,
     ) -> "DecodeLimits":
         """The limits of each engine of a server. What the ranks have chosen replaces the settings."""
         return cls(
@@ -62,4 +71,5 @@ class DecodeLimits:
             local_prefill=config.local_prefill,
             max_step_tokens=max_step_tokens,
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
+            window=window,
         )

@@ -15,6 +15,7 @@ from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix
 from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
+from ...chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
 from .dispatch_window import PromptKind
@@ -24,7 +25,9 @@ _BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTI
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch of a prompt to a prefill server. Tokens [0, prefix_tokens) were in the prefix cache."""
+    """One dispatch of a prompt to a prefill server, which does not send tokens [0, prefix_tokens): they were in the
+    prefix cache, or are behind the window of the first step.
+    """
 
     key: TransferKey
     instance: InstanceId
@@ -41,7 +44,11 @@ class Attempt:
     """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
     expected_cached: int | None = None
     """Tokens that were expected in the cache of the prefill server; None if nothing was known about it."""
+    progress: PrefixInProgress | None = None
+    """What other prompts share with it, while prefill computes it."""
     given_up: bool = False
+    unseen_tokens: int = 0
+    """So many of the `prefix_tokens` were not in the prefix cache."""
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""
 
@@ -72,6 +79,10 @@ class LocalPrompt:
         """The slot of its hot buffer (HiSparse)."""
         self.stored = 0
         """The last so many of its `cached` tokens came from the KV store."""
+        self.inserted = InsertedPrefix()
+        """The part in the prefix cache."""
+        self.progress: PrefixInProgress | None = None
+        """While it is in the queue: what other prompts may wait for."""
 
     @property
     def priority(self) -> int:
@@ -142,6 +153,8 @@ class Prompt:
         """While this server computes it."""
         self.cached_estimate: tuple[float, int] | None = None
         """When it was compared with the prefix cache, and how many tokens were found."""
+        self.awaited: AwaitedPrefix | None = None
+        """The prefix of another prompt that it waits for, to be computed here."""
         self.quarantined = 0
         """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None

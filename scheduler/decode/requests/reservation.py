@@ -3,7 +3,7 @@
 import dataclasses
 
 from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator, PageGrant, pages_for
+from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages, pages_for
 from ....memory.prefix_cache import PrefixCache
 from .request import Prompt, Refusal
 
@@ -15,15 +15,38 @@ class Reservation:
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
     prefix_tokens: int
-    """Tokens at the start of the prompt whose KV is in cached pages, or is copied from one."""
+    """Tokens at the start of the prompt whose KV is not needed from prefill: it is in cached pages, or is copied from
+    one, or no step will see it.
+    """
+    unseen_tokens: int = 0
+    """So many of them are not cached: they are behind the window of the first step."""
     copied: PageGrant[KvPage] | None = None
     """Holds the cached page whose first tokens are copied to the first new page of the prompt."""
 
 
-def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int) -> int:
-    """Pages of `samples` sequences of `kv_tokens` tokens that share the full pages of their prompt."""
-    shared = prompt_tokens // page_size
-    return shared + samples * (pages_for(kv_tokens, page_size) - shared)
+def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int, window: int | None = None) -> int:
+    """The most pages that `samples` sequences of up to `kv_tokens` tokens hold at a time. They share the full pages of
+    their prompt, and hold none behind the `window`.
+    """
+    full = prompt_tokens // page_size
+    shared = full - first_unfreed_page(prompt_tokens, window, page_size)
+    own = pages_for(kv_tokens, page_size) - full
+    return int(min(shared + samples * own, samples * most_visible_pages(window, page_size)))
+
+
+def first_unfreed_page(prompt_tokens: int, window: int | None, page_size: int) -> int:
+    """The first page of a prompt that its requests hold when they take their first step: the first that this step sees,
+    or the last one.
+    """
+    return min(first_visible_page(prompt_tokens, window, page_size), pages_for(prompt_tokens, page_size) - 1)
+
+
+def growth_pages(held: int, first: int, kv_tokens: int, page_size: int, window: int | None) -> int:
+    """The most pages that a sequence takes in addition to `held` pages, from page `first` on, until it has `kv_tokens`
+    tokens.
+    """
+    most = min(pages_for(kv_tokens, page_size) - first, most_visible_pages(window, page_size))
+    return int(max(0, most - held))
 
 
 def reserve(
@@ -34,11 +57,12 @@ def reserve(
     page_size: int,
     growth_tokens: int,
     most_cached: int,
-    within_pages: bool = False,
+    local: bool = False,
+    window: int | None = None,
 ) -> Reservation | None:
     """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
-    not enough. At most `most_cached` tokens are taken from the cache; with `within_pages`, the prefix may end inside a
-    page.
+    not enough. At most `most_cached` tokens are taken from the cache; if the prompt is not computed here (`local`), the
+    prefix may end inside a page, and there are no pages behind the `window` of the first step.
 
     The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
     the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
@@ -49,25 +73,31 @@ def reserve(
         return None
     prefix = cache.match(prompt.token_ids, most_cached)
     count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
+    visible = first_unfreed_page(prompt.tokens, window, page_size)
+    first = cache.first_needed(len(prefix)) if local else visible
+    # [0, first) placeholders; [first, begin) cached; [begin, count) new
+    begin, cached = max(len(prefix), first), prefix[first:]
     most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
-    growth = [max(0, pages_for(tokens, page_size) - count) for tokens in most_tokens]
+    growth = [growth_pages(count - visible, visible, tokens, page_size, window) for tokens in most_tokens]
     copies = (count - full) * (samples - 1)
     # count everything before taking anything: a grant evicts cached pages, which would be lost if another grant fails
-    wanted = count - len(prefix) + copies + sum(growth)
-    if not pages.can_grant(wanted, prefix):
-        prompt.refusal = Refusal(wanted + pages.idle_among(prefix), samples, pages.chances)
+    wanted = count - begin + copies + sum(growth)
+    if not pages.can_grant(wanted, cached):
+        prompt.refusal = Refusal(wanted + pages.idle_among(cached), samples, pages.chances)
         return None
-    partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within_pages else None
+    within = not local and (bool(cached) or not first)
+    partial = cache.match_within(prompt.token_ids, prefix, most_cached) if within else None
     copied: PageGrant[KvPage] | None = None
-    if partial is not None and wanted + pages.idle_among([*prefix, partial.page]) <= pages.available:
+    if partial is not None and wanted + pages.idle_among([*cached, partial.page]) <= pages.available:
         copied = _granted(pages.grant(f"copy for prompt {prompt.prompt_id}", 0, shared=[partial.page]))
-    grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - len(prefix), shared=prefix))
+    grant = _granted(pages.grant(f"prompt {prompt.prompt_id}", count - begin, shared=cached, freed=first))
     members: list[PageGrant[KvPage]] = []
     for request, more in zip(prompt.waiting, growth, strict=True):
-        shared = grant.pages if not members else grant.pages[:full]
-        members.append(_granted(pages.grant(request.rid, count - len(shared), more, shared)))
+        shared = grant.pages[first:] if not members else grant.pages[first:full]
+        members.append(_granted(pages.grant(request.rid, count - first - len(shared), more, shared, first)))
     partly = partial.tokens if partial is not None and copied is not None else 0
-    return Reservation(grant, members, len(prefix) * page_size + partly, copied)
+    unseen = first * page_size if not cached else 0
+    return Reservation(grant, members, begin * page_size + partly, unseen, copied)
 
 
 def _granted(grant: PageGrant[KvPage] | None) -> PageGrant[KvPage]:

@@ -177,11 +177,13 @@ function drawRecent(recent) {
     cells[1].className = failed ? "bad-text" : "";
     const bar = cells[6].firstChild;
     const stages = Object.entries(request.timeline);
+    const whole = total(request.timeline);
+    bar.style.width = `${(100 * whole) / longest}%`;
     if (bar.children.length !== stages.length) bar.replaceChildren(...stages.map(() => element("i")));
     stages.forEach(([stage, seconds], place) => {
       const part = bar.children[place];
       part.className = STAGES[stage] ?? "";
-      part.style.width = `${(100 * seconds) / longest}%`;
+      part.style.width = `${(100 * seconds) / (whole || 1)}%`;
       part.title = `${stage.replace("_", " ")} ${seconds.toFixed(3)} s`;
     });
   });

@@ -5,7 +5,7 @@ requests show the time of decode steps. Nothing else may use the two servers mea
 """
 
 import asyncio
-import itertools
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -18,12 +18,15 @@ from rich.console import Console
 from ....configs.arithmetic import ceil_div
 from ....configs.errors import StartupError
 from ....scheduler.simulation.step_times import StepTimes
-from ...bench.client import BenchClient, RequestRecord
+from ...bench.client import AFTER_FIRST_TOKEN, BenchClient, RequestRecord
 from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
 REPEATS = 3
+BATCH_REPEATS = 2
 DECODE_STEPS = 24
+SHARED_PROMPTS = 6
+MOST_SHARED_STEPS = 256
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHORT_PROMPT = 16
 INFO_TIMEOUT_S = 10.0
@@ -33,8 +36,18 @@ REQUEST_TIMEOUT_S = 300.0
 class Calibration:
     """The measurements of one pair."""
 
-    def __init__(self, client: BenchClient, pair_info: "PairInfo", most_running: int, screen: Console) -> None:
+    def __init__(
+        self,
+        client: BenchClient,
+        pair_info: "PairInfo",
+        most_running: int,
+        screen: Console,
+        *,
+        sharing: float | None = None,
+    ) -> None:
+        """`sharing`: the share of its cores that a step has while both servers compute, if they share a machine."""
         self._client = client
+        self._sharing = sharing
         self._info = pair_info
         self._most_running = most_running
         self._screen = screen
@@ -55,7 +68,7 @@ class Calibration:
             [(1, tokens) for tokens in last], [record.timeline["transfer"] for record in samples]
         )
         steps, pair_s = await self._decode_steps()
-        return StepTimes(
+        times = StepTimes(
             prefill_token_s=prefill_token_s,
             prefill_step_s=prefill_step_s,
             prefill_pair_s=prefill_pair_s,
@@ -66,6 +79,10 @@ class Calibration:
             message_s=statistics.median(record.timeline["control"] for record in samples) / 2,
             response_s=max(0.0, statistics.median(_outside_s(record) for record in samples)),
         )
+        if self._sharing is None:
+            return times
+        prefill_slowdown, decode_slowdown = await self._slowdowns(times, self._sharing)
+        return msgspec.structs.replace(times, prefill_slowdown=prefill_slowdown, decode_slowdown=decode_slowdown)
 
     async def _prompts(self) -> list[RequestRecord]:
         """Prompts of several lengths that prefill computed, one at a time."""
@@ -87,7 +104,7 @@ class Calibration:
         context = SHORT_PROMPT + DECODE_STEPS
         for size in BATCHES:
             if size <= self._most_running:
-                step_s = await self._batch_step_s(size, SHORT_PROMPT)
+                step_s = min([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(BATCH_REPEATS)])
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
         # one request: of several long prompts, the first would end before the last is computed
@@ -102,16 +119,40 @@ class Calibration:
         first one.
         """
         records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
-        begin = max(record.started_s + record.arrivals[0][0] for record in records)
-        end = min(record.started_s + record.arrivals[-1][0] for record in records)
-        steps: list[float] = []
-        for record in records:
-            times = [record.started_s + at_s for at_s, _ in record.arrivals]
-            inside = [time for time in times if begin <= time <= end]
-            steps += [later - earlier for earlier, later in itertools.pairwise(inside)]
-        if not steps:  # the first has ended before the last began: take what there is
-            steps = [gap for record in records for gap in record.itl_s]
-        return statistics.median(steps)
+        found = mean_step_s(records, *running_together(records))
+        # none if the first has ended before the last began: take what there is
+        return found or statistics.median(record.tpot_s or 0.0 for record in records)
+
+    async def _slowdowns(self, alone: StepTimes, sharing: float) -> tuple[float, float]:
+        """How many times longer steps of prefill and of decode take while the other server computes too."""
+        size = max(1, min(4, self._most_running - 1))
+        prompt = max(1, min(self._info.chunk_size // 2, self._info.max_total_tokens - DECODE_STEPS))
+        prompt_s, step_s = alone.prefill_s([(0, prompt)]), alone.decode_s([SHORT_PROMPT] * size)
+        steps = max(DECODE_STEPS, math.ceil(SHARED_PROMPTS * prompt_s / max(step_s, 1e-6)))
+        steps = min(steps, MOST_SHARED_STEPS, self._info.max_total_tokens - SHORT_PROMPT)
+        step_s = alone.decode_s([SHORT_PROMPT + steps // 2] * size)
+        factors: list[tuple[float, float]] = []
+        for _ in range(BATCH_REPEATS):
+            running = [asyncio.create_task(self._send(SHORT_PROMPT, steps)) for _ in range(size)]
+            prompts: list[RequestRecord] = []
+            while not all(task.done() for task in running):
+                prompts.append(await self._send(prompt, 1))
+            records = [await task for task in running]
+            begin, end = running_together(records)
+            beside = [each for each in prompts if begin <= each.started_s and each.started_s + each.e2e_s <= end]
+            if not beside:
+                continue
+            begin, end = beside[0].started_s, beside[-1].started_s + beside[-1].e2e_s
+            if shared_step_s := mean_step_s(records, begin, end):
+                shared_prompt_s = statistics.median(each.timeline["prefill"] for each in beside)
+                factors.append((sharing * shared_prompt_s / prompt_s, sharing * shared_step_s / step_s))
+        if not factors:
+            return 1.0, 1.0
+        prefill, decode = (max(1.0, min(column)) for column in zip(*factors, strict=True))
+        self._screen.print(
+            f"while both compute: prompts take {prefill:.2f} times as long, decode steps {decode:.2f} times"
+        )
+        return prefill, decode
 
     async def _send(self, prompt: int, output: int) -> RequestRecord:
         sampling = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
@@ -150,14 +191,17 @@ async def calibrate(
         vocab_size=model_info["vocab_size"],
         special=frozenset(model_info["eos_token_ids"]),
     )
-    client = BenchClient(url, api_key=api_key, timeout_s=REQUEST_TIMEOUT_S)
-    try:
-        measured = Calibration(client, pair_info, decode.settings["max_running_requests"], screen)
-        times = await measured.measure()
-    finally:
-        client.close()
     device = str(decode_info["ranks"][0]["device"])
     threads = decode_info["config"]["threads"]
+    step_cores = min(threads or machine_cores or 1, machine_cores or threads or 1)
+    shared = device == "cpu" and machine_cores is not None
+    sharing = min(1.0, (machine_cores or 1) / (2 * step_cores)) if shared else None
+    client = BenchClient(url, api_key=api_key, timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        most_running = decode.settings["max_running_requests"]
+        times = await Calibration(client, pair_info, most_running, screen, sharing=sharing).measure()
+    finally:
+        client.close()
     return MeasuredPair(
         model=decode_info["served_model_name"],
         device="cpu" if device == "cpu" else device.partition(":")[0],
@@ -165,7 +209,7 @@ async def calibrate(
         vocab_size=pair_info.vocab_size,
         prefill=prefill,
         decode=decode,
-        step_cores=min(threads or machine_cores or 1, machine_cores or threads or 1),
+        step_cores=step_cores,
         machine_cores=machine_cores,
         times=times,
     )
@@ -181,9 +225,28 @@ async def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
         raise StartupError(f"{url}/{route}: {error}") from None
 
 
+def running_together(records: Sequence[RequestRecord]) -> tuple[float, float]:
+    """From the first token of the request that began last to the end of the one that ended first."""
+    begin = max(record.started_s + record.arrivals[0][0] for record in records)
+    return begin, min(record.started_s + record.arrivals[-1][0] for record in records)
+
+
+def mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> float | None:
+    """The mean time between tokens in this interval. Not the median of gaps: a client that waits for a core gets
+    several tokens at once.
+    """
+    means = []
+    for record in records:
+        inside = [(record.started_s + at_s, count) for at_s, count in record.arrivals]
+        inside = [(time, count) for time, count in inside if begin <= time <= end]
+        if len(inside) >= 2 and inside[-1][1] > inside[0][1]:
+            means.append((inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]))
+    return statistics.median(means) if means else None
+
+
 def _outside_s(record: RequestRecord) -> float:
     """Time to first token that is in no stage of the server: HTTP, tokenizer, client."""
-    stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in ("decode", "admit", "retracted"))
+    stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in AFTER_FIRST_TOKEN)
     return (record.ttft_s or 0.0) - stages
 
 

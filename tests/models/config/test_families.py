@@ -57,6 +57,15 @@ def test_windows_are_read(checkpoints: Path, tmp_path: Path) -> None:
     assert windows("qwen3_moe", use_sliding_window=False, sliding_window=8) == [None, None, None]
 
 
+def test_pages_are_freed_only_if_all_layers_have_a_window(checkpoints: Path, tmp_path: Path) -> None:
+    assert read(checkpoints, tmp_path, "mistral", sliding_window=8).page_window == 8
+    assert read(checkpoints, tmp_path, "mistral", sliding_window=1).page_window is None
+    assert read(checkpoints, tmp_path, "mixtral").page_window is None
+    assert read(checkpoints, tmp_path, "gpt_oss", layer_types=None).page_window is None
+    assert read(checkpoints, tmp_path, "gemma3_text", layer_types=None).page_window is None
+    assert read(checkpoints, tmp_path, "qwen3_moe", use_sliding_window=True, sliding_window=8).page_window == 8
+
+
 def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_path: Path) -> None:
     spelling: dict[str, Any] = {"rope_parameters": None, "rope_theta": 5e5, "rope_local_base_freq": 2e4}
     spelling |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.examples import examples
@@ -40,8 +41,11 @@ HISPARSE_MODES: list[dict[str, Any]] = [
 """Three request slots. Hot pages are too few for three fully resident requests, and sometimes for one prompt."""
 
 
-def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> None:
-    """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested."""
+def test_random_workloads_end_with_full_pools_and_one_response_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill servers die, hang and come back meanwhile. Every kind of decision happens often enough to be tested. The
+    prompts are short, so they wait for short prefixes.
+    """
+    monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 1)
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(examples(84, 36)):
         simulator = Simulator(**MODES[seed % len(MODES)])
@@ -59,6 +63,7 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request() -> 
         "retractions_recomputed",
         "steps_failed",
         "prefix_tokens_reused",
+        "prefix_waits",
     ):
         assert seen[event] >= examples(3, 1), f"{event} happened {seen[event]} times"
 

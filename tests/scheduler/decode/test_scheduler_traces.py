@@ -29,6 +29,8 @@ class Mode(NamedTuple):
     verifies: bool = False
     local_prefill: LocalPrefillSetting = "never"
     writes_both: bool = False
+    window: int | None = None
+    prefill_window: int | None = None
 
     def simulator(self) -> Simulator:
         return Simulator(**self._asdict())
@@ -53,9 +55,15 @@ MODES = (
     Mode(stages=2, hot_pages=9, verifies=True, writes_both=True),
     Mode(overlap=True, hot_pages=12, lends=True, writes_both=True),
     Mode(overlap=True, hot_pages=12, prefix_cache=False, local_prefill="auto", writes_both=True),
+    Mode(overlap=True, window=7, prefill_window=7),
+    Mode(stages=2, window=6, prefill_window=6, verifies=True, local_prefill="auto"),
+    Mode(overlap=True, window=10, prefill_window=10, local_prefill="always"),
+    Mode(window=6),
+    Mode(prefill_window=3),
 )
 """Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers. With
-`writes_both`, prefill writes rows of short prompts to the GPU.
+`writes_both`, prefill writes rows of short prompts to the GPU. A pair in which only one server frees pages behind the
+window is of different versions.
 """
 RARELY = st.sampled_from([False, False, False, True])
 

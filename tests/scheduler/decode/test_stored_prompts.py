@@ -125,6 +125,7 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
 MODES: list[dict[str, Any]] = [
     {"overlap": True},
     {"stages": 2},
+    {"overlap": True, "window": 9},
     {"overlap": True, "hot_pages": 12},
     {"stages": 2, "hot_pages": 9, "lends": True},
     {"hot_pages": 10, "lends": True},

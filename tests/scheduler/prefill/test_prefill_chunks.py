@@ -149,9 +149,9 @@ def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
     looked_up: list[int] = []
     match = scheduler.cache.match
 
-    def spy(tokens: Sequence[int], most_tokens: int) -> list[KvPage]:
+    def spy(tokens: Sequence[int], most_tokens: int, needed_from: int | None) -> list[KvPage]:
         looked_up.append(len(tokens))
-        return match(tokens, most_tokens)
+        return match(tokens, most_tokens, needed_from)
 
     monkeypatch.setattr(scheduler.cache, "match", spy)
     for number, tokens in enumerate((200, 201, 202)):

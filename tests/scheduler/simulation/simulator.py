@@ -27,7 +27,7 @@ from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
-from pdserve.scheduler.messages.lifecycle import State
+from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.scheduler.messages.ranks import (
     CancelChunks,
     CopyPage,
@@ -43,7 +43,7 @@ from pdserve.scheduler.messages.ranks import (
 )
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRow, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -103,7 +103,13 @@ class Server:
     to_decode: collections.deque[AnyMessage] = dataclasses.field(default_factory=collections.deque)
     writes: list[Write] = dataclasses.field(default_factory=list)
     steps: collections.deque[PrefillStep] = dataclasses.field(default_factory=collections.deque)
+    memory: dict[Row, Prefix] = dataclasses.field(default_factory=dict)
     hung: bool = False
+
+    def row(self, pages: Sequence[int], position: int) -> Row:
+        """Where the KV of a token is, if a sequence has these pages."""
+        page_size = self.scheduler.limits.page_size
+        return pages[position // page_size], position % page_size
 
 
 class Simulator:
@@ -121,6 +127,8 @@ class Simulator:
         verifies: bool = False,
         local_prefill: LocalPrefillSetting = "never",
         writes_both: bool = False,
+        window: int | None = None,
+        prefill_window: int | None = None,
         limits: DecodeLimits | None = None,
         pages: int | None = None,
         prefill: PrefillLimits = PREFILL,
@@ -130,14 +138,17 @@ class Simulator:
     ) -> None:
         """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
         verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
-        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `store`: the decode
-        server has a KV store (store_simulator.py). The others replace the small servers of random workloads.
+        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `window` and
+        `prefill_window`: the sliding window of all layers, None for a server that does not free pages behind it.
+        `store`: the decode server has a KV store (store_simulator.py). The others replace the small servers of random
+        workloads.
         """
         self.writes_both = writes_both
+        self.window = window
         self.now = 0.0
         self.pages = pages or (LENDING_PAGES if lends else PAGES)
         self.endpoints = endpoints
-        self.prefill = prefill
+        self.prefill = dataclasses.replace(prefill, window=prefill_window)
         self.prefill_pages = prefill_pages
         overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
         self.names = itertools.count()
@@ -157,6 +168,7 @@ class Simulator:
             overlap=overlap,
             local_prefill=local_prefill,
             max_step_tokens=8,
+            window=window,
         )
         hot_limits = (
             HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay) if hot_pages is not None else None
@@ -427,7 +439,7 @@ class Simulator:
                 assert row.token == tokens[-1]
             assert row.position == len(tokens) - 1
             assert row.output_index == len(tokens) - len(row.request.prompt_ids)
-            for position in range(row.position):
+            for position in range(first_seen(row.position, self.window), row.position):
                 kv_row = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
                     assert self.memory[kv_row] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
@@ -453,7 +465,7 @@ class Simulator:
         alive = local.prompt.local is local
         if self.decode.memory.hot is not None:
             self._use_hot_chunk(chunk, alive=alive)
-        for position in range(chunk.end):
+        for position in range(first_seen(chunk.start, self.window), chunk.end):
             kv_row = local.pages[position // PAGE_SIZE], position % PAGE_SIZE
             if position >= chunk.start:
                 self._write(kv_row, tokens[: position + 1])
@@ -572,6 +584,11 @@ class Simulator:
         self._check_windows()
         for server in self.servers.values():
             server.scheduler.check_integrity()
+            for write in server.writes:
+                grant = server.scheduler.requests[DECODE, write.chunk.key].grant
+                assert grant is not None
+                first = write.chunk.token_start // self.prefill.page_size
+                assert grant.freed <= first, f"{write.chunk.key} sends freed pages"
 
     def _free_hot_pages(self, write: Write) -> set[int]:
         """Hot pages of a write that are free."""
@@ -753,8 +770,20 @@ class Simulator:
 
     def _end_prefill_step(self, server: Server) -> None:
         done = server.steps.popleft()
+        for row in done.rows:
+            self._compute_prefill(server, row)
         tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
         server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
+
+    def _compute_prefill(self, server: Server, row: PrefillRow) -> None:
+        """Compute a chunk on a prefill server."""
+        tokens, alive = tuple(row.request.prompt), row.request.state is PrefillState.COMPUTING
+        for position in range(first_seen(row.start, self.prefill.window), row.end):
+            kv_row = server.row(row.pages, position) if alive or row.pages else None
+            if kv_row is not None and position >= row.start:
+                server.memory[kv_row] = tokens[: position + 1]
+            elif alive and kv_row is not None:
+                assert server.memory[kv_row] == tokens[: position + 1], f"prefill reads wrong KV at {position}"
 
     def _end_write(self, server: Server, ok: bool, late: bool, write: Write | None = None) -> None:
         """End a write, by default the first one."""
@@ -763,8 +792,10 @@ class Simulator:
         while any(step.command_id == write.chunk.after for step in server.steps):
             self._end_prefill_step(server)  # the write waits for its KV
         ok = ok and not write.cancelled
-        self._land(write, intact=ok)
         chunk = write.chunk
+        if ok:
+            self._check_source(server, write)
+        self._land(write, intact=ok)
         written = ChunkWritten(
             instance=chunk.instance,
             key=chunk.key,
@@ -782,6 +813,14 @@ class Simulator:
             self.late_writes_in_flight.append(write)
         server.scheduler.chunk_written(written, self.now)
         self.act()
+
+    def _check_source(self, server: Server, write: Write) -> None:
+        """A write reads the KV of its tokens from prefill's pages."""
+        chunk = write.chunk
+        first = chunk.token_start - chunk.token_start % server.scheduler.limits.page_size
+        for position in range(chunk.token_start, chunk.token_end):
+            sent = server.memory[server.row(chunk.source_pages, position - first)]
+            assert sent == write.prompt[: position + 1], f"{chunk.key} sends wrong KV at {position}"
 
     def _land(self, write: Write, *, intact: bool) -> None:
         """The bytes of a write land in decode's memory, or garbage does."""
@@ -861,6 +900,11 @@ class Simulator:
     def _put_page(self, page: int, rows: dict[int, Prefix], tokens: int | None = None) -> None:
         for slot in range(PAGE_SIZE if tokens is None else tokens):
             self._write((page, slot), rows.get(slot, ()))
+
+
+def first_seen(position: int, window: int | None) -> int:
+    """The first token that the query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
 
 
 def sampled(*tokens: int) -> StepResult:

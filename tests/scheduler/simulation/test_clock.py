@@ -49,3 +49,15 @@ def test_work_shares_cores_evenly_and_speeds_up_when_some_ends() -> None:
 def test_work_that_starts_later_slows_down_what_runs() -> None:
     # 1 of 2 s is done when the other starts; both run at half speed until 3, when the first ends
     assert [at for at, _ in run(1, [(0, 2, 1), (1, 2, 1)])] == pytest.approx([3.0, 4.0])
+
+
+def test_work_beside_other_work_takes_longer_by_its_slowdown() -> None:
+    clock, ended = Clock(), []
+    machine = Cores(clock, 2)
+    machine.run(1.0, 1, lambda: ended.append(("short", clock.now)), slowdown=1.5)
+    machine.run(2.0, 1, lambda: ended.append(("long", clock.now)), slowdown=1.25)
+    while clock.run_next():
+        pass
+    # until 1.5 both are slower; the long one has done 1.2 of its 2 s then, and runs alone
+    assert [name for name, _ in ended] == ["short", "long"]
+    assert [at for _, at in ended] == pytest.approx([1.5, 2.3])

@@ -1,5 +1,6 @@
 """Simulated servers: times that follow from the step times, and schedulers that are left clean."""
 
+import msgspec
 import pytest
 
 from pdserve.scheduler.prefill.limits import PrefillLimits
@@ -93,6 +94,16 @@ def test_servers_that_share_too_few_cores_are_slower() -> None:
     arrivals = [Arrival(0, prompt(number, 128), 10) for number in range(8)]
     alone, shared = simulate(arrivals, prefills=2), simulate(arrivals, prefills=2, cores=1)
     assert max(outcome.ended_s or 0 for outcome in shared) > 1.5 * max(outcome.ended_s or 0 for outcome in alone)
+
+
+def test_servers_beside_each_other_are_slower_by_the_measured_factor() -> None:
+    arrivals = [Arrival(0, prompt(number, 128), 40) for number in range(8)]
+    times = msgspec.structs.replace(TIMES, prefill_slowdown=1.5, decode_slowdown=1.5)
+    ends = []
+    for model in (TIMES, times):
+        cluster = Cluster(SETTINGS, model, prefills=1, decodes=2, cores=3)
+        ends.append(max(outcome.ended_s or 0 for outcome in cluster.run(arrivals)))
+    assert 1.2 * ends[0] < ends[1] < 1.5 * ends[0]
 
 
 def test_requests_beyond_the_queue_fail_as_on_a_server() -> None:

@@ -252,6 +252,9 @@ class TimedSimulator(Simulator):
     def _land(self, write: Write, *, intact: bool) -> None:
         pass
 
+    def _check_source(self, server: Server, write: Write) -> None:
+        """Long prompts: the memory of prefill servers is not simulated."""
+
     def _of_decode(self, effect: Effect) -> None:
         super()._of_decode(effect)
         for peer in self.decode.dispatcher.peers._peers.values():

@@ -212,6 +212,13 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "p:8998: authentication failed",
         "troubleshooting.md",
     ),
+    (
+        "no key",
+        changed(CPU_HOST, peers=(Peer("p:8998", False, "p:8998 hangs up on this server, which has no cluster_key"),)),
+        "fail",
+        "p:8998 hangs up",
+        "set PDSERVE_CLUSTER_KEY_FILE",
+    ),
 ]
 
 

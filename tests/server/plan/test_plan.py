@@ -220,6 +220,10 @@ def test_plan_for_all_gpus_is_printed_with_and_without_hisparse(capsys: pytest.C
     assert f"{expected[1]['host_token_bytes']:,} B" in text
 
 
+def test_requests_are_as_long_as_the_model_supports_unless_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, "--model", "qwen3-8b", "--gpus", "1xH100")["context"] == 40960
+
+
 def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     document = plan(capsys, "--model", "qwen3-8b", "--tp", "2", "--context", "8k")
     assert (document["tp"], document["servers"], len(document["sizes"])) == (2, 4, 1)

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from pdserve.transfer.plan.pairing import check_pair
+from pdserve.transfer.plan.pairing import check_pair, share_cpu
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Hello, InstanceId, Pool, Rank, Welcome
 
@@ -184,3 +184,29 @@ def test_inconsistent_server_is_refused(ranks: tuple[Rank, ...], reason: str) ->
 def test_a_side_without_ranks_is_refused() -> None:
     hello, welcome = sides()
     assert "decode announces ranks []" in str(check_pair(msgspec.structs.replace(hello, ranks=()), welcome))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shared"),
+    [
+        ([("m", (0, 1), 2)], [("m", (0, 1), 2)], True),
+        ([("m", (0, 1), 1)], [("m", (0, 1), 1)], False),  # a core for each
+        ([("m", (0, 1), 2)], [("m", (2, 3), 2)], False),
+        ([("m", (0, 1), 2)], [("m", (1, 2), 2)], True),
+        ([("m", (0, 1), 2)], [("n", (0, 1), 2)], False),
+        ([("m", (0, 1), 1), ("n", (0, 1), 1)], [("n", (0, 1), 2)], True),
+        ([("m", (), 0)], [("m", (), 0)], False),  # GPUs
+        ([("m", (), 0)], [("m", (0, 1), 2)], False),
+        ([("", (), 0)], [("m", (0, 1), 2)], False),
+    ],
+)
+def test_servers_share_the_cpu_if_they_have_more_threads_than_cores(
+    prefill: list[tuple[str, Cells, int]], decode: list[tuple[str, Cells, int]], shared: bool
+) -> None:
+    def ranks(found: list[tuple[str, Cells, int]]) -> list[Rank]:
+        return [
+            Rank(number, None, (), machine, cpu_cores=cores, cpu_threads=threads)
+            for number, (machine, cores, threads) in enumerate(found)
+        ]
+
+    assert share_cpu(ranks(decode), ranks(prefill)) is shared

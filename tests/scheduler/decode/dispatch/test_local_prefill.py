@@ -16,3 +16,19 @@ def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, to
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
     local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=most), Rates())
     assert local.budget(batch, running=batch, waiting=64) + batch == rows
+
+
+@pytest.mark.parametrize(
+    ("stages", "in_flight", "wait_s"), [(1, 1, 0.01), (1, 2, 0.01), (2, 1, 0.01), (2, 2, 0.03), (4, 4, 0.07)]
+)
+def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
+    """A decode step takes 10 ms in a stage, with prompt tokens 20 ms."""
+    limits = LocalLimits(page_size=16, max_step_tokens=512, itl_target_s=stages * 0.02, stages=stages)
+    local = LocalPrefill(limits, Rates())
+    local.times.started(4, 0, 0.0)
+    local.times.ended(0.01)
+    for _ in range(in_flight):
+        local.times.started(4, 0, 0.01)
+    found_s, rate = local.expected_speed(100, 1000.0)
+    assert found_s == pytest.approx(wait_s)
+    assert rate == pytest.approx(500.0)

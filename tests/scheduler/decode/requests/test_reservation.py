@@ -114,7 +114,7 @@ def test_prefix_may_end_inside_a_page(shared: int, prefix: int) -> None:
     cache = cached(pages, CACHED)
     prompt = Prompt(1, (*CACHED[:shared], *range(9, 0, -1)), now=0)
     prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=2), deadline=9, now=0)]
-    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=2, most_cached=prompt.tokens, within_pages=True)
+    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=2, most_cached=prompt.tokens)
     assert made is not None
     assert made.prefix_tokens == prefix
     assert (made.copied is not None) == bool(prefix % PAGE)
@@ -130,7 +130,7 @@ def test_copied_page_is_left_out_if_it_would_have_to_be_evicted_for_the_prompt()
     cache = cached(pages, CACHED)
     prompt = Prompt(1, (*CACHED[:6], *range(9, 0, -1)), now=0)  # four pages, one of them shared
     prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=9, now=0)]
-    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens, within_pages=True)
+    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens)
     assert made is not None
     assert (made.prefix_tokens, made.copied) == (PAGE, None)
 

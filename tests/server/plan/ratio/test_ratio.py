@@ -9,7 +9,9 @@ import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.scheduler.simulation.step_times import StepTimes
+from pdserve.server.bench.client import RequestRecord
 from pdserve.server.cli import main
+from pdserve.server.plan.ratio.calibration import mean_step_s, running_together
 from pdserve.server.plan.ratio.fit import fit_nonnegative
 from pdserve.server.plan.ratio.load import BLOCK_TOKENS, read_trace
 from pdserve.server.plan.ratio.options import Ratio, parse_ratios
@@ -178,6 +180,20 @@ def test_wrong_traces_are_refused(tmp_path: Path, line: str, message: str) -> No
     with pytest.raises(StartupError) as refused:
         read_trace(trace, most=10, speed=1.0, max_total_tokens=4096)
     assert message in str(refused.value)
+
+
+def record(started_s: float, arrivals: list[tuple[float, int]]) -> RequestRecord:
+    return RequestRecord(started_s, arrivals=arrivals)
+
+
+def test_step_time_is_that_of_all_tokens_when_some_arrive_together() -> None:
+    # a step takes 0.1 s; the client sees two tokens at once, then three
+    late = record(1.0, [(0.0, 1), (0.2, 3), (0.5, 6)])
+    regular = record(1.1, [(0.1 * step, step + 1) for step in range(5)])
+    begin, end = running_together([late, regular])
+    assert (begin, end) == pytest.approx((1.1, 1.5))
+    assert mean_step_s([late, regular], begin, end) == pytest.approx(0.1)
+    assert mean_step_s([late], 1.6, 1.7) is None
 
 
 def test_fit_finds_the_coefficients_and_drops_negative_ones() -> None:

@@ -1,0 +1,114 @@
+"""Requests of models whose layers all have a sliding window: pages that they hold, send and reserve."""
+
+import dataclasses
+
+import pytest
+
+from pdserve.configs.sampling import SamplingParams
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator, most_visible_pages
+from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.scheduler.decode.requests.request import Prompt, Request
+from pdserve.scheduler.decode.requests.reservation import pages_needed, reserve
+from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator
+
+WINDOW = 7
+MOST = int(most_visible_pages(WINDOW, PAGE_SIZE))
+
+
+def run(simulator: Simulator, *, most_held: int) -> int:
+    """Run until all requests have ended. Returns the most pages that decode held, at most `most_held`."""
+    held = 0
+    for _ in range(5000):
+        simulator.work()
+        simulator.check()
+        held = max(held, simulator.decode.pages.held)
+        assert held <= most_held
+        if not simulator.decode.requests:
+            return held
+    raise AssertionError(f"stuck: {simulator.decode.state_counts()}")
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_long_generation_holds_the_pages_of_its_window(prefix_cache: bool) -> None:
+    """The sequence is four times as long as the pool. Pages of the prompt that are cached wait for the steps in flight
+    when they are freed.
+    """
+    simulator = Simulator(window=WINDOW, prefill_window=WINDOW, overlap=True, prefix_cache=prefix_cache)
+    rid = simulator.ask_for(tuple(range(10, 32)), new=180)
+    run(simulator, most_held=MOST + prefix_cache)
+    assert simulator.output[rid] == 180
+    assert simulator.decode.counters["retractions"] == 0
+    simulator.finish()
+
+
+def test_pool_of_one_window_serves_a_long_sequence() -> None:
+    simulator = Simulator(window=WINDOW, prefill_window=WINDOW, overlap=True, pages=MOST)
+    rid = simulator.ask_for(tuple(range(10, 32)), new=100)
+    run(simulator, most_held=MOST)
+    assert simulator.output[rid] == 100
+    simulator.finish()
+
+
+def test_retracted_request_saves_only_visible_pages() -> None:
+    """Three short prompts fit into the pool, but not their windows. Host memory has room for one window."""
+    simulator = Simulator(window=WINDOW, prefill_window=WINDOW, pages=2 * MOST + 1, retract_pages=MOST)
+    rids = [simulator.ask_for((10 + which, 20 + which), new=60) for which in range(3)]
+    run(simulator, most_held=2 * MOST + 1)
+    assert [simulator.output[rid] for rid in rids] == [60, 60, 60]
+    assert simulator.decode.counters["retractions"] > 0
+    assert simulator.decode.counters["retractions_recomputed"] == 0
+    simulator.finish()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_prompt_frees_pages_while_it_is_computed(local: bool) -> None:
+    simulator = Simulator(
+        window=WINDOW,
+        prefill_window=WINDOW,
+        local_prefill="always" if local else "never",
+        prefix_cache=False,
+        prefill=dataclasses.replace(PREFILL, prefix_cache=False),
+    )
+    simulator.ask_for(tuple(range(10, 34)), new=2)
+    held: list[int] = []
+    while simulator.decode.requests:
+        simulator.work()
+        simulator.check()
+        scheduler = simulator.decode if local else next(iter(simulator.servers.values())).scheduler
+        held.append(scheduler.pages.held)
+    page_size = PAGE_SIZE if local else PREFILL.page_size
+    assert max(held) == 24 // page_size
+    of_chunk = (8 if local else PREFILL.chunk_size) // page_size
+    assert min(pages for pages in held if pages) <= most_visible_pages(WINDOW, page_size) + of_chunk
+    simulator.finish()
+
+
+def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
+    """The largest one that fits is computed, and its request is not computed again when it has grown beyond that."""
+    simulator = Simulator(window=WINDOW, prefill_window=WINDOW, local_prefill="always", retract_pages=0, endpoints=())
+    most = (PAGES - MOST + 1) * PAGE_SIZE
+    too_long, *rids = (simulator.ask_for(tuple(range(tokens)), new=90) for tokens in (most + 1, most, 2, 3, 4))
+    assert simulator.failures[too_long].status == 413
+    assert f"{most} tokens" in simulator.failures[too_long].message
+    run(simulator, most_held=PAGES)
+    assert [simulator.output[rid] for rid in rids] == [90] * 4
+    simulator.finish()
+
+
+@pytest.mark.parametrize(("tokens", "samples", "new"), [(1, 1, 100), (22, 1, 100), (24, 3, 100), (30, 2, 3), (8, 2, 1)])
+def test_reservation_takes_no_more_pages_than_a_prompt_needs(tokens: int, samples: int, new: int) -> None:
+    needed = pages_needed(tokens, samples, tokens + new - 1, PAGE_SIZE, WINDOW)
+    assert needed <= samples * MOST
+    pages = PageAllocator[KvPage](needed)
+    prompt = Prompt(1, tuple(range(tokens)), now=0)
+    sampling = SamplingParams(max_new_tokens=new)
+    prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
+    cache = PrefixCache(pages, PAGE_SIZE, window=WINDOW)
+    found = reserve(prompt, pages, cache, page_size=PAGE_SIZE, growth_tokens=new, most_cached=tokens, window=WINDOW)
+    assert found is not None
+    assert found.prefix_tokens == found.unseen_tokens == found.prompt.freed * PAGE_SIZE
+    assert found.prefix_tokens <= max(0, tokens - WINDOW + 1)
+    for grant in (found.prompt, *found.members):
+        pages.release(grant)
+    pages.check_integrity(idle=True)

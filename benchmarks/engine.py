@@ -1,12 +1,14 @@
 """Speed of the model loop on one GPU: decode steps and prefill, with random weights at Qwen3-8B's geometry.
 
-    python -m benchmarks.engine [--json results.json]
+    python -m benchmarks.engine [--weights int4] [--json results.json]
 
 Decode steps are timed in three ways: `graph` is the GPU time of a replay; `step` the wall time of a decode server's
 step, by the same executor (fill the inputs, replay, sample, read back), with overlap scheduling: each starts before
 the tokens of the last one are read; `alone` the same without overlap. All are compared with the roofline: the weights
 and the KV that a step must read, over the copy rate measured in the same run. Before timing, logits of a prompt and of
 decode steps in graphs are compared with those of transformers with the same weights.
+
+With `--weights int4` the matrices of layers have 4 bits, in groups of 128 columns; logits are not compared.
 """
 
 import argparse
@@ -28,12 +30,14 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.quantization import Int4Format
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.dummy_weights import fill_with_noise
+from pdserve.models.loading.fp8_weights import usual_tensors
 from pdserve.models.runner import ModelRunner
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor
@@ -69,8 +73,9 @@ class Engine:
 
     def __init__(self, config: ModelConfig, *, kv_tokens: int, page_size: int) -> None:
         self.config = config
-        self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16)
-        fill_with_noise(self.parameters.slots())
+        int4 = frozenset[str]() if config.int4 is None else usual_tensors(config)
+        self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16, int4=int4)
+        fill_with_noise(self.parameters.slots(), int4=int4)
         self.decoder = Decoder(self.parameters)
         self.cache = self.decoder.make_cache(pages_for(kv_tokens, page_size), page_size)
         (self.pool,) = self.cache.pools
@@ -95,9 +100,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Weights that a step reads: all except the embedding table, of which it reads a few rows."""
-        return sum(
-            slot.target.nbytes for name, slot in self.parameters.slots().items() if name != "model.embed_tokens.weight"
-        )
+        return sum(slot.nbytes for name, slot in self.parameters.slots().items() if name != "model.embed_tokens.weight")
 
     @property
     def kv_token_bytes(self) -> int:
@@ -108,9 +111,9 @@ class Engine:
         weights, of causal attention), whichever is longer.
         """
         products = tokens * sum(
-            slot.target.numel()
+            slot.size.numel()
             for name, slot in self.parameters.slots().items()
-            if slot.target.ndim == 2 and "embed" not in name and "lm_head" not in name
+            if len(slot.size) == 2 and "embed" not in name and "lm_head" not in name
         )
         config, pairs = self.config, sum(range(cached + 1, cached + tokens + 1))
         products += config.num_layers * pairs * 2 * config.num_heads * config.head_dim
@@ -256,12 +259,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers, help="fewer for a quick look")
+    parser.add_argument("--weights", choices=["bfloat16", "int4"], default="bfloat16")
     parser.add_argument("--no-check", action="store_true", help="do not compare logits with transformers'")
     options = parser.parse_args()
 
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
-    config = dataclasses.replace(QWEN3_8B, num_layers=options.layers)
+    int4 = Int4Format("awq", 128) if options.weights == "int4" else None
+    config = dataclasses.replace(QWEN3_8B, num_layers=options.layers, int4=int4)
     engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
     begun = time.perf_counter()
     graphs = engine.runner.capture_graphs(engine.cache, max_batch=256, max_context=65536)
@@ -270,8 +275,9 @@ def main() -> None:
     capture_s = time.perf_counter() - begun
     print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}
+    results["weights"] = options.weights
 
-    if not options.no_check:
+    if not options.no_check and int4 is None:
         results["logit_errors"] = check_logits(engine, graphs)
         print("relative error of logits:", ", ".join(f"{k} {v:.4f}" for k, v in results["logit_errors"].items()))
         engine.pool.data.normal_()

@@ -5,7 +5,8 @@
 
 Starts a store and a pair on this machine; settings of the servers are those of `pdserve up`, such as `--threads 2`.
 Each prompt is sent twice; between the two, it is written to the store, and the prefix caches of both servers are
-flushed. All requests generate one token.
+flushed. All requests generate one token. Exits with 1 if the median takes more than MOST_RATIO of the time, or less
+than LEAST_LOADED of the tokens are loaded.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from pdserve.server.launch.pair import PAIR_FIELDS
 from pdserve.server.launch.store_options import take_local_store
 from pdserve.server.launch.up import RunningPair, base_url, running_pair
 
+MOST_RATIO = 0.3
+LEAST_LOADED = 0.95
 WRITTEN_S = 60.0
 """Longest wait until a prompt is in the store."""
 POLL_S = 0.05
@@ -51,8 +54,11 @@ def main() -> int:
     out = Console(highlight=False, width=120)
     out.print(table)
     ratio = statistics.median(stored) / statistics.median(cold)
-    out.print(f"from the store: {ratio:.2f} of the time, {loaded:.1%} of the tokens loaded")
-    return 0
+    out.print(
+        f"from the store: {ratio:.2f} of the time (target: at most {MOST_RATIO}), {loaded:.1%} of the tokens loaded "
+        f"(target: at least {LEAST_LOADED:.0%})"
+    )
+    return int(ratio > MOST_RATIO or loaded < LEAST_LOADED)
 
 
 def _measure(pair: RunningPair, options: argparse.Namespace) -> tuple[list[float], list[float], float]:

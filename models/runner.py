@@ -9,6 +9,7 @@ import torch
 from ..configs.errors import StartupError
 from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
+from ..kernels.int4.group_format import GroupScaled
 from ..kernels.linear.block_format import BlockScaled, Weight
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
@@ -26,6 +27,7 @@ from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
 from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
+from .loading.int4_weights import int4_tensors, kept_in_int4, log_int4_expansion
 from .loading.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,14 +91,20 @@ class AnyDecoder(Protocol):
 
 
 def allocate_parameters(
-    config: ModelConfig, shard: Shard, *, device: torch.device, dtype: torch.dtype, fp8: Collection[str] = frozenset()
+    config: ModelConfig,
+    shard: Shard,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    fp8: Collection[str] = frozenset(),
+    int4: Collection[str] = frozenset(),
 ) -> DecoderParameters | LatentParameters:
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
-    are the tensors to keep in block-scaled fp8.
+    and `int4` are the tensors to keep in block-scaled fp8 and in 4 bits; latent attention has no 4-bit layers.
     """
     config.check_shares(shard)
     if config.mla is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
     return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
 
 
@@ -122,7 +130,7 @@ def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
 
 def _weights(part: object) -> Iterator[Weight]:
     """The weights in a tree of parameters."""
-    if isinstance(part, torch.Tensor | BlockScaled):
+    if isinstance(part, torch.Tensor | BlockScaled | GroupScaled):
         yield part
     elif isinstance(part, tuple):
         for each in part:
@@ -167,17 +175,25 @@ class ModelRunner:
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
         prepare_kernels(device, dtype, cpu_kernels)
         stored = fp8_tensors(source, load_format)
-        kept = kept_in_fp8(stored, device)
+        in_int4 = int4_tensors(source, load_format)
         try:
-            parameters = allocate_parameters(source.config, parallel.shard, device=device, dtype=dtype, fp8=kept)
+            parameters = allocate_parameters(
+                source.config,
+                parallel.shard,
+                device=device,
+                dtype=dtype,
+                fp8=kept_in_fp8(stored, device),
+                int4=kept_in_int4(in_int4, device),
+            )
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"model {source.name}: not enough memory on {device} for its weights: {error}"
             ) from error
         slots = parameters.slots()
         log_expansion(slots, stored, device)
+        log_int4_expansion(slots, in_int4, device)
         if load_format == "dummy":
-            fill_with_noise(slots, stored)
+            fill_with_noise(slots, stored, in_int4)
         else:
             load_weights(source, slots, parameters.names(source.config))
         dsa = source.config.dsa
@@ -194,14 +210,15 @@ class ModelRunner:
         dtype: torch.dtype,
         kv_dtype: KvDtypeSetting = "auto",
         fp8: Collection[str] = frozenset(),
+        int4: Collection[str] = frozenset(),
         fp8_index: bool = False,
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. `fp8` are the tensors that stay in block-scaled fp8, `fp8_index` says whether indexer keys are
-        in fp8. Raises StartupError if the model cannot be divided like this.
+        of a loaded one. `fp8` and `int4` are the tensors that stay in block-scaled fp8 and in 4 bits, `fp8_index` says
+        whether indexer keys are in fp8. Raises StartupError if the model cannot be divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)
-        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4)
         decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
         return cls(decoder, device=meta, dtype=dtype, parallel=parallel)
 
@@ -216,7 +233,9 @@ class ModelRunner:
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
-        return _held_bytes(allocate_parameters(source.config, shard, device=torch.device("meta"), dtype=dtype, fp8=fp8))
+        int4 = kept_in_int4(int4_tensors(source, load_format), device)
+        meta = torch.device("meta")
+        return _held_bytes(allocate_parameters(source.config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4))
 
     @property
     def held_weight_bytes(self) -> int:

@@ -74,6 +74,7 @@ LAYERS = {
         "numba",
         "attention",
         "linear",
+        "int4",
         "backends",
     ],
     "configs": [""],

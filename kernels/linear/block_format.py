@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
+from ..int4.group_format import GroupScaled
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128
@@ -69,7 +70,7 @@ class BlockScaled:
         return self.values.float() * scales.repeat_interleave(BLOCK, -1)[..., :columns]
 
 
-Weight = torch.Tensor | BlockScaled
+Weight = torch.Tensor | BlockScaled | GroupScaled
 
 
 def common_row_group(first_rows: Iterable[int]) -> int:

@@ -15,14 +15,12 @@ experts, `scatter` writes results in the order of tokens.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
+from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled, Weight
 from .row_tiles import RowTiles
@@ -36,7 +34,6 @@ _AHEAD = 512
 """Columns prefetched into L2 before the input is ready."""
 _LEAST_GROUPS = 4
 """Groups of columns of a program, at least, if columns are divided."""
-_COUNTERS = 4096
 
 
 @triton.jit
@@ -240,6 +237,7 @@ def launch_few_rows(
         values, row_group = weight.values, weight.row_group
         scales: torch.Tensor | None = weight.scales
     else:
+        assert isinstance(weight, torch.Tensor)
         values, row_group, scales = weight, BLOCK, None
     *_, weight_rows, in_size = values.shape
     if len(out) == 0:
@@ -253,7 +251,7 @@ def launch_few_rows(
     sums = counters = out  # not read
     if splits > 1:
         sums = torch.empty(blocks * row_tiles * splits * block_rows * rows, dtype=torch.float32, device=x.device)
-        counters = _counters(x.device)
+        counters = counters_of(x.device)
     stage = block_rows * BLOCK * values.itemsize + rows * BLOCK * x.itemsize
     stages = min(stage_bytes, shared_memory(x.device)) // stage
     _few_rows[(blocks, row_tiles, splits)](
@@ -292,25 +290,5 @@ def launch_few_rows(
 
 def _splits(blocks: int, groups: int, device: torch.device) -> int:
     """Programs that divide the columns: enough for two programs per multiprocessor."""
-    wanted = 2 * _multiprocessors(device) // blocks
+    wanted = 2 * multiprocessors(device) // blocks
     return max(1, min(wanted, groups // _LEAST_GROUPS))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have."""
-    if device.type != "cuda":
-        return 99 << 10
-    properties: Any = torch.cuda.get_device_properties(device)  # torch does not annotate this one
-    return int(properties.shared_memory_per_block_optin)
-
-
-@functools.cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, which every kernel leaves as zeros. Kernels that use them run one after another, on one stream."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

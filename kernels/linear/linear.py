@@ -11,13 +11,16 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
-Block-scaled fp8 weights have kernels of their own (block_scaled.py) and no bias.
+Block-scaled fp8 weights (block_scaled.py), which have no bias, and 4-bit weights (int4_linear.py) have kernels of their
+own.
 """
 
 import torch
 from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from ..int4.group_format import GroupScaled
+from ..int4.int4_linear import choose_method, int4_gated_linear, int4_linear
 from .block_format import BlockScaled, Weight
 from .block_scaled import block_scaled_gated_linear, block_scaled_linear
 from .swiglu import swiglu, swiglu_reference
@@ -42,6 +45,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
     if isinstance(weight, BlockScaled):
         assert bias is None, "block-scaled layers have no bias"
         return block_scaled_linear(x, weight, impl=impl)
+    if isinstance(weight, GroupScaled):
+        return int4_linear(x, weight, bias, impl=impl)
     if _numba_fits(x, weight, bias, impl):
         launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
@@ -61,6 +66,12 @@ def gated_linear(
         assert bias is None, "block-scaled layers have no bias"
         assert not gelu, "block-scaled layers have no GELU"
         return block_scaled_gated_linear(x, weight, impl=impl)
+    if isinstance(weight, GroupScaled):
+        assert not gelu, "4-bit layers have no GELU"
+        if use_triton(impl, x.device) and choose_method(len(x)) == "fused":
+            return int4_gated_linear(x, weight, bias)
+        gate_up = int4_linear(x, weight, bias, impl=impl)
+        return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
     if impl == "reference":
         return gated_linear_reference(x, weight, bias, gelu=gelu)
     if _numba_fits(x, weight, bias, impl):

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
+from ..backends.occupancy import shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled
-from .few_rows_triton import find_rows, shared_memory
+from .few_rows_triton import find_rows
 from .quantise import QuantisedRows
 from .row_tiles import RowTiles
 

@@ -145,6 +145,7 @@ def block_scaled_experts_reference(
         if isinstance(one, BlockScaled):
             wide = rows.float() if exact else quantise_reference(rows).expanded()
             return (wide @ one.expanded()[0].T).to(x.dtype)
+        assert isinstance(one, torch.Tensor)
         return (rows.float() @ one[0].float().T).to(x.dtype)
 
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

@@ -3,7 +3,7 @@
 Supported are decoders of the Llama, Mistral, Qwen, Gemma and gpt-oss families, with full attention or sliding windows
 (windows.py), with or without mixtures of experts (moe.py), and those of DeepSeek and GLM with latent attention
 (mla.py), which may be sparse (dsa.py). Options that change the result and are not implemented (other rope kinds,
-quantisation other than block-scaled fp8) are refused here, before any weight is read.
+unknown quantisation) are refused here, before any weight is read.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .gemma3 import read_gemma3
 from .mla import MlaConfig, read_mla_config
 from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
+from .quantization import Int4Format, read_quantization
 from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
 from .windows import FULL, read_alternating_windows, read_layer_types, read_windows
@@ -89,6 +90,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
+    int4: Int4Format | None = None  # the checkpoint stores matrices in 4 bits
     window: int | None = None  # tokens that a windowed layer sees
     windowed: tuple[bool, ...] = ()  # by layer; empty without `window`
     local_rope: RopeConfig | None = None  # of windowed layers, if they have another one
@@ -203,6 +205,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
     rope = read_hf_rope(path, raw, max_positions)
+    quantization = read_quantization(path, raw)
     return ModelConfig(
         architecture=architecture,
         vocab_size=integer(path, raw, "vocab_size"),
@@ -224,7 +227,8 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         eos_token_ids=_hf_eos(path.parent, raw),
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
-        weight_block=_weight_block(path, raw),
+        weight_block=quantization.weight_block,
+        int4=quantization.int4,
         window=windows.window,
         windowed=windows.windowed,
     )
@@ -236,7 +240,7 @@ def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
     shared = {"hidden_act": "silu", "layer_types": None, "rope_scaling": None, "rope_parameters": own.rope}
     shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     config = _dense_config(path, raw | shared, "gemma3_text")
-    if config.weight_block is not None:
+    if config.weight_block is not None or config.int4 is not None:
         raise StartupError(f"{path}: quantised weights are not supported for gemma3_text; supported are 16 and 32 bits")
     return replace(
         config,
@@ -290,6 +294,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
     read_layer_types(path, raw, num_layers, (FULL if architecture == "deepseek_v3" else SPARSE_ATTENTION,))
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     rope = read_hf_rope(path, raw, max_positions)
+    quantization = read_quantization(path, raw)
     if rope.kind not in ("default", "yarn"):
         raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
     if architecture == "deepseek_v3":
@@ -318,7 +323,8 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         mla=mla,
         moe=read_grouped_moe(path, raw),
         mixed=grouped_moe_layers(path, raw, num_layers),
-        weight_block=_weight_block(path, raw),
+        weight_block=quantization.weight_block,
+        int4=quantization.int4,
     )
 
 
@@ -394,20 +400,6 @@ def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
 def _check_activation(path: Path, raw: Json) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
-
-
-def _weight_block(path: Path, raw: Json) -> tuple[int, int] | None:
-    quantization: Json | None = raw.get("quantization_config")
-    if not quantization:
-        return None
-    method, block = quantization.get("quant_method", "unknown"), quantization.get("weight_block_size")
-    match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
-            return rows, columns
-    raise StartupError(
-        f"{path}: quantised weights ({method}, weight_block_size {block}) are not supported; "
-        "supported are fp8 with a weight_block_size of rows and columns"
-    )
 
 
 def _hf_dtype(path: Path, raw: Json) -> DtypeName:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 
+from ...kernels.int4.group_format import GroupScaled, group_in_memory
 from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
 from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
@@ -55,11 +56,12 @@ class WeightMemory:
         device: torch.device,
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
+        int4: Collection[str] = frozenset(),
     ) -> None:
-        """`fp8` are the checkpoint tensors to keep in block-scaled fp8 where possible."""
+        """`fp8` and `int4` are the checkpoint tensors to keep in block-scaled fp8 and in 4 bits where possible."""
         self.config, self.shard = config, shard
         self.device, self.dtype = device, dtype
-        self._fp8 = fp8
+        self._fp8, self._int4 = fp8, int4
         self._names = names_of(config)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -68,11 +70,14 @@ class WeightMemory:
     def weight(
         self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
     ) -> Weight:
-        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 if all of them are.
+        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 or, except for experts, in 4
+        bits if all of them are.
 
         `first_rows` are the rows where parts begin, in the matrix and in the checkpoint; its columns are those of the
         checkpoint from `first_column` on.
         """
+        if len(shape) == 2 and (packed := self._in_groups(*shape, names=names, first_column=first_column)) is not None:
+            return packed
         offset, columns = first_column % BLOCK, shape[-1]
         on_blocks = offset == 0 or offset + columns <= BLOCK
         if not on_blocks or not self.in_fp8(names):
@@ -82,6 +87,20 @@ class WeightMemory:
     def in_fp8(self, names: Collection[str]) -> bool:
         """Whether all of these tensors are to be kept in fp8."""
         return all(name in self._fp8 for name in names)
+
+    def in_int4(self, names: Collection[str]) -> bool:
+        """The same in 4 bits."""
+        return all(name in self._int4 for name in names)
+
+    def _in_groups(self, rows: int, columns: int, *, names: Sequence[str], first_column: int) -> GroupScaled | None:
+        """A matrix in 4 bits; None if it is not to be kept so, or if its columns cannot be divided into groups."""
+        if self.config.int4 is None or not self.in_int4(names):
+            return None
+        # a scale per row is that of any number of columns
+        group = group_in_memory(self.config.int4.group or BLOCK, columns, first_column)
+        if group is None:
+            return None
+        return GroupScaled.allocate(rows, columns, group=group, dtype=self.dtype, device=self.device)
 
     def mlp(self, layer: str) -> MlpParameters:
         """The MLP of a layer, whose checkpoint tensors begin with `layer`."""
@@ -197,4 +216,5 @@ def _each(experts: Weight) -> Iterator[Weight]:
         for values, scales in zip(experts.values, experts.scales, strict=True):
             yield BlockScaled(values, scales, experts.row_group)
     else:
+        assert isinstance(experts, torch.Tensor), "experts are not kept in 4 bits"
         yield from experts

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...configs.arithmetic import ceil_div
+from ...kernels.int4.group_format import GroupScaled
 from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
 
 
@@ -16,6 +17,7 @@ class Slot:
     shape: tuple[int, ...]
     start: tuple[int, ...]
     block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
+    int4: GroupScaled | None = None  # if given, it is filled, and `target` is its packed values
     offset: float = 0.0  # added to the values of the checkpoint
 
     @staticmethod
@@ -30,11 +32,20 @@ class Slot:
         shape[dim], first[dim] = size, start
         if isinstance(target, BlockScaled):
             return Slot(target.values, tuple(shape), tuple(first), target)
+        if isinstance(target, GroupScaled):
+            return Slot(target.packed, tuple(shape), tuple(first), int4=target)
         return Slot(target, tuple(shape), tuple(first))
 
     @property
     def nbytes(self) -> int:
+        if self.int4 is not None:
+            return self.int4.nbytes
         return self.target.nbytes if self.block_scaled is None else self.block_scaled.nbytes
+
+    @property
+    def size(self) -> torch.Size:
+        """Of the part of the tensor."""
+        return self.target.shape if self.int4 is None else self.int4.shape
 
     def fill_scales(self, scales: torch.Tensor) -> None:
         """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""

@@ -1,7 +1,7 @@
 """Random weights instead of a checkpoint's, to benchmark a geometry without its files (`--load-format dummy`).
 
 An element depends only on its tensor's name, its position in it and the device type: all servers of a cluster have the
-same model, however each divides it among its ranks, and whether it keeps fp8 or expands it. Matrices are
+same model, however each divides it among its ranks, and whether it keeps fp8 or 4 bits or expands them. Matrices are
 N(0, 1 / fan_in), so that activations stay of order 1 through any number of layers. Tensors in fp8 are drawn as fp8,
 with scales that differ by block, and no second copy of the model.
 """
@@ -19,19 +19,24 @@ _BLOCK_ROWS = 1024
 """Rows per random seed: a rank generates few rows that it does not hold."""
 _FP8_SPREAD = 64.0
 """Standard deviation of fp8 values; the largest number is at 7 of them."""
+_INT4_SPREAD = 3.0
+"""Standard deviation of 4-bit values; the largest is at 2.3 of them."""
 
 
-def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = ()) -> None:
+def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: Collection[str] = ()) -> None:
     """Fill every slot (dense_parameters.py) on its device, a block of rows at a time, with values that include its
-    offset. `fp8` are the tensors that a checkpoint would store in block-scaled fp8.
+    offset. `fp8` and `int4` are the tensors that a checkpoint would store in block-scaled fp8 and in 4 bits.
     """
     for name, slot in slots.items():
         mean, spread = _distribution(name, slot.shape)
         if name in fp8:
             _fill_block_scaled(name, slot, spread)
             continue
-        for target, _, drawn in _draw(name, slot, mean, spread):
-            target.copy_(drawn)
+        if name in int4:
+            _fill_int4(name, slot, spread)
+            continue
+        for held, _, drawn in _draw(name, slot, mean, spread):
+            slot.target[held].copy_(drawn)
 
 
 def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
@@ -41,7 +46,8 @@ def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
     if slot.block_scaled is not None:
         slot.fill_scales(scales)
     columns = slot.start[1] + torch.arange(slot.target.shape[1], device=device)
-    for target, first_row, drawn in _draw(name, slot, 0.0, _FP8_SPREAD):
+    for held, first_row, drawn in _draw(name, slot, 0.0, _FP8_SPREAD):
+        target = slot.target[held]
         values = drawn.clamp_(-LARGEST, LARGEST).to(FP8)
         if slot.block_scaled is None:
             rows = first_row + torch.arange(len(target), device=device)
@@ -50,19 +56,30 @@ def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
             target.copy_(values)
 
 
-def _draw(name: str, slot: Slot, mean: float, spread: float) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Rows of the target, the number of the first one in the checkpoint tensor, and their random values in float32."""
-    first, last = slot.start[0], slot.start[0] + slot.target.shape[0]
-    columns = tuple(
-        slice(start, start + size) for start, size in zip(slot.start[1:], slot.target.shape[1:], strict=True)
-    )
+def _fill_int4(name: str, slot: Slot, spread: float) -> None:
+    """Values of 0 to 15 around a zero point of 8, with one scale."""
+    scale = spread / _INT4_SPREAD
+    for held, _, drawn in _draw(name, slot, 8.0, _INT4_SPREAD):
+        values = drawn.round_().clamp_(0, 15)
+        if slot.int4 is None:
+            slot.target[held].copy_((values - 8) * scale)
+            continue
+        part = slot.int4[held]
+        scales = torch.full((len(values), part.columns // part.group), scale, device=values.device)
+        part.fill(values.to(torch.uint8), scales, torch.full_like(scales, 8))
+
+
+def _draw(name: str, slot: Slot, mean: float, spread: float) -> Iterator[tuple[slice, int, torch.Tensor]]:
+    """Rows of the slot, the number of the first one in the checkpoint tensor, and their random values in float32."""
+    first, last = slot.start[0], slot.start[0] + slot.size[0]
+    columns = tuple(slice(start, start + size) for start, size in zip(slot.start[1:], slot.size[1:], strict=True))
     for block in range(first // _BLOCK_ROWS, ceil_div(last, _BLOCK_ROWS)):
         start, end = block * _BLOCK_ROWS, min((block + 1) * _BLOCK_ROWS, slot.shape[0])
         drawn = torch.empty((end - start, *slot.shape[1:]), dtype=torch.float32, device=slot.target.device)
         drawn.normal_(mean, spread, generator=_generator(name, block, drawn.device))
         held = slice(max(first, start), min(last, end))
         part = drawn[held.start - start : held.stop - start]
-        yield slot.target[held.start - first : held.stop - first], held.start, part[(slice(None), *columns)]
+        yield slice(held.start - first, held.stop - first), held.start, part[(slice(None), *columns)]
 
 
 def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:

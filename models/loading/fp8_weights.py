@@ -28,7 +28,7 @@ def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
     if source.config.weight_block != (BLOCK, BLOCK):
         return frozenset()
     if load_format == "dummy":
-        return _usual_tensors(source.config)
+        return usual_tensors(source.config)
     checkpoint = open_checkpoint(source)
     return checkpoint.fp8 if isinstance(checkpoint, BlockScaledCheckpoint) else frozenset()
 
@@ -56,8 +56,10 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
 
 
 @functools.lru_cache(maxsize=4)
-def _usual_tensors(config: ModelConfig) -> frozenset[str]:
-    """Cached, because plans ask for the same model with several layouts, and each call takes a second for a model with
+def usual_tensors(config: ModelConfig) -> frozenset[str]:
+    """The matrices that quantised checkpoints of a model have in fewer than 16 bits.
+
+    Cached, because plans ask for the same model with several layouts, and each call takes a second for a model with
     many experts.
     """
     parameters = DecoderParameters if config.mla is None else LatentParameters

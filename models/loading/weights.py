@@ -18,6 +18,7 @@ from ..formats.gguf_file import GgufFile
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
+from .int4_checkpoint import Int4Checkpoint
 from .mxfp4_checkpoint import Mxfp4Checkpoint
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             )
     known = set(slots if names is None else names)
     unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
+    if isinstance(checkpoint, Int4Checkpoint):
+        unexpected = [name for name in unexpected if not checkpoint.is_zero_bias(name)]
     if source.config.tied_embeddings and "lm_head.weight" in unexpected:
         unexpected.remove("lm_head.weight")  # some tools save the tied matrix twice
     if unexpected:
@@ -65,11 +68,18 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
         return GgufCheckpoint(GgufFile(source.path), source.config)
-    files = SafetensorsCheckpoint(source.path)
+    files: Checkpoint = SafetensorsCheckpoint(source.path)
+    if source.config.int4 is not None:
+        files = int4_checkpoint(source)
     if source.config.mxfp4_experts:
         return Mxfp4Checkpoint(files)
     plain = source.config.mla is None and source.config.weight_block is None
     return files if plain else BlockScaledCheckpoint(files, source.config)
+
+
+def int4_checkpoint(source: ModelSource) -> Int4Checkpoint:
+    assert source.config.int4 is not None
+    return Int4Checkpoint(SafetensorsCheckpoint(source.path), source.config.int4)
 
 
 class SafetensorsCheckpoint:

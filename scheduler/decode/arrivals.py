@@ -22,6 +22,7 @@ from ..messages.lifecycle import State
 from ..messages.outbox import Outbox
 from ..messages.step import StepResult
 from ..rates import Rates
+from ..store.kv_store import LEAST_TOKENS
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import WITH_KV, Endings
@@ -35,7 +36,7 @@ PAGES_INSERTED = 256
 
 
 class Arrivals:
-    """Moves requests from PREFILLING to ARRIVED, or back to QUEUED, or ends them."""
+    """Moves requests from PREFILLING or COMPUTING to ARRIVED, or back to QUEUED, or ends them."""
 
     def __init__(
         self,
@@ -214,6 +215,23 @@ class Arrivals:
             self._endings.accept_token(request, done.first_tokens[request.sample], now)
         self._memory.release_grant(grant)
 
+    def prefix_stored(self, local: LocalPrompt, tokens: int, now: float) -> None:
+        """A load from the KV store has ended: the first `tokens` tokens of a prompt are in its pages; 0 if nothing was
+        loaded. The rest is computed here. If the placement counted on more, the prompt is queued again, once: a prefill
+        server may be faster.
+        """
+        prompt, dispatcher = local.prompt, self._dispatcher
+        expected = prompt.cached_estimate[1] if prompt.stored_estimate and prompt.cached_estimate is not None else 0
+        if expected - max(tokens, local.cached) >= LEAST_TOKENS and dispatcher.peers.able(prompt):
+            prompt.load_failed, prompt.stored_estimate, prompt.cached_estimate = True, 0, None
+            self._memory.release_prompt(dispatcher.local.remove(prompt))
+            self._requeue(prompt, now)
+            return
+        if tokens > local.cached:
+            dispatcher.local.stored(local, tokens)
+            self._counters["store_tokens_loaded"] += local.stored
+        dispatcher.start_local(local)
+
     def insert_some(self) -> None:
         """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: all
         pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
@@ -279,6 +297,9 @@ class Arrivals:
     def _queue_again(self, prompt: Prompt, now: float) -> None:
         self._counters["redispatches"] += 1
         self._dispatcher.leave(prompt)
+        self._requeue(prompt, now)
+
+    def _requeue(self, prompt: Prompt, now: float) -> None:
         for request in prompt.waiting:
             self._memory.release(request)
             request.lifecycle.advance(State.QUEUED, now)

@@ -193,6 +193,8 @@ class DecodeScheduler:
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
+        if self.kv_store is not None:
+            self.kv_store.stored.withdraw()
         return self.cache.flush()
 
     # -- events: prefill servers -------------------------------------------------------------------------------
@@ -424,12 +426,8 @@ class DecodeScheduler:
         """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
         assert self.kv_store is not None, "a load ended without a KV store"
         loaded = self.kv_store.loaded(report, now)
-        if loaded is None or loaded.owner.prompt.local is not loaded.owner:
-            return  # other ranks still load, or no request needs the prompt any more
-        if loaded.tokens > loaded.owner.cached:
-            self.dispatcher.local.stored(loaded.owner, loaded.tokens)
-            self.counters["store_tokens_loaded"] += loaded.owner.stored
-        self.dispatcher.start_local(loaded.owner)
+        if loaded is not None and loaded.owner.prompt.local is loaded.owner:  # a request still needs the prompt
+            self.arrivals.prefix_stored(loaded.owner, loaded.tokens, now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""

@@ -136,10 +136,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
                 self._verified(event, now)
-            case StoreLoaded():
-                scheduler.store_loaded(event, now)
-            case StoreWritten() | StorePinged():
-                self._store_report(event, now)
             case PartScattered(part=part):
                 done = scheduler.part_scattered(part)
                 if done is not None:
@@ -185,6 +181,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 scheduler.peers_unreachable(reasons)
             case PeerRefused() | SendFailed():
                 pass  # logged by the control plane, and part of its peer status
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
+            case StoreWritten() | StorePinged():
+                self._store_report(event, now)
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 

@@ -34,12 +34,16 @@ SEND_QUEUE = 100_000
 END = (-1).to_bytes(8, "big", signed=True)
 MEDIUM_DEVICE = "GPU"
 MEDIUM_HOST = "CPU"
+MEDIUM_STORE = "EXTERNAL"
+"""The KV store. Older routers take vLLM's name for such memory, STORAGE, for the GPU."""
 
 _Event = list[Any]  # msgpack arrays of several types
 
 
 class CacheEvents:
-    """The events of one prefix cache: a listener (memory/prefix_cache.py) for the engine loop's thread."""
+    """The events of one prefix cache, or of what its server has put into the KV store: a listener
+    (memory/prefix_cache.py, store/stored_blocks.py) for the engine loop's thread.
+    """
 
     def __init__(
         self, queue: "collections.deque[tuple[int, _Event]]", dp_rank: int, page_size: int, medium: str
@@ -50,12 +54,18 @@ class CacheEvents:
         self._medium = medium
 
     def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:  # noqa: ARG002
+        self.stored_pages(parent, hashes, tokens)
+
+    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
         self._queue.append(
             (self._dp_rank, ["BlockStored", hashes, parent, tokens, self._page_size, None, self._medium])
         )
 
     def removed(self, page: bytes) -> None:
-        self._queue.append((self._dp_rank, ["BlockRemoved", [page], self._medium]))
+        self.removed_pages([page])
+
+    def removed_pages(self, pages: list[bytes]) -> None:
+        self._queue.append((self._dp_rank, ["BlockRemoved", pages, self._medium]))
 
     def cleared(self) -> None:
         self._queue.append((self._dp_rank, ["AllBlocksCleared"]))

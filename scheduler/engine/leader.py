@@ -25,7 +25,6 @@ from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, most_visible_pages
-from ...memory.prefix_cache import PrefixCache
 from ...memory.sizing import GIB
 from ...models.loading.catalog import locate_model
 from ...models.loading.fingerprint import fingerprint
@@ -54,7 +53,7 @@ from ..store.kv_store import StoreLimits, root_of
 from .control_status import close_all, control_counters, hashed_page_sizes, peer_status
 from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
-from .kv_events import MEDIUM_DEVICE, MEDIUM_HOST, KvEventPublisher
+from .kv_events import MEDIUM_DEVICE, MEDIUM_HOST, MEDIUM_STORE, KvEventPublisher
 from .loop import EngineLoop
 from .prefill_engine import PrefillEngine
 from .routing import DecodeRouter, PrefillRouter, ToEngine
@@ -162,7 +161,7 @@ class Leader:
                 return self._inbox.get(timeout=MISSING_RANKS_S)
             except queue.Empty:
                 missing = [rank for rank in range(self._config.world_size) if rank not in ready]
-                log.info("waiting for ranks %s to load", ", ".join(map(str, missing)))
+                log.info("waiting until rank %s has loaded", ", ".join(map(str, missing)))
 
     @property
     def _peer_infos(self) -> tuple[Rank, ...]:
@@ -221,7 +220,7 @@ class Leader:
             self._rank_rings(),
             self._store_limits(),
         )
-        self._publish_events(scheduler.cache, number)
+        self._publish_events(scheduler, number)
         control = DecodeControl(
             hello,
             check=lambda welcome: check_pair(hello, welcome),
@@ -237,12 +236,14 @@ class Leader:
         )
         return engine
 
-    def _publish_events(self, cache: PrefixCache, dp_rank: int) -> None:
-        """Publish the changes of a prefix cache, if KV events are on."""
+    def _publish_events(self, scheduler: DecodeScheduler | PrefillScheduler, dp_rank: int) -> None:
+        """Publish the changes of a prefix cache and what is put into the KV store, if KV events are on."""
         if self._events is not None:
             hisparse = isinstance(self._config, DecodeConfig) and self._config.enable_hisparse
-            medium = MEDIUM_HOST if hisparse else MEDIUM_DEVICE
-            cache.listen(self._events.events_of(dp_rank, self._config.page_size, medium))
+            medium, page_size = MEDIUM_HOST if hisparse else MEDIUM_DEVICE, self._config.page_size
+            scheduler.cache.listen(self._events.events_of(dp_rank, page_size, medium))
+            if scheduler.kv_store is not None:
+                scheduler.kv_store.stored.listen(self._events.events_of(dp_rank, page_size, MEDIUM_STORE))
 
     def _hot_limits(self, config: DecodeConfig) -> HotLimits | None:
         first = self._ready[0]
@@ -309,7 +310,7 @@ class Leader:
             for number in range(config.dp_size)
         ]
         for number, engine in enumerate(engines):
-            self._publish_events(engine.scheduler.cache, number)
+            self._publish_events(engine.scheduler, number)
         router = PrefillRouter([engine.scheduler for engine in engines])
         loop = EngineLoop(engines, router, self._frontend, self._inbox, self._ranks)
         log.info("control port %s:%d", config.host, control.port)

@@ -125,10 +125,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self._chunk_written(written, now)
             case PartReport(written=written):
                 scheduler.part_written(written, now)
-            case StoreLoaded():
-                scheduler.store_loaded(event, now)
-            case StoreWritten() | StorePinged():
-                self._store_report(event, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
@@ -150,6 +146,10 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 scheduler.peer_load(instance, load)
             case PeerRefused() | SendFailed():
                 pass  # logged by the control plane
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
+            case StoreWritten() | StorePinged():
+                self._store_report(event, now)
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 

@@ -40,7 +40,7 @@ DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
     State.RESERVED: frozenset({State.PREFILLING, State.COMPUTING}),
     State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.COMPUTING: frozenset({State.ARRIVED, State.DRAINING}),
+    State.COMPUTING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.ARRIVED: frozenset({State.READY, State.RETRACTED, State.DRAINING}),
     State.READY: frozenset({State.RUNNING, State.ARRIVED, State.RETRACTED, State.DRAINING}),
     State.RUNNING: frozenset({State.ARRIVED, State.RETRACTED, State.DRAINING}),

@@ -87,10 +87,11 @@ class PrefillScheduler:
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
+        self.kv_store: KvStore[PrefillRequest] | None = None
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:
-            store = KvStore[PrefillRequest](store_limits, pages, self.cache, self.counters, self._outbox)
-            self.stored = StoredPrefixes(store, self.cache, self.counters)
+            self.kv_store = KvStore(store_limits, pages, self.cache, self.counters, self._outbox)
+            self.stored = StoredPrefixes(self.kv_store, self.cache, self.counters)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -172,6 +173,8 @@ class PrefillScheduler:
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
+        if self.kv_store is not None:
+            self.kv_store.stored.withdraw()
         return self.cache.flush()
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -326,10 +329,6 @@ class PrefillScheduler:
         """Tokens that are not computed yet."""
         waiting = (*self._waiting, *self._loading, *self._computing)
         return sum(request.prompt_tokens - request.computed for request in waiting)
-
-    @property
-    def kv_store(self) -> KvStore[PrefillRequest] | None:
-        return self.stored.store if self.stored is not None else None
 
     @property
     def _loading(self) -> Collection[PrefillRequest]:

@@ -20,6 +20,7 @@ from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from ..rates import Rate
 from .breaker import Breaker
+from .stored_blocks import StoredBlocks
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ MOST_SHARE = 8
 """A StoreWrite holds at most this part of the pool: an eighth."""
 MOST_QUEUED = 1 << 14
 """Blocks that wait to be written; the oldest ones are dropped."""
+HASHED_BLOCKS = 16
+"""Blocks of a prompt that are hashed at a time, to find out how many the store is expected to have."""
 MEASURE_AGAIN = 16
 """A store that is slower than the model is tried again after this many prompts."""
 
@@ -73,20 +76,36 @@ class BlockChain:
             self._hashes += page_hashes(more, BLOCK_TOKENS, self._hashes[-1] if known else self._root)
         return self._hashes[:count]
 
+    def hashed(self, count: int) -> list[bytes]:
+        """The first blocks, which were hashed before."""
+        return self._hashes[:count]
+
 
 @dataclasses.dataclass(slots=True)
 class _Offer:
     """Blocks that are to be written, from number `first` of a sequence on, and its cached pages."""
 
+    chain: BlockChain
     blocks: list[bytes]
     first: int
     path: list[CachedPage]
     """From the first page of the sequence on: a page is held with all pages before it, as eviction requires."""
 
 
+@dataclasses.dataclass(slots=True)
+class _Write:
+    """A StoreWrite in progress: the first blocks of an offer."""
+
+    command: StoreWrite
+    grant: PageGrant[KvPage]
+    offer: _Offer
+    reports: list[StoreWritten]
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Load(Generic[OwnerT]):
     owner: OwnerT
+    blocks: list[bytes]
     first_block: int
     end: int
     """Tokens behind this are computed in any case."""
@@ -122,12 +141,13 @@ class KvStore(Generic[OwnerT]):
         self._counters = counters
         self._outbox = outbox
         self.breaker = Breaker()
+        self.stored = StoredBlocks(limits.page_size)
         self.loaded_tokens_rate = Rate()
         self._numbers = 0
         self._loads: dict[int, _Load[OwnerT]] = {}
         self._offers: collections.deque[_Offer] = collections.deque()
         self._queued = 0
-        self._writing: tuple[StoreWrite, PageGrant[KvPage], list[StoreWritten]] | None = None
+        self._writing: _Write | None = None
         self._pings: list[StorePinged] = []
         self._skipped = 0
         self._most_held = max(1, pages.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
@@ -143,10 +163,11 @@ class KvStore(Generic[OwnerT]):
         return BlockChain(self._limits.root)
 
     def gauges(self) -> dict[str, float]:
+        writing = len(self._writing.command.blocks) if self._writing is not None else 0
         return {
             "kv_store_available": float(self.breaker.closed),
             "kv_store_loading_prompts": len(self._loads),
-            "kv_store_queued_blocks": self._queued + (len(self._writing[0].blocks) if self._writing is not None else 0),
+            "kv_store_queued_blocks": self._queued + writing,
         }
 
     # -- loads -------------------------------------------------------------------------------------------------
@@ -168,8 +189,8 @@ class KvStore(Generic[OwnerT]):
         is how fast that is, if it was measured.
         """
         page_size = self._limits.page_size
-        end = min(most // page_size * page_size, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
-        if not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_slow(tokens_per_s):
+        end = self._end(tokens, most)
+        if not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_skipped(tokens_per_s):
             return False
         first = cached // BLOCK_TOKENS
         blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
@@ -179,7 +200,7 @@ class KvStore(Generic[OwnerT]):
         grant = self._pages.grant("a load from the KV store", 0, shared=path)
         assert grant is not None, "the owner holds these pages"
         self._numbers += 1
-        self._loads[self._numbers] = _Load(owner, first, end, grant, [])
+        self._loads[self._numbers] = _Load(owner, blocks, first, end, grant, [])
         self._outbox.append(
             StoreLoad(
                 self._numbers,
@@ -208,15 +229,46 @@ class KvStore(Generic[OwnerT]):
         del self._loads[report.number]
         self._pages.release(load.grant)
         blocks = min(part.blocks for part in load.reports)
+        if all(part.problem is None for part in load.reports):
+            self.stored.found(load.blocks[:blocks])
+            if any(part.blocks == blocks and not part.late for part in load.reports):
+                self.stored.lost(load.blocks[blocks:])
         if blocks:
             self.loaded_tokens_rate.measured(blocks * BLOCK_TOKENS, max(part.seconds for part in load.reports))
         tokens = min((load.first_block + blocks) * BLOCK_TOKENS, load.end) if blocks else 0
         return Loaded(load.owner, tokens // self._limits.page_size * self._limits.page_size)
 
+    def expected_tokens(
+        self, chain: BlockChain, tokens: Sequence[int], *, cached: int, most: int, tokens_per_s: float | None
+    ) -> int:
+        """How many of the tokens [cached, most) would be loaded, if the store still has what this server has written to
+        it or found there. Hashes little more than these.
+        """
+        page_size, end = self._limits.page_size, self._end(tokens, most)
+        if not self.stored or not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_slow(tokens_per_s):
+            return 0
+        found = cached // BLOCK_TOKENS
+        while found * BLOCK_TOKENS < end:
+            blocks = chain.blocks(tokens, min((found + HASHED_BLOCKS) * BLOCK_TOKENS, len(tokens)))[found:]
+            count = next((index for index, block in enumerate(blocks) if block not in self.stored), len(blocks))
+            found += count
+            if count < HASHED_BLOCKS:
+                break
+        return max(0, min(found * BLOCK_TOKENS, end) // page_size * page_size - cached)
+
+    def _end(self, tokens: Sequence[int], most: int) -> int:
+        """The end of what may be loaded of the first `most` tokens: full pages in full blocks."""
+        page_size = self._limits.page_size
+        return min(most // page_size * page_size, len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
+
     def _is_slow(self, tokens_per_s: float | None) -> bool:
-        """Whether the store is slower than the model. It is tried again from time to time."""
+        """Whether the store is slower than the model."""
         rate = self.loaded_tokens_rate.per_s
-        if rate is None or tokens_per_s is None or rate > tokens_per_s:
+        return rate is not None and tokens_per_s is not None and rate <= tokens_per_s
+
+    def _is_skipped(self, tokens_per_s: float | None) -> bool:
+        """Whether this prompt is computed because the store is slow. It is tried again from time to time."""
+        if not self._is_slow(tokens_per_s):
             return False
         self._skipped = (self._skipped + 1) % MEASURE_AGAIN
         self._counters["store_skipped_as_slow"] += self._skipped != 0
@@ -234,7 +286,7 @@ class KvStore(Generic[OwnerT]):
         first = chain.offered
         if first >= len(blocks):
             return
-        self._offers.append(_Offer(blocks[first:], first, self._cache.path(inserted)))
+        self._offers.append(_Offer(chain, blocks[first:], first, self._cache.path(inserted)))
         chain.offered = len(blocks)
         self._queued += len(blocks) - first
         while self._queued > MOST_QUEUED:
@@ -266,11 +318,11 @@ class KvStore(Generic[OwnerT]):
             return
         self._queued -= count
         if able > count:
-            self._offers.appendleft(_Offer(offer.blocks[count:able], last, offer.path))
+            self._offers.appendleft(_Offer(offer.chain, offer.blocks[count:able], last, offer.path))
         self._numbers += 1
         pages, offset = pages_holding(path, page_size, offer.first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         command = StoreWrite(self._numbers, tuple(offer.blocks[:count]), tuple(map(KvPage, pages)), offset)
-        self._writing = command, grant, []
+        self._writing = _Write(command, grant, offer, [])
         self._outbox.append(command)
 
     def _drop(self, blocks: int) -> None:
@@ -280,18 +332,23 @@ class KvStore(Generic[OwnerT]):
 
     def written(self, report: StoreWritten, now: float) -> None:
         """A rank has ended a write. When all have, its pages are released."""
-        assert self._writing is not None, "a write ended that was not begun"
-        command, grant, reports = self._writing
+        write = self._writing
+        assert write is not None, "a write ended that was not begun"
+        command = write.command
         assert command.number == report.number, f"write {report.number} ended before write {command.number}"
-        reports.append(report)
+        write.reports.append(report)
         self._counters["store_blocks_written"] += report.blocks
         self._counters["store_bytes_written"] += report.size_bytes
         self._counters["store_blocks_refused"] += report.refused
         if report.problem is not None:
             self._failed(report.problem, now)
-        if len(reports) == self._limits.ranks:
-            self._writing = None
-            self._pages.release(grant)
+        if len(write.reports) < self._limits.ranks:
+            return
+        self._writing = None
+        self._pages.release(write.grant)
+        if all(part.problem is None and not part.refused for part in write.reports):
+            offer, last = write.offer, write.offer.first + len(command.blocks)
+            self.stored.written(offer.chain.hashed(last), offer.first, offer.path)
 
     # -- availability ------------------------------------------------------------------------------------------
 
@@ -311,3 +368,4 @@ class KvStore(Generic[OwnerT]):
             log.warning("the KV store is not used: %s", problem)
             self._queued = 0
             self._offers.clear()
+            self.stored.clear()

@@ -21,6 +21,7 @@ from ...memory.pages import pages_for
 from ...models.config.sharding import Shard
 from ...models.loading.catalog import ModelSource
 from ...models.loading.fp8_weights import fp8_tensors
+from ...models.loading.int4_weights import int4_tensors
 from ...models.runner import ModelRunner, fp8_index, resolve_dtype
 from ...scheduler.ranks.cache_size import hisparse_pages, plain_pages
 
@@ -232,6 +233,7 @@ def _outline(
         dtype=dtype,
         kv_dtype=kv_dtype,
         fp8=fp8_tensors(source, "dummy") if fp8 else frozenset(),
+        int4=int4_tensors(source, "dummy"),
         fp8_index=dsa is not None and fp8_index(index_dtype, dtype, dsa.index_dim, has_fp8=fp8),
     )
 

@@ -1,4 +1,4 @@
-"""Pairs with fp8 KV and pairs with dummy weights give the right tokens, and do not pair with other servers."""
+"""Pairs with fp8 KV, 4-bit weights and dummy weights give the right tokens, and do not pair with other servers."""
 
 import random
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.checkpoints import (
 )
 from tests.cluster.servers import Server, cluster, wait_until
 from tests.fp8_reference import rounded_greedy
+from tests.int4_checkpoints import pack_checkpoint
 
 NEW_TOKENS = 12
 FLAGS = ("--kv-tokens", "1024")
@@ -54,6 +55,19 @@ def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
         plain = started.add("decode", model, "--prefill", prefill.endpoint, *FLAGS)
         plain.wait_ready()
         assert "float8_e4m3fn" in refusal(plain)
+        prefill.check_clean()
+        decode.check_clean()
+
+
+def test_int4_weights_give_the_tokens_of_the_dequantised_model(tmp_path: Path) -> None:
+    """In chunks on one rank, then on two ranks."""
+    model, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("model", "plain"))
+    save_file(pack_checkpoint(model, "awq", 32), plain / "model.safetensors", {"format": "pt"})
+    reference = load_reference(plain)
+    with cluster(tmp_path) as started:
+        prefill, decode = started.pair(model, (*FLAGS, "--chunk-size", "48"), (*FLAGS, "--tp", "2"))
+        got = [decode.generate(prompt, NEW_TOKENS) for prompt in prompts()]
+        assert got == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
         prefill.check_clean()
         decode.check_clean()
 

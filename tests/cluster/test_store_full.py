@@ -107,7 +107,16 @@ class Masters:
             )
             for metrics in self._metrics
         ]
+        self.wait_complete()
+
+    def wait_complete(self) -> None:
+        """Wait for a leader that both processes lend their memory to."""
         wait_until(lambda: self._segments() == 2, 120, "a leader with the memory of both")
+
+    def keys(self) -> set[str]:
+        """The keys in the store."""
+        (leader,) = (port for port in self._metrics if _leads(port))
+        return set(_ask(f"127.0.0.1:{leader}/get_all_keys").split())
 
     def kill_leader(self) -> None:
         """SIGKILL to the master that leads. The memory beside it stays."""
@@ -165,11 +174,15 @@ def test_content_stays_when_the_leader_of_two_masters_is_killed(
     assert meta(decode.post(prompt, NEW_TOKENS)) == (expected, 0)
     forget(prefill)
     forget(decode)
+    keys = masters.keys()
+    assert len(keys) >= PROMPT_TOKENS // 32
     masters.kill_leader()
     began = time.monotonic()
     assert decode.generate(prompt[::-1], NEW_TOKENS) == reference_greedy(reference, prompt[::-1], NEW_TOKENS)
     wait_until(lambda: _settled(prefill, decode), 60, "the other master")
+    masters.wait_complete()
     print(f"used again after {time.monotonic() - began:.1f} s")
+    assert keys <= masters.keys()
     output, cached = meta(decode.post(prompt, NEW_TOKENS))
     assert output == expected
     assert cached >= 0.95 * PROMPT_TOKENS

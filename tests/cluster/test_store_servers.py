@@ -16,7 +16,9 @@ from pdserve.server.launch.store_node import find_master
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.real_store import Store
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
+from tests.ports import free_ports
 from tests.processes import stop_process
+from tests.scheduler.engine.kv_event_subscribers import Follower
 
 pytestmark = pytest.mark.skipif(find_master() is None, reason="the Mooncake wheel has no mooncake_master")
 
@@ -48,6 +50,8 @@ class Trio:
     second: Server
     decode: Server
     reference: Any
+    events: dict[str, int]
+    """Ports of the KV events of the first prefill server and of decode."""
     _expected: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -98,14 +102,15 @@ class Trio:
 def trio(store: Store, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     flags = ("--kv-store", store.url, *PATIENT, "--kv-tokens", "4096")
     with cluster(tmp_path_factory.mktemp("store")) as servers:
-        first = servers.add("prefill", llama, "--page-size", "16", *flags)
+        events = {"prefill": free_ports(2), "decode": free_ports(2)}
+        first = servers.add("prefill", llama, "--page-size", "16", "--kv-events-port", str(events["prefill"]), *flags)
         second = servers.add("prefill", llama, "--page-size", "64", "--tp", "2", *flags)
         both = f"{first.endpoint},{second.endpoint}"
-        decode = servers.add("decode", llama, "--prefill", both, *flags)
+        decode = servers.add("decode", llama, "--prefill", both, "--kv-events-port", str(events["decode"]), *flags)
         reference = load_reference(llama)
         for server, peers in ((first, 1), (second, 1), (decode, 2)):
             server.wait_ready(peers=peers)
-        yield Trio(store, first, second, decode, reference)
+        yield Trio(store, first, second, decode, reference, events)
 
 
 def uses_store(server: Server) -> bool:
@@ -159,6 +164,22 @@ def test_changed_bits_are_found_computed_again_and_replaced(trio: Trio) -> None:
     trio.forget(first)
     assert trio.check(prompt, first) == (SHORT - 1) // 32 * 32
     assert first.count("store_corrupt_cells") == corrupt
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_kv_events_name_what_is_in_the_store(trio: Trio, role: str) -> None:
+    """Both servers write to it. A server that drops its cache withdraws them; they are named again when it has them."""
+    wait_for_store(*trio.servers)
+    prompt, first = random_prompt(f"events {role}"), trio.first
+    trio.check(prompt, first)
+    port = trio.events[role]
+    with Follower(port, port + 1, page_size=16, medium="EXTERNAL") as follower:
+        for _ in range(2):
+            follower.follow(lambda: follower.cached_tokens(tuple(prompt)) >= SHORT // 32 * 32)
+            trio.forget(first)
+            follower.follow(lambda: not follower.blocks)
+            trio.check(prompt, first)
+        assert {"GPU", "EXTERNAL"} <= follower.media
 
 
 def test_member_that_is_killed_while_it_is_read_is_a_miss(trio: Trio) -> None:

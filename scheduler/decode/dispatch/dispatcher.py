@@ -75,6 +75,7 @@ class PrefillDispatcher:
             rates=self.rates,
             cache=cache,
             memory=memory,
+            kv_store=kv_store,
             counters=counters,
         )
         self.quarantine = Quarantine(limits.quarantine_s)
@@ -302,7 +303,7 @@ class PrefillDispatcher:
             return False
         return self._kv_store.load(
             local,
-            self._kv_store.new_chain(),
+            local.prompt.chain or self._kv_store.new_chain(),
             local.prompt.token_ids,
             local.pages,
             cached=local.cached,

@@ -52,7 +52,7 @@ class PlacementInputs:
 
     mode: LocalPrefillSetting
     tokens: int
-    """Tokens to compute: those that are not in the prefix cache of this server."""
+    """Tokens to compute: those that are neither in the prefix cache of this server nor expected in the KV store."""
     costs: Costs
     paired: bool = True
     """A prefill server is paired that can hold the prompt."""

@@ -1,4 +1,4 @@
-"""Collects what the placement of a prompt depends on: prefill servers, queues and measured rates."""
+"""Collects what the placement of a prompt depends on: prefill servers, queues, caches and measured rates."""
 
 import collections
 import math
@@ -6,9 +6,10 @@ import math
 from ....memory.prefix_cache import PrefixCache
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...rates import Rates
+from ...store.kv_store import KvStore
 from ..memory.request_memory import RequestMemory
 from ..requests.limits import MAX_ATTEMPTS, DecodeLimits
-from ..requests.request import Attempt, Prompt
+from ..requests.request import Attempt, LocalPrompt, Prompt
 from .local_prefill import LocalPrefill
 from .placement import Costs, Placement, PlacementInputs
 from .placement import place as decide
@@ -36,6 +37,7 @@ class Placer:
         cache: PrefixCache,
         memory: RequestMemory,
         counters: "collections.Counter[str]",
+        kv_store: KvStore[LocalPrompt] | None = None,
     ) -> None:
         self._limits = limits
         self._queue = queue
@@ -44,6 +46,7 @@ class Placer:
         self._rates = rates
         self._cache = cache
         self._memory = memory
+        self._kv_store = kv_store
         self._counters = counters
         self._at_prefill = PrefixesInProgress(limits.page_size, limits.max_step_tokens, enabled=limits.prefix_cache)
         """Prompts that were sent to prefill servers. Those compute a shared prefix once, too."""
@@ -163,13 +166,29 @@ class Placer:
         return since is not None and now - since < PAIRING_S
 
     def _cached_tokens(self, prompt: Prompt, now: float) -> int:
-        """Tokens of a prompt that need not be computed here. Compared with the cache a few times a second only: that
-        takes milliseconds for a long prompt.
+        """Tokens of a prompt that need not be computed here. Compared with the cache and the KV store a few times a
+        second only: that takes milliseconds for a long prompt.
         """
         if prompt.cached_estimate is None or now - prompt.cached_estimate[0] >= ESTIMATE_S:
             pages = self._cache.match(prompt.token_ids, most_cached(prompt))
-            prompt.cached_estimate = now, len(pages) * self._limits.page_size
+            cached = len(pages) * self._limits.page_size
+            if self._kv_store is not None:
+                prompt.stored_estimate = self._stored_tokens(self._kv_store, prompt, cached)
+            prompt.cached_estimate = now, cached + prompt.stored_estimate
         return prompt.cached_estimate[1]
+
+    def _stored_tokens(self, store: KvStore[LocalPrompt], prompt: Prompt, cached: int) -> int:
+        """Tokens behind the cached ones that the KV store is expected to have. A prefill server loads them too."""
+        if prompt.load_failed:
+            return 0
+        prompt.chain = prompt.chain or store.new_chain()
+        return store.expected_tokens(
+            prompt.chain,
+            prompt.token_ids,
+            cached=cached,
+            most=most_cached(prompt),
+            tokens_per_s=self._rates.local_tokens.per_s,
+        )
 
 
 def most_cached(prompt: Prompt) -> int:

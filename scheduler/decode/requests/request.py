@@ -18,6 +18,7 @@ from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone
 from ...chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
+from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
 _BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
@@ -152,7 +153,13 @@ class Prompt:
         self.local: LocalPrompt | None = None
         """While this server computes it."""
         self.cached_estimate: tuple[float, int] | None = None
-        """When it was compared with the prefix cache, and how many tokens were found."""
+        """When it was compared with the prefix cache and the KV store, and how many tokens were found."""
+        self.stored_estimate = 0
+        """The part of them that the KV store is expected to have."""
+        self.chain: BlockChain | None = None
+        """Its blocks in the KV store, if it was compared with the store."""
+        self.load_failed = False
+        """The store did not have what was expected, and the prompt was queued again."""
         self.awaited: AwaitedPrefix | None = None
         """The prefix of another prompt that it waits for, to be computed here."""
         self.quarantined = 0

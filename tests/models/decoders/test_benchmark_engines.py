@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, fp8_linear, grammar, mla_engine, one_rank, rank_of_eight, ttft
+from benchmarks import dsa_engine, engine, fp8_linear, grammar, int4_linear, mla_engine, one_rank, rank_of_eight, ttft
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.dense_mla import tile_plan
+from pdserve.kernels.int4.int4_linear import Tiles
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.quantization import Int4Format
 from pdserve.models.config.sharding import WHOLE
 from pdserve.models.decoders import latent
 from pdserve.models.decoders.latent_parameters import LatentParameters
@@ -91,10 +93,12 @@ def test_constants_of_the_plan_are_swept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_dense_benchmark_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("int4", [None, Int4Format("awq", 32)])
+def test_dense_benchmark_steps_are_timed(int4: Int4Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(
         engine.QWEN3_8B, vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
     )
+    config = replace(config, int4=int4)
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     monkeypatch.setattr(engine, "gpu_ms", lambda _call, _repeats: 2.0)
     executor, graphs = Executor(bench.runner, bench.cache, (), overlap=True), Any
@@ -281,3 +285,25 @@ def test_fp8_benchmark_counts_what_is_read_and_multiplied(rows: int, monkeypatch
     row = fp8_linear.measure_experts("experts", gate_up, down, rows, rates)
     assert 0 < row.product_us <= 2 * rows * 2 * (gate_up.nbytes + down.nbytes) / 1e6
     assert row.share == max(row.read_us, row.product_us) / 2.0
+
+
+def test_int4_benchmark_counts_what_is_read_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(calls: Any) -> float:
+        for call in calls:
+            assert call().isfinite().all()
+        return 2.0
+
+    for name, value in {
+        "DEVICE": CPU,
+        "time_us": run,
+        "READ_BYTES": 1 << 15,
+        "LINEARS": {"plain": (192, 256, False)},
+    }.items():
+        monkeypatch.setattr(int4_linear, name, value)
+    layer = int4_linear.Layer("plain", 128, 1e12)
+    int4_linear.check(layer, 3, None)
+    row = layer.measure(3, "fused", Tiles(outputs=64), 1 << 20)
+    assert (row.method, row.time_us, row.bfloat16_us) == ("fused*", 2.0, 2.0)
+    assert row.read_us == pytest.approx((192 * 128 + 2 * 2 * 2 * 192) / 1e6)
+    assert row.product_us == pytest.approx(2 * 3 * 192 * 256 / PRODUCT_RATE * 1e6)
+    assert "outputs 64" in str(row)

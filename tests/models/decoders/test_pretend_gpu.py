@@ -25,6 +25,7 @@ from pdserve.models.sampling.sampler import Sampler
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor, PendingStep
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint, quantise_checkpoint
+from tests.int4_checkpoints import pack_checkpoint
 from tests.kernels.interpreter import INTERPRETED
 from tests.memory.hisparse.hot_buffer import open_loaded
 from tests.models.pretend_gpu import CPU, DEVICE, PretendGpu
@@ -109,6 +110,14 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return prefilled(directory, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """In 4 bits, with biases. The CPU expands them, the GPU does not."""
+    directory = make_checkpoint(tmp_path_factory.mktemp("int4"), "qwen2", num_hidden_layers=2)
+    pack_checkpoint(directory, "awq", 32)
+    return prefilled(directory, torch.float32)
+
+
 @pytest.fixture
 def gpu() -> Iterator[PretendGpu]:
     with PretendGpu() as pretended:
@@ -161,7 +170,7 @@ def on_gpu(model: Model, cache: KvCache, runner: ModelRunner) -> Executor:
     return Executor(runner, cache, [], overlap=True)
 
 
-@pytest.mark.parametrize("name", ["dense", "sparse", "experts", "latent"])
+@pytest.mark.parametrize("name", ["dense", "sparse", "experts", "latent", "int4"])
 def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +180,9 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
         runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)
+        if name == "int4":
+            expanded = ModelRunner.weight_bytes(model.source, model.dtype, device=CPU)
+            assert runner.held_weight_bytes < 0.6 * expanded, "weights stay in 4 bits"
         executor = on_gpu(model, runner.make_cache(NUM_PAGES, PAGE_SIZE), runner)
         with gpu.no_waits():
             assert decode(executor, model.first) == model.expected

@@ -9,15 +9,20 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode import arrivals
+from pdserve.scheduler.decode.dispatch.placement import Costs
+from pdserve.scheduler.decode.dispatch.placer import Placer
+from pdserve.scheduler.decode.requests.request import Prompt
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.effects import SendToFrontend
+from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Finished, Submit
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import StoreLimits, root_of
+from pdserve.transfer.protocol.messages import InstanceId, KvDestination
 from tests.examples import examples
-from tests.scheduler.simulation.random_workloads import STORE_ACTIONS, run_workload
+from tests.scheduler.simulation.random_workloads import ACTIONS, STORE_ACTIONS, run_workload
 from tests.scheduler.simulation.store_simulator import BLOCK, StoreSimulator
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
@@ -27,13 +32,14 @@ PAGE = 16
 class Decode:
     """A decode server of one rank that computes its prompts; `stored` are the blocks in the store."""
 
-    def __init__(self) -> None:
-        limits = decode_limits(local_prefill="always", max_step_tokens=64, page_size=PAGE)
+    def __init__(self, local_prefill: str = "always") -> None:
+        limits = decode_limits(local_prefill=local_prefill, max_step_tokens=64, page_size=PAGE)
         store = StoreLimits(root_of("model"), PAGE, ranks=1, timeout_s=1.0)
         self.scheduler = DecodeScheduler(limits, PageAllocator[KvPage](256), (), store_limits=store)
         self.stored: set[bytes] = set()
         self.finished: dict[str, Finished] = {}
         self.loads: list[StoreLoad] = []
+        self.sent: list[KvDestination] = []
         self.computed = 0
         self.now = 0.0
 
@@ -64,6 +70,8 @@ class Decode:
                 case StoreWrite():
                     self.stored |= set(effect.blocks)
                     store.written(StoreWritten(0, effect.number, len(effect.blocks), 1), self.now)
+                case SendToPeer(message=KvDestination() as destination):
+                    self.sent.append(destination)
                 case SendToFrontend(message=Finished() as finished):
                     self.finished[finished.rid] = finished
                 case _:
@@ -122,6 +130,64 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
     assert decode.scheduler.pages.held == 0
 
 
+def with_history(prompt: list[int]) -> Decode:
+    """A server that may choose, and has written a conversation to the store. Prefill computes as fast as it does."""
+    decode = Decode("auto")
+    decode.scheduler.dispatcher.placer._first_at = -100.0  # it has waited for a prefill server
+    decode.turn()
+    decode.serve("first", prompt)
+    decode.scheduler.flush_cache()
+    rates = decode.scheduler.dispatcher.rates
+    rates.transfers.measured(1, 0.005)
+    for rate in (rates.prefilled_tokens, rates.local_tokens):
+        for tokens in (16, 64, 512, 2048):
+            rate.measured(tokens, tokens / 10_000)
+    decode.scheduler.peer_up(InstanceId("prefill"), "a:1")
+    return decode
+
+
+def test_turn_whose_history_is_in_the_store_is_computed_here() -> None:
+    prompt = random.Random(2).choices(range(100), k=1000)
+    decode = with_history(prompt)
+    turn = [*prompt, *[7] * 40, *range(20)]
+    assert decode.serve("second", turn).stored_tokens == 1039 // 32 * 32
+    assert decode.scheduler.counters["local_prefill_short"] == 1
+    assert not decode.sent
+    decode.submit("new", turn[::-1], 4)
+    decode.turn()
+    assert len(decode.sent) == 1, "nothing of it is in the store"
+
+
+@pytest.mark.parametrize("left", [0, 5])
+def test_turn_goes_to_prefill_if_the_store_has_lost_its_history(left: int) -> None:
+    prompt = random.Random(3).choices(range(100), k=1000)
+    decode = with_history(prompt)
+    decode.submit("second", [*prompt, *range(20)], 4)
+    decode.turn()
+    (load,) = decode.loads
+    decode.stored = set(load.blocks[:left])
+    decode.answer_loads()
+    assert decode.scheduler.state_counts()["queued"] == 1
+    decode.scheduler.check_integrity()
+    decode.turn()
+    assert len(decode.sent) == 1
+    assert decode.scheduler.state_counts()["prefilling"] == 1
+    assert not decode.loads
+
+
+def test_turn_is_computed_here_if_the_store_has_lost_its_history_and_prefill_is_gone() -> None:
+    prompt = random.Random(4).choices(range(100), k=1000)
+    decode = with_history(prompt)
+    decode.submit("second", prompt, 4)
+    decode.turn()
+    decode.scheduler.peer_lost(InstanceId("prefill"), "killed", decode.now)
+    decode.stored.clear()
+    for _ in range(200):
+        decode.turn()
+        decode.answer_loads()
+    assert decode.finished["second"].stored_tokens == 0
+
+
 MODES: list[dict[str, Any]] = [
     {"overlap": True},
     {"stages": 2},
@@ -148,3 +214,29 @@ def test_random_workloads_with_an_unreliable_store(monkeypatch: pytest.MonkeyPat
         seen.update(simulator.decode.counters)
     for event in ("written", "loaded", "damaged", "store_tokens_loaded", "store_outages"):
         assert seen[event] >= examples(3, 1), f"{event} happened {seen[event]} times"
+
+
+def test_random_workloads_with_prefill_servers_and_an_unreliable_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts go to prefill, are computed here, or go to prefill after the store has lost what was expected."""
+    monkeypatch.setattr(kv_store, "BLOCK_TOKENS", BLOCK)
+    for module in (kv_store, arrivals):
+        monkeypatch.setattr(module, "LEAST_TOKENS", BLOCK)
+    seen: collections.Counter[str] = collections.Counter()
+    requeue = arrivals.Arrivals._requeue
+
+    def count(self: arrivals.Arrivals, prompt: Prompt, now: float) -> None:
+        seen["load_failed"] += prompt.load_failed
+        requeue(self, prompt, now)
+
+    monkeypatch.setattr(arrivals.Arrivals, "_requeue", count)
+    costs = Costs(local_tokens_per_s=400, remote_tokens_per_s=800, overhead_s=0.05)  # 40 tokens take as long here
+    monkeypatch.setattr(Placer, "costs", lambda *_: costs)
+    actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 12}
+    for seed in range(examples(120, 12)):
+        simulator = StoreSimulator(seed, damage=0.35, local_prefill="auto", **MODES[seed % len(MODES)])
+        run_workload(simulator, actions, seed, steps=300)
+        seen.update(simulator.store_seen)
+        seen.update(simulator.decode.counters)
+    for event in ("written", "store_lookups", "transfers", "loaded", "damaged", "load_failed"):
+        least = examples(3, int(event in ("written", "store_lookups", "transfers")))
+        assert seen[event] >= least, f"{event} happened {seen[event]} times"

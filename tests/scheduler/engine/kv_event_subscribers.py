@@ -11,8 +11,11 @@ import msgspec
 import zmq
 
 from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.page_hashes import page_hashes
 from pdserve.memory.pages import PageAllocator
-from pdserve.memory.prefix_cache import PrefixCache
+from pdserve.memory.prefix_cache import CachedPage, InsertedPrefix, PrefixCache
+from pdserve.scheduler.engine.kv_events import CacheEvents
+from pdserve.scheduler.store.stored_blocks import StoredBlocks
 
 PAGE = 4
 VOCAB = 3
@@ -31,7 +34,7 @@ class BusyCache:
     def change(self) -> None:
         draw = self.random
         if draw.random() < 0.0005:
-            self.cache.flush()
+            self.flush()
         known = draw.choice(self.sequences[-50:])
         new = tuple(draw.randrange(VOCAB) for _ in range(draw.randrange(1, 4) * PAGE))
         tokens = (known[: draw.randrange(len(known) + 1) // PAGE * PAGE] + new)[: 15 * PAGE]
@@ -39,18 +42,74 @@ class BusyCache:
         shared = self.cache.match(tokens, len(tokens))
         grant = self.pages.grant("request", len(tokens) // PAGE - len(shared), shared=shared)
         assert grant is not None
-        self.cache.insert(tokens, grant.pages)
+        inserted = InsertedPrefix()
+        self.cache.insert(tokens, grant.pages, inserted)
+        self.inserted(tokens, self.cache.path(inserted))
         self.pages.release(grant)
+
+    def flush(self) -> None:
+        self.cache.flush()
+
+    def inserted(self, tokens: tuple[int, ...], path: list[CachedPage]) -> None:
+        """The pages of a sequence are in the cache."""
 
     def cached_tokens(self, tokens: tuple[int, ...]) -> int:
         return len(self.cache.match(tokens, len(tokens))) * PAGE
 
 
+BLOCK = 2 * PAGE
+"""Tokens of a block of the KV store; tests set it in `stored_blocks`."""
+
+
+class StoringCache(BusyCache):
+    """The same with a KV store that gets most of the pages, loses some of them, and fails, rarely."""
+
+    def __init__(self, seed: int, events: CacheEvents) -> None:
+        super().__init__(seed)
+        self._stored = StoredBlocks(PAGE)
+        self._stored.listen(self)
+        self._events = events
+        self._in_store: set[bytes] = set()
+
+    def inserted(self, tokens: tuple[int, ...], path: list[CachedPage]) -> None:
+        blocks = page_hashes(tokens[: len(path) * PAGE], BLOCK)
+        action = self.random.random()
+        if action < 0.5:
+            self._stored.written(blocks, 0, path)
+        elif action < 0.6:
+            self._stored.lost(blocks[self.random.randrange(len(blocks) + 1) :])
+        elif action < 0.601:
+            self._stored.clear()
+
+    def flush(self) -> None:
+        self._stored.withdraw()
+        super().flush()
+
+    def longest(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of the cached prefix, and of those that follow it in the store."""
+        cached = self.cached_tokens(tokens)
+        pages = page_hashes(tokens, PAGE)[cached // PAGE :]
+        missing = (number for number, page in enumerate(pages) if page not in self._in_store)
+        return cached + next(missing, len(pages)) * PAGE
+
+    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
+        self._in_store |= set(hashes)
+        self._events.stored_pages(parent, hashes, tokens)
+
+    def removed_pages(self, pages: list[bytes]) -> None:
+        self._in_store -= set(pages)
+        self._events.removed_pages(pages)
+
+
 class Follower:
     """Follows the events of one server: the subset of a KV-aware router that tests need."""
 
-    def __init__(self, port: int, replay_port: int, topic: bytes = b"", *, page_size: int = PAGE) -> None:
+    def __init__(
+        self, port: int, replay_port: int, topic: bytes = b"", *, page_size: int = PAGE, medium: str | None = None
+    ) -> None:
+        """With `medium`, `blocks` are those of this medium; others are ignored."""
         self._page_size = page_size
+        self._medium = medium
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = self._context.socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, topic)
@@ -131,14 +190,18 @@ class Follower:
             match event:
                 case ["BlockStored", hashes, parent, tokens, block_size, None, medium]:
                     assert (block_size, len(tokens)) == (self._page_size, self._page_size * len(hashes))
-                    assert parent is None or parent in self.blocks
                     self.media.add(medium)
+                    if self._medium not in (None, medium):
+                        continue
+                    assert parent is None or parent in self.blocks
                     for number, block in enumerate(hashes):
                         place = parent, tuple(tokens[number * self._page_size : (number + 1) * self._page_size])
                         assert block not in self.blocks
                         self.blocks[block], self.children[place], parent = place, block, block
                 case ["BlockRemoved", hashes, medium]:
                     assert medium in self.media
+                    if self._medium not in (None, medium):
+                        continue
                     for block in hashes:
                         del self.children[self.blocks.pop(block)]
                 case ["AllBlocksCleared"]:

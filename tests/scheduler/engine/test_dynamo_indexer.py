@@ -17,7 +17,8 @@ import pytest
 import zmq
 
 from pdserve.scheduler.engine.kv_events import KvEventPublisher
-from tests.scheduler.engine.kv_event_subscribers import PAGE, BusyCache
+from pdserve.scheduler.store import stored_blocks
+from tests.scheduler.engine.kv_event_subscribers import BLOCK, PAGE, StoringCache
 
 pytestmark = pytest.mark.skipif("DYNAMO_INDEXER" not in os.environ, reason="make test-dynamo sets DYNAMO_INDEXER")
 
@@ -83,12 +84,17 @@ class Indexer:
         }
         wait_until(lambda: self._post("/register", body) is not None, "the indexer does not start")
 
-    def cached_tokens(self, tokens: tuple[int, ...]) -> int | None:
-        """Tokens of the longest prefix that the worker has; None before its first event."""
+    def cached_tokens(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of the longest prefix that the worker has on its GPU; 0 before its first event."""
+        return self.found(tokens)[0]
+
+    def found(self, tokens: tuple[int, ...]) -> tuple[int, int]:
+        """Tokens of the longest prefix on the GPU, and on the GPU and in the store."""
         found = self._post("/query", {"model_name": "m", "token_ids": list(tokens)})
         if found is None:
-            return None
-        return int(found["scores"].get(str(WORKER), {}).get("0", 0))
+            return 0, 0
+        on_gpu = int(found["scores"].get(str(WORKER), {}).get("0", 0))
+        return on_gpu, int(found["instances"].get(str(WORKER), {}).get("longest_matched", 0))
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:  # JSON
         with contextlib.suppress(httpx.TransportError):
@@ -112,10 +118,13 @@ def indexer(tmp_path: Path) -> Iterator[Indexer]:
     indexer.close()
 
 
-def test_indexer_agrees_with_the_cache_after_a_lost_and_replayed_stretch(indexer: Indexer) -> None:
+def test_indexer_agrees_with_cache_and_store_after_a_lost_and_replayed_stretch(
+    indexer: Indexer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publisher = KvEventPublisher("127.0.0.1", 0)
     proxy = LossyProxy(publisher.port)
-    busy = BusyCache(seed=3)
+    monkeypatch.setattr(stored_blocks, "BLOCK_TOKENS", BLOCK)
+    busy = StoringCache(seed=3, events=publisher.events_of(0, PAGE, "EXTERNAL"))
     busy.cache.listen(publisher.events_of(0, PAGE, "GPU"))
     try:
         indexer.register(proxy.port, publisher.replay_port)
@@ -135,13 +144,16 @@ def test_indexer_agrees_with_the_cache_after_a_lost_and_replayed_stretch(indexer
         sample = busy.sequences[-2000:]
 
         def differences() -> int:
-            return sum(indexer.cached_tokens(tokens) != busy.cached_tokens(tokens) for tokens in sample)
+            expected = ((busy.cached_tokens(tokens), busy.longest(tokens)) for tokens in sample)
+            return sum(indexer.found(tokens) != found for tokens, found in zip(sample, expected, strict=True))
 
         wait_until(lambda: indexer.cached_tokens(busy.sequences[-1]) == busy.cached_tokens(busy.sequences[-1]), "late")
         wait_until(lambda: differences() == 0, f"{differences()} of {len(sample)} sequences differ")
         assert any(0 < busy.cached_tokens(tokens) < len(tokens) for tokens in sample), "nothing was evicted"
+        stored = sum(busy.cached_tokens(tokens) < busy.longest(tokens) for tokens in sample)
+        assert stored > 10
         assert indexer.log.read_text().count("Gap detected") >= 2
-        print(f"{len(sample)} sequences agree; {publisher.published} batches, {len(busy.cache)} pages cached")
+        print(f"{len(sample)} sequences agree, {stored} longer in the store; {publisher.published} batches")
     finally:
         proxy.close()
         publisher.close()

@@ -19,7 +19,8 @@ TIMEOUT_S = 1.0
 class StoreSimulator(Simulator):
     """Stored blocks have the prefix of each of their rows. Loads and writes end at any later time, as whole blocks."""
 
-    def __init__(self, seed: int, **options: Any) -> None:
+    def __init__(self, seed: int, *, damage: float = 0.15, **options: Any) -> None:
+        """`damage`: how likely a block is damaged when it is loaded."""
         super().__init__(**options, store=StoreLimits(root_of("model"), PAGE_SIZE, ranks=1, timeout_s=TIMEOUT_S))
         assert self.decode.kv_store is not None
         self.store = self.decode.kv_store
@@ -27,6 +28,7 @@ class StoreSimulator(Simulator):
         self.store_commands: collections.deque[StoreLoad | StoreWrite | StorePing] = collections.deque()
         self.store_seen: collections.Counter[str] = collections.Counter()
         self._chance = random.Random(seed)
+        self._damage = damage
 
     def _of_decode(self, effect: Effect) -> None:
         if isinstance(effect, StoreWrite | StorePing):
@@ -83,7 +85,7 @@ class StoreSimulator(Simulator):
             value = self.values.get(block)
             if value is None:
                 break
-            if self._chance.random() < 0.15:
+            if self._chance.random() < self._damage:
                 corrupt = 1
                 del self.values[block]
                 break

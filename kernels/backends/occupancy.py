@@ -1,0 +1,29 @@
+"""What a GPU can run at a time, and counters for programs that divide a sum."""
+
+import functools
+from typing import Any
+
+import torch
+
+_COUNTERS = 4096
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU, a number for tests in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return 99 << 10
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not annotate this one
+    return int(properties.shared_memory_per_block_optin)
+
+
+@functools.cache
+def counters_of(device: torch.device) -> torch.Tensor:
+    """Zeros, which every kernel leaves as zeros. Kernels that use them run one after another, on one stream."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

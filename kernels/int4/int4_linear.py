@@ -1,0 +1,105 @@
+"""Linear layers with 4-bit weights (group_format.py), computed in one of two ways:
+
+    fused       x @ weight.T + bias          the kernel expands values in registers and scales the sums of a group
+    expand      x @ round(weight).T + bias   expands the weights to the dtype of x, some rows at a time, for cuBLAS
+
+Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x, rounded once.
+`gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
+
+Lower bounds: with few rows, the packed weights read once: with groups of 128 columns 4.25 bits each, so for Qwen3-8B's
+layers 3.69 GB or 0.87 ms of an H200 (4.25 TB/s), where bfloat16 takes 3.27 ms. With many rows, 2 * rows * out * in
+operations at the bfloat16 rate; `expand` adds about 4.5 bytes of traffic per weight.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from ..backends.dispatch import Impl, launcher, use_triton
+from .group_format import GroupScaled
+
+Method = Literal["fused", "expand"]
+
+FUSED_ROWS = 128
+"""Up to this many rows, the weights are not expanded in memory."""
+SCRATCH_BYTES = 64 << 20
+"""Expanded weights in memory at a time, about as much as the L2 cache holds."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the fused kernel divides its work; None: chosen by the launcher."""
+
+    outputs: int | None = None  # rows of the weights of a program
+    splits: int | None = None  # programs that divide the columns
+    stages: int | None = None  # blocks of weights in flight
+    warps: int | None = None
+
+
+def choose_method(rows: int) -> Method:
+    """The method for a number of rows: the only place that decides it."""
+    return "fused" if rows <= FUSED_ROWS else "expand"
+
+
+def int4_linear_reference(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In float32, rounded once."""
+    return torch_linear(x.float(), weight.expanded(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def int4_linear(
+    x: torch.Tensor,
+    weight: GroupScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    method: Method | None = None,
+    tiles: Tiles | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """A linear layer; see the module docstring."""
+    _check(x, weight, bias)
+    if not use_triton(impl, x.device):
+        return int4_linear_reference(x, weight, bias)
+    out = x.new_empty(len(x), len(weight))
+    if (method or choose_method(len(x))) == "fused":
+        launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=False, tiles=tiles)
+        return out
+    step = max(1, scratch_bytes // (weight.columns * x.itemsize))
+    for first in range(0, len(weight), step):
+        part = slice(first, min(first + step, len(weight)))
+        expanded = expanded_rows(weight[part], x.dtype).t()
+        if bias is None:
+            torch.mm(x, expanded, out=out[:, part])
+        else:
+            torch.addmm(bias[part], x, expanded, out=out[:, part])
+    return out
+
+
+def int4_gated_linear(
+    x: torch.Tensor,
+    weight: GroupScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """swiglu(int4_linear(x)) by the fused kernel, on a GPU or in Triton's interpreter."""
+    _check(x, weight, bias)
+    out = x.new_empty(len(x), len(weight) // 2)
+    launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=True, tiles=tiles)
+    return out
+
+
+def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix in `dtype`, by Triton."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.packed.device)
+    launcher("int4.expand_triton", "launch_expand")(weight, out)
+    return out
+
+
+def _check(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None) -> None:
+    if x.ndim != 2 or x.shape[1] != weight.columns or not x.is_contiguous():
+        raise ValueError(f"x {list(x.shape)} must be contiguous rows as long as those of weight {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")

@@ -1,0 +1,60 @@
+"""Kernels of 4-bit weights compile for Hopper, without a GPU: the interpreter runs neither their assembly nor checks
+types.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.kernels.interpreter import INTERPRETED
+
+PROGRAM = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pdserve.kernels.int4.expand_triton import _expand
+from pdserve.kernels.int4.int4_linear_triton import _int4_linear
+
+TYPES = {"packed_ptr": "*u8", "sums_ptr": "*fp32", "counters_ptr": "*i32"}
+
+
+def compile_kernel(kernel, dtype, warps, **constants):
+    signature, values, attributes = {}, {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[number,] = "constexpr", constants[name]
+            continue
+        signature[name] = TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        if name not in ("rows", "splits"):
+            attributes[number,] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": 3}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+common = {"GROUP": 128, "WHOLE": True, "AHEAD": 512, "PRECISION": "tf32", "OVERLAP": True}
+few = compile_kernel(
+    _int4_linear, "bf16", 2, ROWS=16, OUTPUTS=64, GATED=True, BIAS=True, SPLIT=True, **common
+)
+assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in few
+assert "fma.rn.bf16x2" in few
+assert "cp.async.cg.shared.global" in few, "loads of weights are not pipelined"
+many = compile_kernel(
+    _int4_linear, "fp16", 8, ROWS=64, OUTPUTS=128, GATED=False, BIAS=False, SPLIT=False, **common
+)
+assert "fma.rn.f16x2" in many
+compile_kernel(_expand, "bf16", 4, GROUP=128, ROWS=32, OVERLAP=True)
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
+def test_int4_kernels_compile() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,125 @@
+"""Linear layers with 4-bit weights: every method against float64 products with the expanded weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
+from pdserve.kernels.int4.int4_linear import Tiles, choose_method, expanded_rows, int4_gated_linear, int4_linear
+from tests.kernels.group_scaled import draw_group_scaled
+from tests.kernels.places import each_of
+from tests.kernels.poison import poisoned
+
+here = each_of(
+    ("reference", "cpu", torch.float32),
+    ("triton", "cpu", torch.float32),
+    ("reference", "cuda", torch.bfloat16),
+    ("triton", "cuda", torch.bfloat16),
+    ("triton", "cuda", torch.float16),
+)
+kernels = each_of(
+    ("triton", "cpu", torch.float32), ("triton", "cuda", torch.bfloat16), ("triton", "cuda", torch.float16)
+)
+Place = tuple[Impl, torch.device, torch.dtype]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+"""Relative to results of order 1: one rounding."""
+
+
+def drawn(place: Place, rows: int, out_size: int, in_size: int, group: int) -> tuple[torch.Tensor, GroupScaled, Any]:
+    _, device, dtype = place
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_size, generator=generator).to(device, dtype)
+    weight = draw_group_scaled(out_size, in_size, generator=generator, group=group, dtype=dtype, device=device)
+    bias = torch.randn(out_size, generator=generator).to(device, dtype)
+    return x, weight, bias
+
+
+def tolerance(place: Place) -> dict[str, Any]:
+    return {"rtol": TOLERANCES[place[2]], "atol": TOLERANCES[place[2]]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_size", "in_size", "group", "tiles"),
+    [
+        (1, 64, 1280, 128, None),
+        (1, 64, 1280, 128, Tiles(outputs=32, splits=3)),
+        (3, 130, 384, 128, Tiles(splits=2)),  # an odd number of groups, and a partial block of outputs
+        (16, 66, 64, 32, Tiles(splits=1)),
+        (33, 96, 192, 64, Tiles(outputs=64)),
+        (70, 32, 256, 128, None),  # two tiles of rows
+    ],
+)
+def test_fused_products(here: Place, rows: int, out_size: int, in_size: int, group: int, tiles: Tiles | None) -> None:
+    x, weight, bias = drawn(here, rows, out_size, in_size, group)
+    expected = x.double() @ weight.expanded().double().T
+    assert choose_method(rows) == "fused"
+    impl = here[0]
+    with poisoned(impl):
+        plain = int4_linear(x, weight, tiles=tiles, impl=impl)
+        biased = int4_linear(x, weight, bias, tiles=tiles, impl=impl)
+    torch.testing.assert_close(plain.double(), expected, **tolerance(here))
+    torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
+    if impl == "reference":
+        return
+    with poisoned(impl):
+        gated = int4_gated_linear(x, weight, bias, tiles=tiles)
+    gate, up = (expected + bias.double()).chunk(2, dim=-1)
+    limits = {name: 4 * value for name, value in tolerance(here).items()}
+    torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
+
+
+@pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (33, 64, 32), (70, 128, 64)])
+def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: int) -> None:
+    """Some rows at a time, and of rows that begin inside a matrix."""
+    impl, _, dtype = kernels
+    x, weight, bias = drawn(kernels, 5, out_size, in_size, group)
+    with poisoned(impl):
+        assert expanded_rows(weight[7:30], dtype).equal(weight.expanded()[7:30].to(dtype))
+        found = int4_linear(x, weight, method="expand", scratch_bytes=16 * in_size * dtype.itemsize, impl=impl)
+        biased = int4_linear(x, weight, bias, method="expand", impl=impl)
+    expected = x.double() @ weight.expanded().to(dtype).double().T
+    torch.testing.assert_close(found.double(), expected, **tolerance(kernels))
+    torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(kernels))
+
+
+def test_rows_of_a_matrix_are_multiplied(kernels: Place) -> None:
+    x, weight, _ = drawn(kernels, 2, 48, 256, 64)
+    with poisoned(kernels[0]):
+        found = int4_linear(x, weight[8:40], impl=kernels[0])
+    expected = x.double() @ weight.expanded()[8:40].double().T
+    torch.testing.assert_close(found.double(), expected, **tolerance(kernels))
+
+
+def test_values_are_where_the_format_says() -> None:
+    """Written out by the definition in group_format.py."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(16, (3, 192), generator=generator, dtype=torch.uint8)
+    scales, zeros = torch.rand(3, 6, generator=generator), torch.randint(17, (3, 6), generator=generator)
+    weight = GroupScaled.allocate(3, 192, group=32, dtype=torch.float32, device=torch.device("cpu"))
+    weight.fill(values, scales, zeros)
+    for row in range(3):
+        for column in range(192):
+            pair, half, at = column // 64, column // 32 % 2, column % 32
+            assert int(weight.packed[row, pair * 32 + at]) >> 4 * half & 15 == int(values[row, column])
+            expected = (int(values[row, column]) - zeros[row, column // 32]) * scales[row, column // 32]
+            assert float(weight.expanded()[row, column]) == pytest.approx(float(expected))
+    assert weight[1:].expanded().equal(weight.expanded()[1:])
+    assert weight.nbytes == 3 * 96 + 2 * 6 * 3 * 4
+
+
+def test_groups_in_memory_divide_those_of_a_checkpoint() -> None:
+    assert group_in_memory(128, 4096) == 128
+    assert group_in_memory(4096, 4096) == 128  # a scale per row
+    assert group_in_memory(128, 4736, first_column=4736) == 128
+    assert group_in_memory(128, 1088, first_column=1088) == 64
+    assert group_in_memory(128, 80, first_column=80) is None
+
+
+def test_unsuitable_arguments_are_refused() -> None:
+    weight = draw_group_scaled(64, 128, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(ValueError, match="as long as those of weight"):
+        int4_linear(torch.zeros(2, 64), weight)
+    with pytest.raises(ValueError, match="an element for each row"):
+        int4_linear(torch.zeros(2, 128), weight, torch.zeros(63))

@@ -87,6 +87,10 @@ soak: setup ## random traffic with random faults for MINUTES, 60 unless given; S
 overload: setup ## 20 times more clients than slots: goodput, waits and Retry-After; about eight minutes
 	@$(FAULTS).overload $(ARGS)
 
+.PHONY: connections
+connections: setup ## 10,000 idle connections to each port of a pair while it serves requests; about a minute
+	@PDSERVE_IDLE_CONNECTIONS=10000 $(PYTEST) tests/cluster/test_attacks.py -k idle_connections $(ARGS)
+
 .PHONY: fuzz
 fuzz: setup ## random and broken input for MINUTES, 10 unless given; failures are kept in .hypothesis
 	@PDSERVE_FUZZ_MINUTES=$(or $(MINUTES),10) $(PYTEST) tests/fuzz $(ARGS)

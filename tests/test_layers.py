@@ -242,3 +242,20 @@ def test_a_top_level_folder_is_not_a_package_of_its_own(folder: str) -> None:
     link = ROOT / ".dev" / "pdserve" / folder
     assert link.is_symlink()
     assert link.readlink() == Path("../..") / folder
+
+
+def test_functions_do_not_decode_structs_by_type() -> None:
+    """msgspec crashes the process if two threads use a Struct type for the first time at once; a decoder that is built
+    on import prevents that. transfer/ and scheduler/ have threads.
+    """
+    found = []
+    for folder in ("transfer", "scheduler"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
+                    types = [keyword.value for keyword in node.keywords if keyword.arg == "type"]
+                    if any(
+                        name.id[:1].isupper() for kind in types for name in ast.walk(kind) if isinstance(name, ast.Name)
+                    ):
+                        found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []

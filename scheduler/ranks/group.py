@@ -266,6 +266,7 @@ class _Hub:
                 self._socket.bind(self.address)
             except zmq.ZMQError as error:
                 raise StartupError(f"dist_init_addr: cannot bind {self.address} for the ranks: {error}") from None
+        self._unknown_peers.port = int(self.address.rpartition(":")[2])
         self._thread = threading.Thread(target=self._run, name="rank-hub", daemon=True)
         self._thread.start()
 
@@ -308,12 +309,14 @@ class _Hub:
         poller.register(self._gate.socket, zmq.POLLIN)
         poller.register(self._monitor.socket, zmq.POLLIN)
         tick_at = 0.0
+        too_many_peers = False
         while True:
-            ready = dict(poller.poll(int(TICK_S * 1000)))
+            ready = dict(poller.poll(0 if too_many_peers else int(TICK_S * 1000)))
             if self._gate.socket in ready:
                 self._gate.answer_all()
             if self._monitor.socket in ready:
                 self._read_connections()
+            too_many_peers = self._unknown_peers.cut_excess()
             if self._wakeup.receiver in ready:
                 self._wakeup.drain()
             if not self._flush():

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +32,28 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 class Router:
     """A router process in front of one prefill server and several decode servers."""
 
-    def __init__(self, name: RouterName, prefill: Server, decodes: list[Server], log: Path) -> None:
-        self.port, self.metrics_port = free_port(), free_port()
-        command = [sys.executable, "-m", f"{name}.launch_router", "--pd-disaggregation", "--policy", "round_robin"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(self.metrics_port)]
+    def __init__(
+        self,
+        name: RouterName,
+        prefill: Server,
+        decodes: list[Server],
+        log: Path,
+        *,
+        host: str = "127.0.0.1",
+        launcher: Sequence[str] = (),
+    ) -> None:
+        """`launcher` is a command that runs the router's."""
+        self.host, self.port, self.metrics_port = host, free_port(), free_port()
+        command = [
+            *launcher,
+            sys.executable,
+            "-m",
+            f"{name}.launch_router",
+            "--pd-disaggregation",
+            "--policy",
+            "round_robin",
+        ]
+        command += ["--host", host, "--port", str(self.port), "--prometheus-port", str(self.metrics_port)]
         command += ["--prefill", prefill.url, str(prefill.bootstrap_port)]
         for decode in decodes:
             command += ["--decode", decode.url]
@@ -46,7 +64,7 @@ class Router:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def workers(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = HTTP.get(f"{self.url}/workers", timeout=5).json()["workers"]

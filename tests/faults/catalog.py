@@ -110,6 +110,7 @@ FAULTS = (
     Fault("reset_data", "data link reset", needs="link"),
     Fault("cut_both", "both links cut 2.5 s", needs="link", loses_peer=True),
     Fault("reset_both", "both links reset", needs="link"),
+    Fault("lossy_both", "both links delayed 50 ms, 10 % lost", needs="link", ends=UNHARMED),
     Fault("client_gone", "client gone", ends=frozenset({"200", "left"})),
     Fault("client_slow", "client reads slowly", ends=UNHARMED),
     Fault("fill_pools", "KV pools full", ends=UNHARMED),

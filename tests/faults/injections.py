@@ -22,12 +22,17 @@ LONG_STOP_S = 4.0
 CUT_S = 2.5
 SILENT_S = 3.0
 DELAY_S = 0.2
+LOSSY_DELAY_S, LOSS = 0.05, 0.1
 JUMP_S = 3600.0
 EXIT_S = 20.0
 """A server that has lost a process ends within this time; see docs/reliability.md for what is measured."""
 FILLERS = 6
 
 Injection = Iterator[None]
+
+
+class NothingToStrikeError(AssertionError):
+    """There is no connection to cut or reset at this moment."""
 
 
 def _pid(rig: "Rig", side: Side, process: str) -> int:
@@ -90,15 +95,22 @@ def _on_links(control: bool, data: bool, begin: str, lasts_s: float) -> Callable
         links = [*((rig.control,) if control else ()), *(rig.data_links() if data else ())]
         match begin:
             case "cut":
-                assert sum(link.cut() for link in links) > 0, "no connection was cut"
+                if not sum(link.cut() for link in links):
+                    for link in links:
+                        link.heal()
+                    raise NothingToStrikeError("no connection was cut")
             case "reset":
-                assert sum(link.reset() for link in links) > 0, "no connection was reset"
+                if not sum(link.reset() for link in links):
+                    raise NothingToStrikeError("no connection was reset")
             case "stall":
                 for link in links:
                     link.stalled = True
             case "delay":
                 for link in links:
                     link.delay_s = DELAY_S
+            case "lossy":
+                for link in links:
+                    link.delay_s, link.loss = LOSSY_DELAY_S, LOSS
         yield
         time.sleep(lasts_s)
         for link in links:
@@ -184,6 +196,7 @@ INJECTIONS: dict[str, Callable[["Rig", Side], Injection]] = {
     "reset_data": _on_links(False, True, "reset", 0.0),
     "cut_both": _on_links(True, True, "cut", CUT_S),
     "reset_both": _on_links(True, True, "reset", 0.0),
+    "lossy_both": _on_links(True, True, "lossy", 2.0),
     "client_gone": _client_gone,
     "client_slow": _client_slow,
     "fill_pools": _fill_pools,

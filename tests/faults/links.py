@@ -1,7 +1,8 @@
-"""Links between the servers that a test can cut, stall, delay and reset: the control link and the data link."""
+"""The control link and the data link between the servers. A test can cut, stall, delay and reset them and lose data."""
 
 import collections
 import os
+import random
 import selectors
 import socket
 import struct
@@ -15,6 +16,8 @@ from tests.transfer.mooncake.mooncake_proxy import MooncakeProxy
 
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with a time of 0: close() sends RST."""
+RETRANSMITTED_S = 0.2
+"""Linux's shortest time before it sends a segment again."""
 _PIECE_BYTES = 65536
 _TICK_S = 0.01
 
@@ -38,6 +41,8 @@ class Link:
         self._listener = listener or socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.delay_s = 0.0
+        self.loss = 0.0
+        """The fraction of pieces that arrive RETRANSMITTED_S late, with all that follows: TCP repeats what is lost."""
         self.stalled = False
         """Connections stay open, and no byte is passed on."""
         self.refusing = False
@@ -45,6 +50,7 @@ class Link:
         self.held_bytes = 0
         """Bytes that arrived while the link was stalled."""
         self.connections = 0
+        self._draw = random.Random(0)
         self._streams: dict[socket.socket, _Stream] = {}
         """By the socket that is read."""
         self._selector = selectors.DefaultSelector()
@@ -74,7 +80,7 @@ class Link:
         return self._close_connections(with_reset=True)
 
     def heal(self) -> None:
-        self.refusing, self.stalled, self.delay_s = False, False, 0.0
+        self.refusing, self.stalled, self.delay_s, self.loss = False, False, 0.0, 0.0
 
     def _close_connections(self, *, with_reset: bool) -> int:
         counts: list[int] = []
@@ -141,7 +147,8 @@ class Link:
             return
         if self.stalled:
             self.held_bytes += len(data)
-        stream.pieces.append((time.monotonic() + self.delay_s, data))
+        late_s = RETRANSMITTED_S if self._draw.random() < self.loss else 0.0
+        stream.pieces.append((time.monotonic() + self.delay_s + late_s, data))
 
     def _pass_on(self) -> None:
         now = time.monotonic()

@@ -1,7 +1,8 @@
 """Hosts in network namespaces, connected by a router in which a test cuts links, one direction or single ports.
 
-Each host has its own namespace, an address of its own, and loopback. Needs root and network namespaces. The kernel of
-the test machine may lack netem, so delays and losses are tested with proxies (`links.py`).
+Each host has its own namespace, an address of its own, and loopback. Needs root and network namespaces. Delay needs
+netem, which the kernel of the test machine may lack, and loss needs netem or iptables. The TCP proxy in `links.py` has
+both.
 """
 
 import contextlib
@@ -21,8 +22,12 @@ _RULE_PRIORITY = "100"
 T = TypeVar("T")
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def _netem_options(delay_ms: float, loss: float) -> tuple[str, ...]:
+    return ("delay", f"{delay_ms:g}ms", "loss", f"{100 * loss:g}%")
 
 
 def why_unavailable() -> str | None:
@@ -38,6 +43,34 @@ def why_unavailable() -> str | None:
     return None
 
 
+def why_no_netem() -> str | None:
+    """Why packets cannot be delayed here; None if they can."""
+    return _try_in_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+
+
+def why_no_iptables() -> str | None:
+    """Why iptables cannot drop random packets here; None if it can."""
+    return _try_in_namespace("iptables", "-A", "FORWARD", *_drop_randomly(0.1))
+
+
+def _drop_randomly(fraction: float) -> tuple[str, ...]:
+    return ("-m", "statistic", "--mode", "random", "--probability", f"{fraction:g}", "-j", "DROP")
+
+
+def _try_in_namespace(*command: str) -> str | None:
+    if (reason := why_unavailable()) is not None:
+        return reason
+    name = f"pdserve-{secrets.token_hex(4)}"
+    _ip("netns", "add", name)
+    try:
+        _ip("netns", "exec", name, *command)
+    except subprocess.CalledProcessError as error:
+        return str(error.stderr).strip()
+    finally:
+        _ip("netns", "del", name)
+    return None
+
+
 def enter(name: str) -> None:
     """Move the calling thread into a namespace; processes that it starts are in it too."""
     with Path(f"/run/netns/{name}").open() as file:
@@ -50,7 +83,7 @@ class Network:
 
     def __init__(self, *hosts: str) -> None:
         self._prefix = f"pdserve-{secrets.token_hex(4)}"
-        self._router = f"{self._prefix}-router"
+        self._router = f"{self._prefix}-net"
         self._hosts = hosts
         self._stack = ExitStack()
 
@@ -59,7 +92,7 @@ class Network:
             self._add_namespace(self._router, stack)
             for host in self._hosts:
                 self._add_host(host, stack)
-            _ip("netns", "exec", self._router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+            self._in_router("sysctl", "-qw", "net.ipv4.ip_forward=1")
             self._stack = stack.pop_all()
         return self
 
@@ -105,6 +138,31 @@ class Network:
         """No packet to or from these TCP ports passes: a port, or a range as in 15000-17000."""
         with self._dropping("ipproto", "tcp", "dport", ports), self._dropping("ipproto", "tcp", "sport", ports):
             yield
+
+    @contextlib.contextmanager
+    def netem(self, delay_ms: float, loss: float) -> Iterator[None]:
+        """Delay all packets to and from all hosts in the router, and lose this fraction of them."""
+        ports = [f"port{number}" for number in range(len(self._hosts))]
+        for port in ports:
+            self._in_router("tc", "qdisc", "add", "dev", port, "root", "netem", *_netem_options(delay_ms, loss))
+        try:
+            yield
+        finally:
+            for port in ports:
+                self._in_router("tc", "qdisc", "del", "dev", port, "root")
+
+    @contextlib.contextmanager
+    def losing(self, fraction: float) -> Iterator[Callable[[], int]]:
+        """Lose this fraction of all packets in the router, with iptables; yields a function that counts them."""
+        rule = ("FORWARD", *_drop_randomly(fraction))
+        self._in_router("iptables", "-A", *rule)
+        try:
+            yield lambda: int(self._in_router("iptables", "-vnxL", "FORWARD").splitlines()[2].split()[0])
+        finally:
+            self._in_router("iptables", "-D", *rule)
+
+    def _in_router(self, *command: str) -> str:
+        return _ip("netns", "exec", self._router, *command)
 
     @contextlib.contextmanager
     def _dropping(self, *what: str) -> Iterator[None]:

@@ -25,6 +25,8 @@ answers, and from the end of the fault until all pages are free."""
 LOADED = 4.0
 """The asserted bounds are this many times longer: test machines are busy."""
 RETRACTION_ATTEMPTS = 3
+RETRACTION_S = 25.0
+"""On a busy machine the requests that take the pages need more than ten seconds."""
 PRESSURE_TOKENS = 360
 """With its prompt of 140 tokens, such a request alone takes almost the whole pool of decode."""
 PREFILL_TOKENS = 160
@@ -199,7 +201,7 @@ class Rig:
                 self._pressing.append(pressure)
             self.victim = StreamClient(decode, self._long.prompt, self._long.new_tokens)
             with contextlib.suppress(AssertionError):
-                self.hooks.leader("decode").expect("hit", "retracted", 10.0)
+                self.hooks.leader("decode").expect("hit", "retracted", RETRACTION_S)
                 return
             for client in (self.victim, *self._pressing):
                 client.leave()

@@ -23,7 +23,7 @@ import httpx
 
 from tests.cluster.servers import HTTP, body
 from tests.faults.catalog import CONFIGS, FAULTS, Fault, Side
-from tests.faults.injections import INJECTIONS
+from tests.faults.injections import INJECTIONS, NothingToStrikeError
 from tests.faults.rig import Rig
 
 CLIENTS = 6
@@ -198,6 +198,7 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
     growth = Growth(rig)
     clients = [Traffic(rig, seed, number, stopping) for number in range(CLIENTS)]
     struck: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
     ends_at = time.monotonic() + seconds
     try:
         for strike in strikes(seed, rig):
@@ -211,14 +212,21 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
             if verbose:
                 print(f"{seconds - (ends_at - time.monotonic()):6.1f} s: {strike.fault.label}", flush=True)
             rig.begin_log()
-            for _ in INJECTIONS[strike.fault.name](rig, strike.fault.side or "decode"):
-                pass
-            struck[strike.fault.label] += 1
+            try:
+                for _ in INJECTIONS[strike.fault.name](rig, strike.fault.side or "decode"):
+                    pass
+            except NothingToStrikeError:  # the data link of a server that has just started
+                struck["without effect"] += 1
+            except Exception as error:  # the report has it, with all that was measured before
+                wrong.append(f"{strike.fault.label}: {type(error).__name__}: {error}")
+                break
+            else:
+                struck[strike.fault.label] += 1
     finally:
         stopping.set()
     for client in clients:
         client.join(3 * ANSWERED_S)
-    wrong = [sentence for client in clients for sentence in client.wrong]
+    wrong += [sentence for client in clients for sentence in client.wrong]
     wrong += ["a client has no answer" for client in clients if client.is_alive()]
     try:
         rig.check_after()

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.cluster.servers import REPOSITORY
 from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, Fault, State, cells, missing_because
+from tests.faults.namespaces import why_no_iptables, why_no_netem, why_unavailable
 from tests.faults.rig import Rig
 
 DOCUMENT = REPOSITORY / "docs" / "reliability.md"
@@ -53,7 +54,10 @@ def run_cell(rig: Rig, cell: Cell) -> dict[str, Any]:
     try:
         result = dataclasses.asdict(rig.run(cell))
     except Exception as error:  # of any part of the harness: the next cell runs anyway
-        result = {"problem": f"{type(error).__name__}: {error}"[:2000]}
+        text = f"{type(error).__name__}: {error}"
+        result = {
+            "problem": text if len(text) < 3000 else f"{text[:500]} ... {text[-2500:]}"
+        }  # a log ends with its cause
     return {**result, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -141,6 +145,13 @@ def structure(text: str) -> list[list[str]]:
     return found
 
 
+def network_tools() -> str:
+    """Which of the network tests in `test_namespaces.py` run on this machine."""
+    tools = {"namespaces": why_unavailable(), "netem": why_no_netem(), "iptables": why_no_iptables()}
+    found = [f"{name}: {'yes' if reason is None else f'no ({reason})'}" for name, reason in tools.items()]
+    return ", ".join(found) + " (tests/faults/test_namespaces.py)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["run", "print", "write"])
@@ -151,6 +162,7 @@ def main() -> int:
     options.results.parent.mkdir(exist_ok=True)
     failures = 0
     if options.command == "run":
+        print(f"links are TCP proxies; {network_tools()}", flush=True)
         configs = [config for config in CONFIGS if options.config is None or config.name in options.config]
         failures = run(configs, options.words, options.results)
     results = read_results(options.results)

@@ -1,6 +1,8 @@
-"""Prefill, decode and the client each in a network namespace of its own: the network between them fails and heals.
+"""Prefill, decode, a router and the client each in a network namespace of its own: the network between them fails and
+heals.
 
-Where there are no namespaces, the faults of links in `test_fault_cells.py`, with proxies, are all that is tested.
+Where namespaces, netem or iptables are missing, the tests that need them are skipped with the reason. The faults of
+links in `test_fault_cells.py`, delay and loss among them, use TCP proxies and run everywhere.
 """
 
 import secrets
@@ -14,8 +16,9 @@ import pytest
 
 from tests.checkpoints import load_reference, make_checkpoint, reference_greedy
 from tests.cluster.forkserver import NETNS_VARIABLE
-from tests.cluster.servers import Cluster, Server, cluster, wait_until
-from tests.faults.namespaces import Network, why_unavailable
+from tests.cluster.servers import Cluster, Server, body, cluster, wait_until
+from tests.cluster.test_routers import Router
+from tests.faults.namespaces import Network, why_no_iptables, why_no_netem, why_unavailable
 
 PROMPT = [(3 + 7 * index) % 251 for index in range(97)]
 NEW_TOKENS = 16
@@ -61,7 +64,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces here ({reason}): links are tested with proxies only")
     directory = tmp_path_factory.mktemp("namespaces")
     model = make_checkpoint(directory / "model", "llama", max_position_embeddings=512)
-    with Network("prefill", "decode", "client") as network, cluster(directory) as servers:
+    with Network("prefill", "decode", "client", "router") as network, cluster(directory) as servers:
         key = secrets.token_hex(32)
 
         def env(host: str) -> dict[str, str]:
@@ -76,6 +79,24 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         started = Hosts(network, servers, model, prefill, decode, expected)
         started.check_healed()
         yield started
+
+
+@pytest.fixture(scope="module")
+def router(hosts: Hosts) -> Iterator[Router]:
+    network = hosts.network
+    started = Router(
+        "sglang_router",
+        hosts.prefill,
+        [hosts.decode],
+        hosts.servers.directory / "router.log",
+        host=network.address("router"),
+        launcher=("ip", "netns", "exec", network.name("router")),
+    )
+    try:
+        network.call("client", started.wait_ready)
+        yield started
+    finally:
+        started.close()
 
 
 FAULTS: dict[str, Callable[[Hosts], AbstractContextManager[None]]] = {
@@ -105,6 +126,45 @@ def test_client_that_was_cut_off_gets_its_answer(hosts: Hosts) -> None:
             with pytest.raises(TimeoutError):
                 answer.result(1.0)
         assert answer.result(4 * LOST_S) == 200
+    hosts.check_healed()
+
+
+def test_router_that_was_cut_off_serves_again(hosts: Hosts, router: Router) -> None:
+    network = hosts.network
+
+    def through_router() -> int:
+        response, _ = network.call("client", lambda: router.post("/generate", body(PROMPT, NEW_TOKENS)))
+        assert response.status_code != 200 or response.json()["output_ids"] == hosts.expected
+        return response.status_code
+
+    assert through_router() == 200
+    with ThreadPoolExecutor(1) as pool:
+        with network.one_way("decode", "router"):
+            response = pool.submit(through_router)
+            with pytest.raises(TimeoutError):
+                response.result(1.0)
+            assert hosts.generate() == 200, "a request that does not need the router"
+        assert response.result(4 * LOST_S) in (200, 502, 503)
+    wait_until(lambda: through_router() == 200, 4 * LOST_S, "requests through the router")
+    hosts.check_healed()
+
+
+@pytest.mark.parametrize("means", ["netem", "iptables"])
+def test_requests_are_answered_despite_delay_and_loss(hosts: Hosts, means: str) -> None:
+    """netem delays and loses packets, iptables only loses them."""
+    reason = why_no_netem() if means == "netem" else why_no_iptables()
+    if reason is not None:
+        pytest.skip(f"no {means} here: {reason}")
+    statuses: list[int] = []
+    if means == "netem":
+        with hosts.network.netem(delay_ms=20, loss=0.02):
+            statuses += [hosts.generate() for _ in range(5)]
+    else:
+        with hosts.network.losing(0.02) as lost:
+            while lost() < 5 and len(statuses) < 50:
+                statuses.append(hosts.generate())
+            assert lost() >= 5
+    assert 200 in statuses
     hosts.check_healed()
 
 

@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import random
+import secrets
 import socket as sockets
 import threading
 import time
@@ -115,7 +116,6 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         self._allowed_hosts = allowed_hosts
         self._unpaired_s = unpaired_s
         self._endpoints: dict[str, _Endpoint] = {}
-        self._attempts = 0
         self._reachability = Reachability()
 
     def connect(self, endpoint: str, *, client: str | None = None) -> None:
@@ -217,7 +217,6 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
             self._end_attempt(endpoint, f"cannot connect to {endpoint.name}: {error}", now)
 
     def _connect(self, endpoint: _Endpoint, address: str, now: float) -> None:
-        self._attempts += 1
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         endpoint.socket = socket
         endpoint.address = address
@@ -226,7 +225,8 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         # One socket per attempt: ZMQ must not reconnect by itself. Not -1, which disables reconnection but also makes
         # ZMQ drop received, unread messages when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, ZMQ_RECONNECT_MS)
-        socket.setsockopt(zmq.ROUTING_ID, f"{self._me.instance[:64]}#{self._attempts}".encode())
+        # Random: prefill ignores a connection whose routing id another one has, so no other process may guess it.
+        socket.setsockopt(zmq.ROUTING_ID, f"{self._me.instance[:64]}#{secrets.token_hex(8)}".encode())
         if ":" in address:
             socket.setsockopt(zmq.IPV6, 1)
             address = f"[{address}]"

@@ -9,7 +9,8 @@ How two servers pair, on every connection (one ZMQ connection = one Session = on
 
 A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
 for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
-the connection.
+the connection. While an instance sends on one connection, prefill does not pair with it on another one: that would be a
+replay of its messages.
 
 Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
 counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process
@@ -127,7 +128,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             self._turn()
 
     def _turn(self) -> None:
-        ready = dict(self._poller.poll(max(1, int(self.timing.tick_s * 1000))))
+        ready = dict(self._poller.poll(0 if self._soon else max(1, int(self.timing.tick_s * 1000))))
         now = self._clock()
         self._exclude_own_absence(now)
         self._turned_at = now

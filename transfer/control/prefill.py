@@ -1,5 +1,6 @@
 """The control port of a prefill server: one ROUTER, any number of decode servers."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,8 @@ _MONITORED = (
 )
 MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
 """The largest message of a decode server: a message and its two arrays."""
+EVENTS_PER_TURN = 1024
+"""Connection events read before messages are read and heartbeats are sent: thousands of peers may connect at once."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 
 
@@ -59,9 +62,9 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._routes: dict[bytes, _Route] = {}
         self._route_of_fd: dict[int, _Route] = {}
         self._connections = UnknownPeers(MAX_MESSAGE_BYTES, self._report_cut)
+        self._limits_at = clock()
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._configure(self._router)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = ClientGate(self._context, keys)
         self._gate.protect(self._router)
@@ -71,6 +74,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._poller.register(self._router, zmq.POLLIN)
         try:
             self.port = bind_tcp(self._router, bind_host, port, "bootstrap port", "--bootstrap-port")
+            self._connections.port = self.port
         except BaseException:
             self._release()
             raise
@@ -84,7 +88,8 @@ class PrefillControl(PeerControl[_Route, Hello]):
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
         if self._gate.socket in ready:
             self._gate.answer_all()
-        self._read_connections()
+        self._read_connections(EVENTS_PER_TURN)
+        self._soon = self._connections.cut_excess()
         for _ in range(MESSAGES_PER_TURN):
             frames = self._receive_frames(self._router)
             if frames is None:
@@ -113,9 +118,12 @@ class PrefillControl(PeerControl[_Route, Hello]):
             route = _Route(address, routing_id.bytes, fd, resend_after_s=self.timing.resend_after_s, now=now)
         return route
 
-    def _read_connections(self) -> None:
-        while (event := self._monitor.read()) is not None:
-            match event:
+    def _read_connections(self, limit: int | None = None) -> None:
+        """Read all connection events, or `limit` of them: the poller reports the rest in the next iteration."""
+        for _ in itertools.count() if limit is None else range(limit):
+            match self._monitor.read():
+                case None:
+                    return
                 case (zmq.EVENT_ACCEPTED, fd):
                     self._connections.accepted(fd)
                 case (zmq.EVENT_DISCONNECTED, fd):
@@ -137,8 +145,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
             case SessionState.PAIRED:
                 return True
             case SessionState.MEETING:
-                self._pair(session, now)
-                return True
+                return self._pair(session, now)
             case _:
                 self._counts["unknown_peer"] += 1
                 self._reply(session, Refused("unknown_peer", "this server has no session for this peer: send Hello"))
@@ -177,15 +184,23 @@ class PrefillControl(PeerControl[_Route, Hello]):
         route.state = SessionState.MEETING
         self._reply(route, self._me)
 
-    def _pair(self, route: _Route, now: float) -> None:
-        """Decode has received our Welcome and uses this connection."""
+    def _pair(self, route: _Route, now: float) -> bool:
+        """Decode has received our Welcome and uses this connection. Returns False if the instance still sends on
+        another one: a process that repeats recorded messages must not end that pair. If it was decode that connected
+        again, the other connection is silent soon, and decode repeats what was not acknowledged.
+        """
         assert route.instance is not None
         previous = self._session_of.get(route.instance)
         if previous is not None and previous is not route:
+            if now - previous.heard_at < self.timing.silent_s:
+                self._counts["unknown_peer"] += 1
+                self._noise.warning("ignoring a second connection of decode %s: its first one is in use", route)
+                return False
             self._forget(previous, "it connected again")
         self._connections.introduced(route.fd)
         route.heartbeat_at = now
         self._set_paired(route, endpoint=None)
+        return True
 
     def _report_refused(self, session: _Route, reason: str) -> None:
         self._counts["refused"] += 1
@@ -199,9 +214,11 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._route_of_fd.pop(route.fd, None)
         self._end(route, reason)
 
-    def _tick(self, now: float) -> None:  # noqa: ARG002
+    def _tick(self, now: float) -> None:
         """Prefill only answers: decode repeats Hello."""
-        self._connections.enforce_limits()
+        if now >= self._limits_at:
+            self._limits_at = now + self.timing.tick_s
+            self._connections.enforce_limits()
 
     def _report_cut(self, reason: str) -> None:
         self._counts["connections_cut"] += 1

@@ -26,6 +26,11 @@ class Timing:
         return min(self.heartbeat_interval_s, self.peer_timeout_s / 4) / 4
 
     @property
+    def silent_s(self) -> float:
+        """A connection of a living peer is not silent for so long: two heartbeats are missing."""
+        return min(2.5 * self.heartbeat_interval_s, self.peer_timeout_s)
+
+    @property
     def resend_after_s(self) -> float:
         """Well above the heartbeat interval: an acknowledgement may come with the next heartbeat."""
         return max(1.0, 2.5 * self.heartbeat_interval_s)

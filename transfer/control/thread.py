@@ -86,6 +86,8 @@ class Control(ABC):
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{role}-control", daemon=True)
         self._turned_at = clock()
+        self._soon = False
+        """Work is left that the poller does not report: the next iteration does not sleep."""
         self._counts = dict.fromkeys(COUNTERS, 0)
         self._snapshot: list[PeerSnapshot] = []
         self._warned: set[tuple[str, str]] = set()

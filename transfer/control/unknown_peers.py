@@ -6,24 +6,28 @@ port can send these: with a cluster key only during the handshake, without one a
 received on each connection, and libzmq treats a connection that we shut down as closed by the peer.
 """
 
+import itertools
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from ..tcp_info import NO_LINGER, borrowed_socket, tcp_counters
+from ..tcp_info import NO_LINGER, borrowed_socket, received_bytes
 
 MAX_UNKNOWN_PEERS: Final = 512
 """Connections without an introduction; a new one closes the oldest."""
 UNKNOWN_PEER_BYTES: Final = 1 << 20
 """Limit of bytes from an unknown peer. An introduction has some kilobytes."""
+CUTS_PER_CALL: Final = 64
+"""Connections that one call of `cut_excess()` closes: its thread has other work."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    addresses: tuple[Any, Any]  # whatever the address family has
-    known: bool = False
+    inode: int | None
+    """Identifies the socket, because its descriptor may be reused; None if it was closed before it was read."""
     message_read: bool = False
     """A complete message was read since the last check."""
     counted_from: int = 0
@@ -40,61 +44,76 @@ class UnknownPeers:
     def __init__(self, message_bytes: int | None, on_cut: Callable[[str], None]) -> None:
         self._message_bytes = message_bytes
         self._on_cut = on_cut
-        self._connections: dict[int, _Connection] = {}
+        self.port: int | None = None
+        """The bound port, once it is known. Only its connections are cut: events may be read late, and a descriptor may
+        then belong to another socket of this process.
+        """
+        self._unknown: dict[int, _Connection] = {}
+        """Oldest first."""
+        self._known: dict[int, _Connection] = {}
 
     def __contains__(self, fd: int) -> bool:
-        return fd in self._connections
+        return fd in self._unknown or fd in self._known
 
     def accepted(self, fd: int) -> None:
-        """A new connection was accepted."""
+        """A new connection was accepted. Call `cut_excess()` after all pending events are read."""
+        self.closed(fd)
         try:
-            with borrowed_socket(fd) as connection:
-                addresses = _addresses(connection)
+            inode = os.fstat(fd).st_ino
         except OSError:  # already closed: EVENT_DISCONNECTED follows
-            addresses = (None, None)
-        self._connections[fd] = _Connection(addresses)
-        unknown = [fd for fd, connection in self._connections.items() if not connection.known]
-        for oldest in unknown[:-MAX_UNKNOWN_PEERS]:
-            self._cut(oldest, f"more than {MAX_UNKNOWN_PEERS} connections have sent no introduction")
+            inode = None
+        self._unknown[fd] = _Connection(inode)
 
     def closed(self, fd: int) -> None:
-        self._connections.pop(fd, None)
+        self._unknown.pop(fd, None)
+        self._known.pop(fd, None)
 
     def introduced(self, fd: int) -> None:
         """The peer of this connection is known from now on."""
-        if self._message_bytes is None:
-            self.closed(fd)
-        elif fd in self._connections:
-            self._connections[fd].known = True
+        connection = self._unknown.pop(fd, None)
+        if connection is not None and self._message_bytes is not None:
+            self._known[fd] = connection
 
     def message_read(self, fd: int) -> None:
         """A complete message of this connection was read."""
-        if fd in self._connections:
-            self._connections[fd].message_read = True
+        if fd in self._known:
+            self._known[fd].message_read = True
+
+    def cut_excess(self) -> bool:
+        """Close the oldest of too many unknown connections, CUTS_PER_CALL at most. Returns whether some are left."""
+        excess = len(self._unknown) - MAX_UNKNOWN_PEERS
+        for fd in list(itertools.islice(self._unknown, max(0, min(excess, CUTS_PER_CALL)))):
+            self._cut(fd, f"more than {MAX_UNKNOWN_PEERS} connections have sent no introduction")
+        return excess > CUTS_PER_CALL
 
     def enforce_limits(self) -> None:
         """Close the connections that have sent too much. Call this a few times per second."""
-        for fd, connection in list(self._connections.items()):
-            with suppress(OSError), borrowed_socket(fd) as borrowed:  # it may be closed already
-                if _addresses(borrowed) != connection.addresses:
-                    continue  # the descriptor was reused
-                received = tcp_counters(borrowed).received
-                if connection.known and connection.message_read:
-                    connection.message_read, connection.counted_from = False, received
-                limit = self._message_bytes if connection.known and self._message_bytes else UNKNOWN_PEER_BYTES
-                if received - connection.counted_from > limit:
-                    what = "in an unfinished message" if connection.known else "without an introduction"
-                    self._cut(fd, f"it has sent more than {limit} bytes {what}")
+        for fd, connection in list(self._unknown.items()):
+            if self._received(fd, connection) > UNKNOWN_PEER_BYTES:
+                self._cut(fd, f"it has sent more than {UNKNOWN_PEER_BYTES} bytes without an introduction")
+        for fd, connection in list(self._known.items()):
+            assert self._message_bytes is not None
+            received = self._received(fd, connection)
+            if connection.message_read:
+                connection.message_read, connection.counted_from = False, received
+            if received - connection.counted_from > self._message_bytes:
+                self._cut(fd, f"it has sent more than {self._message_bytes} bytes in an unfinished message")
+
+    @staticmethod
+    def _received(fd: int, connection: _Connection) -> int:
+        """Bytes received; 0 if the connection is closed or its descriptor was reused."""
+        with suppress(OSError):
+            if os.fstat(fd).st_ino == connection.inode:
+                return received_bytes(fd)
+        return 0
 
     def _cut(self, fd: int, reason: str) -> None:
-        connection = self._connections.pop(fd)
+        connection = self._unknown.pop(fd, None) or self._known.pop(fd)
         with suppress(OSError), borrowed_socket(fd) as borrowed:
-            if _addresses(borrowed) == connection.addresses:
+            same = os.fstat(borrowed.fileno()).st_ino == connection.inode
+            if same and self.port in (None, borrowed.getsockname()[1]):
+                host = borrowed.getpeername()[0]
                 # libzmq sees the end of the stream and closes it, which resets the connection
                 borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
                 borrowed.shutdown(socket.SHUT_RDWR)
-                self._on_cut(f"{connection.addresses[1][0]}: {reason}")
-
-
-def _addresses(connection: socket.socket) -> tuple[Any, Any]:
-    return connection.getsockname(), connection.getpeername()
+                self._on_cut(f"{host}: {reason}")

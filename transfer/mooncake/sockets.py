@@ -51,6 +51,11 @@ class EngineDescription(msgspec.Struct, frozen=True):
         )
 
 
+_description = msgspec.json.Decoder(EngineDescription)
+"""Built on import: senders call `describe_engine` on their own threads, and msgspec crashes the process if two threads
+use a Struct type for the first time at once."""
+
+
 def describe_engine(session: str, timeout_s: float) -> EngineDescription:
     """Ask the engine at `session` (HOST:PORT) for its description, within `timeout_s` overall.
 
@@ -67,7 +72,7 @@ def describe_engine(session: str, timeout_s: float) -> EngineDescription:
             if kind != _DESCRIBE or not 1 < length <= _REPLY_LIMIT_BYTES:
                 raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake")
             body = _receive(connection, length - 1, deadline)
-        return msgspec.json.decode(body, type=EngineDescription)
+        return _description.decode(body)
     except TimeoutError as error:
         raise PeerUnreachableError(f"decode {session} does not answer (waited {timeout_s:g} s)") from error
     except ConnectionRefusedError as error:

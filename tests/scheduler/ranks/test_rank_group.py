@@ -109,6 +109,18 @@ def test_connections_without_the_key_are_refused_and_cost_no_memory() -> None:
     hub.close()
 
 
+def test_too_many_connections_without_the_key_close_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.CUTS_PER_CALL", 3)
+    hub = Hub()
+    port = int(hub.hub.address.rpartition(":")[2])
+    with ExitStack() as stack:
+        peers = [stack.enter_context(ZmtpPeer(port, mechanism="CURVE")) for _ in range(20)]
+        wait_until(lambda: all(peer.cut() for peer in peers[:16]), 10, "the oldest are closed")
+        assert not any(peer.cut() for peer in peers[16:])
+    hub.close()
+
+
 def test_messages_that_are_not_reports_are_ignored(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     hub = Hub()
     stranger = connect(hub, b"rank-3")

@@ -21,6 +21,8 @@ class TcpProxy:
         self.piece_bytes = 65536
         self.both_ends = True
         """Whether prefill's end is closed together with decode's end of a connection."""
+        self.sent_by_decode = bytearray()
+        """Bytes of all connections, from decode to prefill."""
         self._near: list[socket.socket] = []
         self._far: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -74,6 +76,8 @@ class TcpProxy:
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(self.piece_bytes):
+                if sink in self._far:
+                    self.sent_by_decode += data
                 self.flows.wait()
                 time.sleep(self.delay_s)
                 sink.sendall(data)

@@ -1,6 +1,7 @@
 """A client without the cluster key cannot disturb the users of the control port."""
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control.events import MessageReceived, PeerLost, PeerUp
-from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES
+from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES, UnknownPeers
 from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Refused
 from tests.transfer.control.test_control import Cluster, RawPeer, eventually, hello, key
 from tests.transfer.control.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
@@ -80,6 +81,71 @@ def test_decode_server_pairs_despite_too_many_connections(cluster: Cluster, monk
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
         above.wait(MessageReceived)
     assert below.of(PeerLost) == above.of(PeerLost) == []
+
+
+def test_excess_connections_are_cut_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that cuts them has heartbeats to send."""
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.CUTS_PER_CALL", 3)
+    cuts: list[str] = []
+    peers = UnknownPeers(None, cuts.append)
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        accepted = []
+        for _ in range(9):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+            accepted.append(stack.enter_context(listener.accept()[0]))
+            peers.accepted(accepted[-1].fileno())
+        assert cuts == []
+        assert [(peers.cut_excess(), len(cuts)) for _ in range(3)] == [(True, 3), (False, 5), (False, 5)]
+        assert [connection.fileno() in peers for connection in accepted] == [False] * 5 + [True] * 4
+        assert [connection.recv(1) for connection in accepted[:5]] == [b""] * 5, "the oldest were shut down"
+
+
+def test_descriptor_that_another_file_has_now_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 0)
+    cuts: list[str] = []
+    peers = UnknownPeers(None, cuts.append)
+    first, other = socket.socketpair()
+    second, another = socket.socketpair()
+    with first, other, second, another:
+        peers.accepted(first.fileno())
+        os.dup2(second.fileno(), first.fileno())
+        assert not peers.cut_excess()
+        another.sendall(b"x")
+        assert first.recv(1) == b"x"
+    assert cuts == []
+
+
+def test_connections_of_other_ports_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that is read late may name the descriptor of another socket."""
+    monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 0)
+    cuts: list[str] = []
+    peers = UnknownPeers(None, cuts.append)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        peers.port = listener.getsockname()[1]
+        with listener.accept()[0] as accepted:
+            for descriptor in (client.fileno(), accepted.fileno()):
+                peers.accepted(descriptor)
+            peers.cut_excess()
+            assert len(cuts) == 1
+            with pytest.raises(BrokenPipeError):
+                accepted.send(b"x")
+
+
+def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every message: a check reads the counters of all connections."""
+    now = [0.0]
+    server, _ = cluster.prefill(clock=lambda: now[0])
+    checks: list[None] = []
+    monkeypatch.setattr(server._connections, "enforce_limits", lambda: checks.append(None))
+    with RawPeer(server.port) as peer:
+        for _ in range(20):
+            peer.say(hello("d1", fingerprint="another model"))
+            assert isinstance(peer.receive(), Refused)
+        assert len(checks) <= 1
+        now[0] += server.timing.tick_s
+        eventually(lambda: bool(checks))
 
 
 def test_known_peer_may_send_more_than_an_unknown_one(cluster: Cluster) -> None:

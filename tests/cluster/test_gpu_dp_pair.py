@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster
-from tests.cluster.test_dp_pair import DP2, HISPARSE, HISPARSE_TOKENS, PAGE
+from tests.cluster.test_dp_pair import DP2, HISPARSE, HISPARSE_TOKENS, LAYERS, PAGE
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,8 @@ class Source(NamedTuple):
 
 @pytest.fixture(scope="module", params=[(), DP2], ids=["plain prefill", "data-parallel prefill"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    model = make_dsa_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v32", index_topk=16)
+    folder = tmp_path_factory.mktemp("model")
+    model = make_dsa_checkpoint(folder, "deepseek_v32", index_topk=16, num_hidden_layers=LAYERS)
     with cluster(tmp_path_factory.mktemp("logs")) as servers:
         prefill = servers.add("prefill", model, *FLAGS, *request.param, *PREFILL)
         draw = random.Random(3)

@@ -91,9 +91,7 @@ class Vocabulary:
         return tokens
 
     def _tokenize(self, text: bytes) -> list[int]:
-        """Where the tokenizer changes the text, such as one that begins every text with a space, greedy matching
-        replaces it.
-        """
+        """By the tokenizer, or by greedy matching if the tokenizer changes the text: some put a space before it."""
         tokens = self._encode(text.decode(errors="replace"))
         return tokens if b"".join(self.tokens[token] for token in tokens) == text else self._match_greedily(text)
 

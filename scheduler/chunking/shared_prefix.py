@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...configs.arithmetic import round_up
+from ...memory.prefix_cache import common_prefix
 
 LEAST_TOKENS = 64
 """A prompt does not wait for fewer shared tokens: on a GPU, a further step costs more than to compute them."""
@@ -29,7 +30,7 @@ class PrefixInProgress:
 
 
 class AwaitedPrefix(NamedTuple):
-    """The tokens before `end` that a prompt shares with one that is being computed."""
+    """A prompt has its tokens [0, end) in common with the prompt of `leader`, which computes them."""
 
     leader: PrefixInProgress
     end: int
@@ -81,7 +82,7 @@ class PrefixesInProgress:
         leader = self._leaders.get((cached, self._page(tokens, cached)))
         if leader is None or leader.priority < priority:
             return None
-        end = _common(leader.tokens, tokens, most) // self._page_size * self._page_size
+        end = common_prefix(leader.tokens, tokens, most) // self._page_size * self._page_size
         shared = end - cached
         left = len(leader.tokens) - leader.computed
         meanwhile = min(left, round_up(end - leader.computed, self._step_tokens))
@@ -101,15 +102,3 @@ class PrefixesInProgress:
 
     def _page(self, tokens: Sequence[int], start: int) -> tuple[int, ...]:
         return tuple(tokens[start : start + self._page_size])
-
-
-def _common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Length of the common prefix, `most` at most. Compares slices, which is faster than tokens one by one."""
-    low, high = 0, min(len(first), len(second), most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -85,7 +85,7 @@ def test_prompt_frees_pages_while_it_is_computed(local: bool) -> None:
 
 
 def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
-    """A longer prompt is refused. Requests of the longest ones may grow beyond that length and are not computed again."""
+    """A longer prompt is refused. Requests of the longest ones may grow beyond that and are not computed again."""
     simulator = Simulator(window=WINDOW, prefill_window=WINDOW, local_prefill="always", retract_pages=0, endpoints=())
     most = (PAGES - MOST + 1) * PAGE_SIZE
     too_long, *rids = (simulator.ask_for(tuple(range(tokens)), new=90) for tokens in (most + 1, most, 2, 3, 4))

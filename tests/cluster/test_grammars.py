@@ -22,7 +22,7 @@ from tests.random_schemas import random_schema
 
 COUNT = int(os.environ.get("PDSERVE_SCHEMAS", "0"))
 """Schemas in each setting; 0: the few of the test."""
-SCHEMAS = [random_schema(seed) for seed in range(COUNT or 20)]
+SCHEMAS = [random_schema(seed) for seed in range(COUNT or 12)]
 NEW_TOKENS = 600
 GREEDY_PROMPT = list(b"Answer in JSON:")
 PATIENT = ("--queue-timeout-s", "600", "--prefill-wait-s", "300")
@@ -143,7 +143,7 @@ def test_answers_of_parallel_ranks_equal_those_of_a_single_rank(
     flags: tuple[str, ...],
 ) -> None:
     prefill, decode = servers.pair(llama, flags, (*flags, *PATIENT))
-    check_all(decode, some(8), seed=8)
+    check_all(decode, some(5), seed=8)
     (found,), (expected,) = (ask(server, SCHEMAS[0], seed=9) for server in (decode, pair[1]))
     assert found["output_ids"] == expected["output_ids"]
     assert greedy_answers(decode) == reference_answers

@@ -187,7 +187,7 @@ def test_tokens_equal_transformers_with_several_ranks(
 def test_tokens_of_a_latent_attention_model_equal_transformers(
     servers: Cluster, tmp_path: Path, architecture: LatentArchitecture
 ) -> None:
-    directory = make_dsa_checkpoint(tmp_path / "model", architecture)
+    directory = make_dsa_checkpoint(tmp_path / "model", architecture, num_hidden_layers=2)
     server = servers.add("serve", directory, "--kv-tokens", "4096", "--max-step-tokens", "48").wait_ready()
     reference, draw = load_reference(directory), random.Random(7)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (1, 16, 17, 49, 150)]

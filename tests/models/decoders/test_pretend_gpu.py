@@ -45,7 +45,7 @@ PROMPTS = ([5, 3, 200, 7, 7], [(11 * at * at + at) % 256 for at in range(44)])
 PAGES = ([KvPage(page) for page in (9, 30, 2)], [KvPage(page) for page in (4, 21, 3, 17, 0, 28, 13)])
 SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(top_k=9, seed=34))
 """With this seed, errors of 0.01 in logits (16 bits on another processor) lead to the same tokens."""
-STEPS = 7
+STEPS = 6
 
 
 class Model(NamedTuple):

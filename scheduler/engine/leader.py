@@ -116,7 +116,9 @@ class Leader:
         self._instance = InstanceId(uuid.uuid4().hex[:16])
         self._source = locate_model(config.model, config.load_format)
         self._fingerprint = fingerprint(self._source, config.load_format)
-        self._keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
+        self._keys = (
+            ClusterKeys.derive(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
+        )
         self._timing = Timing(heartbeat_interval_s=config.heartbeat_interval_s, peer_timeout_s=config.peer_timeout_s)
         self._ranks = Ranks(config, self._source, self._keys, inbox.put)
         self._ready: list[RankReady] = []

@@ -8,7 +8,6 @@ computes one step ahead, and a process of its own would add the time of two mess
 import collections
 import logging
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import Final
 
 import msgspec
 import zmq
-from pydantic import SecretStr
 
 from ...configs.errors import PdserveError, StartupError
 from ...configs.logs import rate_limited
@@ -86,13 +84,10 @@ class Ranks:
             self._local = _LocalRank(config, source, self._report)
             return
         meet_at, self._reserved = _reserve_meeting_point(config)
-        if keys is None:  # on one machine: a new key for the ranks, passed on their stdin
-            cluster_key = secrets.token_hex(32)
-            config = config.model_copy(update={"cluster_key": SecretStr(cluster_key)})
-            keys = ClusterKeys(cluster_key)
+        keys = keys or ClusterKeys.random()  # only ranks on several machines need a cluster key
         self._hub = _Hub(config, meet_at, keys, self._report)
         for rank in config.local_ranks:
-            process = RankProcess(config, rank, leader=self._hub.address, meet_at=meet_at)
+            process = RankProcess(config, rank, leader=self._hub.address, meet_at=meet_at, keys=keys)
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
 

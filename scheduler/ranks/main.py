@@ -1,9 +1,10 @@
 """A rank process: `python -m pdserve.scheduler.ranks.main`, started by the leader or, on another machine, by `pdserve`
 with --node-rank.
 
-The first line on stdin is `{"config": {...}, "rank": N, "leader": "tcp://...", "meet_at": ["host", port]}`. End of file
-on stdin means that the parent has exited; this process exits too. Threads: the main thread computes, one reads the
-commands of the leader, one sends heartbeats, and on prefill there is a sender for each decode rank.
+The first line on stdin is `{"config": {...}, "rank": N, "leader": "tcp://...", "meet_at": ["host", port], "key_seeds":
+"..." or null}`. End of file on stdin means that the parent has exited; this process exits too. Threads: the main thread
+computes, one reads the commands of the leader, one sends heartbeats, and on prefill there is a sender for each decode
+rank.
 """
 
 import json
@@ -147,7 +148,8 @@ def main() -> int:
     configure_logging(config.log_level, f"{config.role} rank {rank}", config.log_format)
     prepare_environment(config.ib_gid_index)
     threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-    keys = ClusterKeys(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
+    seeds: str | None = introduction["key_seeds"]
+    keys = ClusterKeys(bytes.fromhex(seeds)) if seeds is not None else None
     link = LeaderLink(introduction["leader"], rank, keys)
     threading.Thread(target=_send_heartbeats, args=(link, rank), name="heartbeat", daemon=True).start()
     try:

@@ -6,6 +6,7 @@ import sys
 
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
+from ...transfer.control.curve import ClusterKeys
 
 
 def meeting_point(config: AnyServerConfig) -> tuple[str, int]:
@@ -26,11 +27,20 @@ class RankProcess:
     # -P keeps the working directory out of sys.path: in a checkout its folders have the names of other packages.
     COMMAND = (sys.executable, "-P", "-m", "pdserve.scheduler.ranks.main")
 
-    def __init__(self, config: AnyServerConfig, rank: int, *, leader: str, meet_at: tuple[str, int]) -> None:
+    def __init__(
+        self, config: AnyServerConfig, rank: int, *, leader: str, meet_at: tuple[str, int], keys: ClusterKeys | None
+    ) -> None:
+        """`keys` as the leader has them. The rank gets their seeds: to derive them would take each rank 0.2 s."""
         self.rank = rank
         # its own process group: Ctrl-C in a terminal reaches only the frontend, which drains all processes
         self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0)
-        introduction = {"config": revealed_dict(config), "rank": rank, "leader": leader, "meet_at": meet_at}
+        introduction = {
+            "config": revealed_dict(config),
+            "rank": rank,
+            "leader": leader,
+            "meet_at": meet_at,
+            "key_seeds": keys.seeds.hex() if keys is not None else None,
+        }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(introduction).encode() + b"\n")
         self._process.stdin.flush()

@@ -26,7 +26,7 @@ def greet(endpoint: str, cluster_key: str | None, timeout_s: float = TIMEOUT_S) 
     """Greet the prefill server at HOST:PORT and return how it answered."""
     me = Hello(PROTOCOL_VERSION, InstanceId(f"doctor-{uuid.uuid4()}"), "doctor", "pdserve doctor", ())
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    keys = ClusterKeys(cluster_key) if cluster_key is not None else None
+    keys = ClusterKeys.derive(cluster_key) if cluster_key is not None else None
     control = DecodeControl(me, check=lambda welcome: check_pair(me, welcome), on_event=events.put, keys=keys)
     started = time.monotonic()
     control.start()

@@ -12,6 +12,7 @@ from ...configs.logs import configure_logging
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from ...scheduler.ranks.process import RankProcess, leader_address, meeting_point
+from ...transfer.control.curve import ClusterKeys
 from .model_files import with_local_model
 from .startup_checks import check_startup
 
@@ -32,8 +33,10 @@ def run_node(config: AnyServerConfig) -> int:
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    ranks = [RankProcess(config, rank, leader=leader_address(meet_at), meet_at=meet_at) for rank in config.local_ranks]
-    log.info("ranks %d to %d, leader at %s", ranks[0].rank, ranks[-1].rank, leader_address(meet_at))
+    assert config.cluster_key is not None, "the configuration requires it with nnodes > 1"
+    keys, leader = ClusterKeys.derive(config.cluster_key.get_secret_value()), leader_address(meet_at)
+    ranks = [RankProcess(config, rank, leader=leader, meet_at=meet_at, keys=keys) for rank in config.local_ranks]
+    log.info("ranks %d to %d, leader at %s", ranks[0].rank, ranks[-1].rank, leader)
     statuses: dict[int, int | None] = {}
 
     def watch(rank: RankProcess) -> None:

@@ -11,6 +11,7 @@ the derivation is slow (scrypt; 0.2 s and 64 MiB per guess), and weak secrets ar
 
 import hashlib
 import hmac
+import secrets
 from typing import NamedTuple
 
 import zmq
@@ -40,14 +41,24 @@ class KeyPair(NamedTuple):
 
 
 class ClusterKeys:
-    """The two key pairs of a cluster. Raises StartupError if libzmq lacks CURVE or Python lacks scrypt."""
+    """The two key pairs of a cluster, from two secret seeds of 32 bytes. Raises StartupError if libzmq lacks CURVE."""
 
-    def __init__(self, cluster_key: str) -> None:
+    def __init__(self, seeds: bytes) -> None:
         if not zmq.has("curve"):
             raise StartupError("cluster_key needs CURVE, which this libzmq was built without: use the pyzmq wheel")
-        seeds = _stretch(cluster_key)
+        self.seeds = seeds
         self.server = _key_pair(seeds[:32])
         self.client = _key_pair(seeds[32:])
+
+    @classmethod
+    def derive(cls, cluster_key: str) -> "ClusterKeys":
+        """Takes about 0.2 s. Raises StartupError if Python lacks scrypt."""
+        return cls(_stretch(cluster_key))
+
+    @classmethod
+    def random(cls) -> "ClusterKeys":
+        """New keys. Random seeds cannot be guessed and are not stretched."""
+        return cls(secrets.token_bytes(64))
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` prove that it holds the server key; ClientGate decides which clients are accepted."""
@@ -114,7 +125,7 @@ class ClientGate:
 
 
 def _stretch(cluster_key: str) -> bytes:
-    """Two seeds of 32 bytes. Takes about 0.2 s."""
+    """Two seeds of 32 bytes."""
     memory = 128 * SCRYPT_COST * SCRYPT_BLOCK
     try:
         return hashlib.scrypt(

@@ -26,7 +26,7 @@ from pdserve.transfer.control.curve import ClusterKeys
 from tests.cluster.servers import wait_until
 from tests.transfer.control.zmtp_peer import ZmtpPeer
 
-KEYS = ClusterKeys("a key of the ranks of one server")
+KEYS = ClusterKeys.random()
 
 
 class Hub:

@@ -44,7 +44,8 @@ def rank_process(model: Path) -> Iterator[tuple[RankProcess, LeaderSocket]]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        process = RankProcess(config, 1, leader=f"tcp://127.0.0.1:{port}", meet_at=("127.0.0.1", free_port()))
+        meet_at = "127.0.0.1", free_port()
+        process = RankProcess(config, 1, leader=f"tcp://127.0.0.1:{port}", meet_at=meet_at, keys=None)
         try:
             yield process, LeaderSocket(socket)
         finally:

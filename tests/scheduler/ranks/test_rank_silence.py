@@ -40,7 +40,7 @@ def test_ranks_are_not_lost_when_the_hub_itself_did_not_run(monkeypatch: pytest.
         else:
             time.sleep(3 * SILENCE_S)  # on the hub's thread
 
-    keys = ClusterKeys("a key of the ranks of one server")
+    keys = ClusterKeys.random()
     hub = ranks._Hub(PrefillConfig(tp=2), ("127.0.0.1", 1), keys, on_report)
     with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
         rank.setsockopt(zmq.LINGER, 0)
@@ -129,7 +129,13 @@ def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: p
     def leave(status: int) -> NoReturn:
         raise EndedError(f"status {status}")
 
-    introduction = {"config": {"role": "prefill", "tp": 2}, "rank": 0, "leader": "tcp://", "meet_at": ["127.0.0.1", 1]}
+    introduction = {
+        "config": {"role": "prefill", "tp": 2},
+        "rank": 0,
+        "leader": "tcp://",
+        "meet_at": ["127.0.0.1", 1],
+        "key_seeds": None,
+    }
     stdin = SimpleNamespace(buffer=io.BytesIO(json.dumps(introduction).encode()))
     events: list[object] = []
     monkeypatch.setattr(rank_main, "sys", SimpleNamespace(stdin=stdin))

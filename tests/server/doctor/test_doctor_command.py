@@ -35,7 +35,7 @@ def prefill_control(port: int, version: int = PROTOCOL_VERSION) -> PrefillContro
         welcome,
         check=lambda hello: check_pair(hello, welcome),
         on_event=events.put,
-        keys=ClusterKeys(KEY),
+        keys=ClusterKeys.derive(KEY),
     )
     control.start()
     return control

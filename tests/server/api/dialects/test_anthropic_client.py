@@ -62,7 +62,7 @@ async def test_text(
     asking = asyncio.create_task(client.messages.create(model="any", system="Be brief.", messages=HELLO, max_tokens=5))
     assert await generate(server, "Hi", reason) == "system: Be brief.\nuser: Hello\nassistant: "
     message = await asking
-    assert (message.role, message.content[0].text, message.stop_reason) == ("assistant", "Hi", stop_reason)  # type: ignore[union-attr]
+    assert (message.role, message.content[0].text, message.stop_reason) == ("assistant", "Hi", stop_reason)
     usage = message.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 3, 2)
 
@@ -76,7 +76,7 @@ async def test_stop_sequence(server: RunningServer, client: "anthropic.AsyncAnth
     assert await server.leader.expect(Cancel) == Cancel(submit.rid, stopped=True)
     await server.leader.send(make_finished(submit.rid, 5, FinishReason("stop")))
     message = await asking
-    assert message.content[0].text == "a "  # type: ignore[union-attr]
+    assert message.content[0].text == "a "
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
 
 
@@ -108,7 +108,7 @@ async def test_blocks_of_a_conversation_become_messages(
     )
     asking = asyncio.create_task(client.messages.create(model="any", messages=messages, max_tokens=5, tools=[WEATHER]))
     assert await generate(server, "Sunny") == expected
-    assert (await asking).content[0].text == "Sunny"  # type: ignore[union-attr]
+    assert (await asking).content[0].text == "Sunny"
     counted = await client.messages.count_tokens(model="any", messages=messages, tools=[WEATHER])
     assert counted.input_tokens == len(expected)
 
@@ -119,7 +119,7 @@ async def test_last_message_of_the_assistant_is_continued(
     begun: Any = [*HELLO, {"role": "assistant", "content": "{"}]
     asking = asyncio.create_task(client.messages.create(model="any", messages=begun, max_tokens=5))
     assert await generate(server, "}") == "user: Hello\nassistant: {"
-    assert (await asking).content[0].text == "}"  # type: ignore[union-attr]
+    assert (await asking).content[0].text == "}"
 
 
 @pytest.mark.parametrize("stream", [False, True])

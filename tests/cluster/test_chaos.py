@@ -29,7 +29,7 @@ STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
 """How many rounds. Even seeds use a dense model, odd ones sparse attention with KV in host memory."""
 FAULTS = 12
 CLIENTS = 12
-PAUSE_S = 0.2
+PAUSE_S = 0.5
 """The longest pause of a client between two requests."""
 NEW_TOKENS = 24
 LENGTHS = (1, 16, 33, 64, 100, 150, 230, 400)

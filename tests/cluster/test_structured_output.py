@@ -21,7 +21,7 @@ from tests.cluster.servers import HTTP, Server, cluster
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 20},
+        "name": {"type": "string", "maxLength": 8},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "maxItems": 2},
     },
@@ -33,7 +33,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "Describe a person as JSON wi
 
 
 class Person(pydantic.BaseModel):
-    name: str = pydantic.Field(max_length=20)
+    name: str = pydantic.Field(max_length=8)
     age: int = pydantic.Field(ge=0, le=120)
     mood: Literal["happy", "sad"]
 
@@ -88,7 +88,7 @@ def test_streamed_parse_of_the_openai_client(client: openai.OpenAI) -> None:
 
 def test_json_object_is_an_object(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="any", messages=QUESTION, response_format={"type": "json_object"}, temperature=0, max_tokens=60
+        model="any", messages=QUESTION, response_format={"type": "json_object"}, temperature=0, max_tokens=24
     )
     content = answer.choices[0].message.content
     assert content is not None

@@ -1,6 +1,7 @@
 """docs/hisparse.md names only tests and metrics that exist, and marks the tests that need a GPU."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,13 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "hisparse.md").read_text(encoding="utf-8")
 
 
-def all_tests() -> Iterator[tuple[str, bool]]:
+@functools.cache
+def all_tests() -> list[tuple[str, bool]]:
     """The name of every test, and whether it, or its whole file, is marked `gpu`."""
+    return list(_all_tests())
+
+
+def _all_tests() -> Iterator[tuple[str, bool]]:
     for path in (ROOT / "tests").rglob("test_*.py"):
         module = ast.parse(path.read_text(encoding="utf-8"))
         marked = any(isinstance(node, ast.Assign) and _is_gpu_marker(node.value) for node in module.body)

@@ -223,6 +223,8 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
                 break
             else:
                 struck[strike.fault.label] += 1
+    except KeyboardInterrupt:  # the report is about the time until then
+        wrong.append("interrupted")
     finally:
         stopping.set()
     for client in clients:

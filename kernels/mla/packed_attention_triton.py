@@ -1,0 +1,233 @@
+"""Triton kernel of packed_rows.py: sparse attention that reads packed rows, without an unpacked copy in memory.
+
+A program has a token, some of its heads, and a share of its rows. It loads a block of packed rows, converts the latents
+to the dtype of the query in registers, as `_unpack_rows` does, and multiplies them twice, as keys and as values. The
+rows are the left operand of both products, so that the heads are the narrow side: tensor cores of Hopper multiply at
+least 64 rows, and a rank has as few as 16 heads.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.occupancy import multiprocessors
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .packed_format import GROUP
+from .sparse_mla_triton import launch_combine, num_shares
+
+_GROUP = tl.constexpr(GROUP)
+_LOWEST = tl.constexpr(-1e30)
+"""Below every score, but finite: the difference of two maxima over no rows is 0, not NaN."""
+
+
+@triton.jit
+def _load_rows(
+    pages_ptr,
+    row,
+    page_stride,
+    slot_stride,
+    KV: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Latents in fp8 [BLOCK, BLOCK_KV], the scales of their groups, and rotated parts; zeros for rows below 0."""
+    groups: tl.constexpr = (KV + _GROUP - 1) // _GROUP
+    block_groups: tl.constexpr = (BLOCK_KV + _GROUP - 1) // _GROUP
+    column = tl.arange(0, BLOCK_KV)[None, :]
+    group = tl.arange(0, block_groups)[None, :]
+    turning = tl.arange(0, BLOCK_ROPE)[None, :]
+    exists = (row >= 0)[:, None]
+    row = tl.maximum(row, 0)
+    place = pages_ptr + (row // PAGE).to(tl.int64) * page_stride + (row % PAGE).to(tl.int64) * slot_stride
+    packed = tl.load(place[:, None] + column, mask=exists & (column < KV), other=0)
+    scales = (place + KV).to(tl.pointer_type(tl.float32))
+    factor = tl.load(scales[:, None] + group, mask=exists & (group < groups), other=0.0)
+    turned = (place + KV + 4 * groups).to(tl.pointer_type(tl.bfloat16))
+    rope = tl.load(turned[:, None] + turning, mask=exists & (turning < ROPE), other=0.0)
+    return packed, factor, rope
+
+
+@triton.jit
+def _converted(packed, factor, dtype: tl.constexpr):
+    """Unpacked latents, rounded as in `_unpack_rows`."""
+    groups: tl.constexpr = factor.shape[1]
+    wide = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    wide = tl.reshape(wide, [packed.shape[0], groups, packed.shape[1] // groups]) * factor[:, :, None]
+    return tl.reshape(wide, [packed.shape[0], packed.shape[1]]).to(dtype)
+
+
+@triton.jit
+def _attend_packed(
+    query_ptr,
+    pages_ptr,
+    rows_ptr,
+    out_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    query_stride,
+    head_stride,
+    rows_stride,
+    page_stride,
+    slot_stride,
+    num_rows,
+    share,
+    scale_log2,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    KV: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_SHARE: tl.constexpr,
+    ALONE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    tiles: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    dtype = query_ptr.dtype.element_ty
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    head = tl.program_id(0) % tiles * BLOCK_H + tl.arange(0, BLOCK_H)
+    rows_ptr += token * rows_stride
+    start = tl.program_id(1) * share
+    everyone = start + tl.arange(0, BLOCK_SHARE)
+    inside = (everyone < start + share) & (everyone < num_rows)
+    chosen = tl.load(rows_ptr + everyone, mask=inside, other=-1)
+    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed behind the last row
+
+    column = tl.arange(0, BLOCK_KV)
+    turning = tl.arange(0, BLOCK_ROPE)
+    in_head = head < HEADS
+    queries = query_ptr + token * query_stride + head[:, None] * head_stride
+    query = tl.load(queries + column[None, :], mask=in_head[:, None] & (column < KV)[None, :], other=0.0)
+    if ROPE > 0:
+        query_rope = tl.load(
+            queries + KV + turning[None, :], mask=in_head[:, None] & (turning < ROPE)[None, :], other=0.0
+        )
+    top = tl.full([BLOCK_H], _LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_KV, BLOCK_H], tl.float32)
+    weight = tl.zeros([BLOCK, BLOCK_H], dtype)
+    shrink = tl.zeros([BLOCK_H], tl.float32)
+    number = start + tl.arange(0, BLOCK)
+    row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+    packed, factor, rope = _load_rows(pages_ptr, row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE)
+    latent = _converted(packed, factor, dtype)
+    number += BLOCK
+    next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+    for first in range(start, end, BLOCK):
+        packed, factor, next_rope = _load_rows(
+            pages_ptr, next_row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE
+        )
+        exists = row >= 0
+        row = next_row
+        number += BLOCK
+        next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+        score = tl.dot(latent, tl.trans(query), input_precision=PRECISION) * scale_log2
+        if ROPE > 0:
+            score += tl.dot(rope.to(dtype), tl.trans(query_rope), input_precision=PRECISION) * scale_log2
+        score = tl.where(exists[:, None], score, -float("inf"))
+        # always true; sparse_mla_triton.py says what it is for
+        if first < end:
+            new_top = tl.maximum(top, tl.max(score, 0))
+            shrink = tl.exp2(top - new_top)
+            exact = tl.exp2(score - new_top[None, :])
+            total = total * shrink + tl.sum(exact, 0)
+            weight = exact.to(dtype)
+            top = new_top
+        acc = tl.dot(tl.trans(latent), weight, acc * shrink[None, :], input_precision=PRECISION)
+        latent = _converted(packed, factor, dtype)
+        rope = next_rope
+
+    result = acc / tl.where(total > 0, total, 1.0)[None, :]
+    keep = (column < KV)[:, None] & in_head[None, :]
+    if ALONE:
+        out = out_ptr + (token * HEADS + head)[None, :] * KV + column[:, None]
+        tl.store(out, result.to(dtype), mask=keep)
+    else:
+        slot = (token * tl.num_programs(1) + tl.program_id(1)) * HEADS + head
+        tl.store(partial_ptr + slot[None, :] * KV + column[:, None], result, mask=keep)
+        tl.store(log_sum_ptr + slot, top + tl.log2(total), mask=in_head)  # -inf if there was no row
+
+
+@dataclass(frozen=True)
+class PackedTile:
+    """Tile size and launch parameters of a program."""
+
+    heads: int
+    rows: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    """That fit a multiprocessor at a time."""
+
+
+TILES: dict[int, PackedTile] = {}
+"""Overrides `_tile` by the number of heads: for benchmarks."""
+
+
+def _tile(heads: int, dtype: torch.dtype) -> PackedTile:
+    if heads in TILES:
+        return TILES[heads]
+    if dtype.itemsize > 2:
+        return PackedTile(16, 16, 4, 2, 1)
+    if heads <= 16:
+        return PackedTile(16, 64, 4, 2, 2)
+    return PackedTile(32 if heads <= 32 else 64, 64, 8, 2, 1)
+
+
+def launch_sparse_mla_packed(
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, scale: float
+) -> None:
+    """Fill `out` [T, H, R]."""
+    tokens, heads, dim = query.shape
+    num_rows, kv_rank = rows.shape[1], out.shape[2]
+    device = query.device
+    tile = _tile(heads, query.dtype)
+    tiles = tokens * triton.cdiv(heads, tile.heads)
+    blocks = max(triton.cdiv(num_rows, tile.rows), 1)
+    share = triton.cdiv(blocks, num_shares(tiles, blocks, multiprocessors(device) * tile.programs)) * tile.rows
+    shares = max(triton.cdiv(num_rows, share), 1)
+    partial = torch.empty(tokens, shares, heads, kv_rank, dtype=torch.float32, device=device) if shares > 1 else out
+    log_sum = torch.empty(tokens, shares, heads, dtype=torch.float32, device=device) if shares > 1 else out
+    _attend_packed[(tiles, shares)](
+        query,
+        pages,
+        rows,
+        out,
+        partial,
+        log_sum,
+        *query.stride()[:2],
+        rows.stride(0),
+        *pages.stride()[:2],
+        num_rows,
+        share,
+        scale / math.log(2),
+        HEADS=heads,
+        BLOCK_H=tile.heads,
+        KV=kv_rank,
+        BLOCK_KV=max(triton.next_power_of_2(kv_rank), 16),
+        ROPE=dim - kv_rank,
+        BLOCK_ROPE=max(triton.next_power_of_2(dim - kv_rank), 16),
+        PAGE=pages.shape[1],
+        BLOCK=tile.rows,
+        BLOCK_SHARE=triton.next_power_of_2(share),
+        ALONE=shares == 1,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **overlap_options(device),
+    )
+    if shares > 1:
+        launch_combine(partial, log_sum, out)

@@ -58,15 +58,45 @@ def _load_rows(
 def _converted(packed, factor, dtype: tl.constexpr):
     """Unpacked latents, rounded as in `_unpack_rows`."""
     groups: tl.constexpr = factor.shape[1]
-    wide = packed.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    wide = tl.reshape(wide, [packed.shape[0], groups, packed.shape[1] // groups]) * factor[:, :, None]
-    return tl.reshape(wide, [packed.shape[0], packed.shape[1]]).to(dtype)
+    grouped = tl.reshape(packed, [packed.shape[0], groups, packed.shape[1] // groups])
+    if dtype == tl.bfloat16:
+        # four elements at a time: Triton would convert all of them before it multiplies one, in too many registers
+        latent = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 both;
+            .reg .f32 e, f, g, h;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 both, low;
+            mov.b32 {a, b}, both;
+            cvt.rn.f16x2.e4m3x2 both, high;
+            mov.b32 {c, d}, both;
+            cvt.f32.f16 e, a;
+            cvt.f32.f16 f, b;
+            cvt.f32.f16 g, c;
+            cvt.f32.f16 h, d;
+            mul.f32 e, e, $3;
+            mul.f32 f, f, $4;
+            mul.f32 g, g, $5;
+            mul.f32 h, h, $6;
+            cvt.rn.bf16x2.f32 $0, f, e;
+            cvt.rn.bf16x2.f32 $1, h, g;
+            }""",
+            "=r,=r,r,f,f,f,f",
+            [grouped, factor[:, :, None]],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        latent = (grouped.to(tl.float8e4nv, bitcast=True).to(tl.float32) * factor[:, :, None]).to(dtype)
+    return tl.reshape(latent, [packed.shape[0], packed.shape[1]])
 
 
 @triton.jit
 def _attend_packed(
     query_ptr,
-    pages_ptr,
+    packed_pages_ptr,
     rows_ptr,
     out_ptr,
     partial_ptr,
@@ -120,19 +150,21 @@ def _attend_packed(
     acc = tl.zeros([BLOCK_KV, BLOCK_H], tl.float32)
     weight = tl.zeros([BLOCK, BLOCK_H], dtype)
     shrink = tl.zeros([BLOCK_H], tl.float32)
-    number = start + tl.arange(0, BLOCK)
+    within = tl.arange(0, BLOCK)
+    number = start + within
     row = tl.load(rows_ptr + number, mask=number < end, other=-1)
-    packed, factor, rope = _load_rows(pages_ptr, row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE)
+    packed, factor, rope = _load_rows(
+        packed_pages_ptr, row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE
+    )
     latent = _converted(packed, factor, dtype)
-    number += BLOCK
-    next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
+    next_row = tl.load(rows_ptr + BLOCK + number, mask=BLOCK + number < end, other=-1)
     for first in range(start, end, BLOCK):
         packed, factor, next_rope = _load_rows(
-            pages_ptr, next_row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE
+            packed_pages_ptr, next_row, page_stride, slot_stride, KV, BLOCK_KV, ROPE, BLOCK_ROPE, PAGE
         )
         exists = row >= 0
         row = next_row
-        number += BLOCK
+        number = first + 2 * BLOCK + within
         next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
         score = tl.dot(latent, tl.trans(query), input_precision=PRECISION) * scale_log2
         if ROPE > 0:
@@ -168,23 +200,30 @@ class PackedTile:
     heads: int
     rows: int
     num_warps: int
-    num_stages: int
     programs: int
-    """That fit a multiprocessor at a time."""
+    """That run on a multiprocessor at a time."""
+
+    @property
+    def registers(self) -> int | None:
+        """Most registers of a thread with which that many programs fit, if the compiler would use more."""
+        return _REGISTERS // (32 * self.num_warps * self.programs) if self.programs > 1 else None
 
 
-TILES: dict[int, PackedTile] = {}
-"""Overrides `_tile` by the number of heads: for benchmarks."""
+TILES: dict[int, PackedTile] = {
+    16: PackedTile(16, 64, 8, 2),
+    32: PackedTile(32, 64, 8, 1),
+    64: PackedTile(64, 64, 8, 1),
+}
+"""By the number of heads, at most; of elements of 16 bits. Benchmarks replace them."""
+_FLOAT_TILE = PackedTile(16, 16, 4, 1)
+_REGISTERS = 65536
+"""Of a multiprocessor."""
 
 
 def _tile(heads: int, dtype: torch.dtype) -> PackedTile:
-    if heads in TILES:
-        return TILES[heads]
     if dtype.itemsize > 2:
-        return PackedTile(16, 16, 4, 2, 1)
-    if heads <= 16:
-        return PackedTile(16, 64, 4, 2, 2)
-    return PackedTile(32 if heads <= 32 else 64, 64, 8, 2, 1)
+        return _FLOAT_TILE
+    return next((TILES[most] for most in TILES if heads <= most), TILES[64])
 
 
 def launch_sparse_mla_packed(
@@ -226,7 +265,8 @@ def launch_sparse_mla_packed(
         ALONE=shares == 1,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=1,  # the kernel itself loads rows ahead
+        maxnreg=tile.registers,
         **overlap_options(device),
     )
     if shares > 1:

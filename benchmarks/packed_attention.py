@@ -16,7 +16,8 @@ import triton
 
 from benchmarks.dsa_kernels import LATENT_DIM, PAGE_SIZE, SCALE, TOP_K, VALUE_DIM, graph_us, num_layers, random_rows
 from benchmarks.gpu_timing import DEVICE, copy_rate
-from pdserve.kernels.mla.packed_rows import pack_rows_reference, packed_bytes, sparse_mla_packed
+from pdserve.kernels.mla.packed_rows import pack_rows_reference, packed_bytes
+from pdserve.kernels.packed_mla.packed_attention import sparse_mla_packed
 
 CONTEXT = 32768
 ROW_BYTES = packed_bytes(VALUE_DIM, LATENT_DIM - VALUE_DIM)
@@ -62,7 +63,7 @@ def time_us(tokens: int, heads: int, *, fused: bool) -> float:
 
 
 def compare_tiles(heads: int, batches: list[int]) -> None:
-    from pdserve.kernels.mla import packed_attention_triton
+    from pdserve.kernels.packed_mla import packed_attention_triton
 
     limit = min(most for most in packed_attention_triton.TILES if heads <= most or most == 64)
     for rows, warps, programs in TILES:

@@ -30,7 +30,7 @@ from benchmarks.dsa_engine import CachedSequences, list_kernels, time_step
 from benchmarks.gpu_timing import DEVICE, copy_rate, product_rates
 from benchmarks.one_rank import RANKS, Layout, Rank, RankEngine, exchanging
 from pdserve.configs.schema import DecodeConfig
-from pdserve.kernels.mla import packed_rows
+from pdserve.kernels.packed_mla import packed_attention
 from pdserve.memory.device import free_memory_bytes
 from pdserve.memory.hisparse.hot_buffer_size import resolve_hot_rows
 from pdserve.memory.pages import pages_for
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit("without a GPU only a tiny model can run: give --tiny --layers 2")
     benchmark = Benchmark(options, device)
     if options.unpack:
-        packed_rows.FUSED_HEADS = 0
+        packed_attention.FUSED_HEADS = 0
     benchmark.run()
     if options.json is not None:
         options.json.write_text(json.dumps(benchmark.results, indent=2) + "\n")

@@ -65,6 +65,7 @@ LAYERS = {
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
         "dense_mla",
+        "packed_mla",
         "mla",
         "moe",
         "hisparse",

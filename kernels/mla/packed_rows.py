@@ -12,12 +12,7 @@ P = 64, instead of 1152. Packed pages are uint8 [pages, page_size, bytes], rows 
 Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and the index of each row
 in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. Other elements are left uninitialised.
 
-    sparse_mla_packed(query, pages, rows)  =  sparse_mla(query, *unpack_rows(pages, rows))
-
-Attention of few heads reads packed rows directly. That of more heads takes as long to multiply as to read, and unpacks
-the rows into a workspace first.
-
-Lower bound: T * K packed rows read; with a workspace, T * K rows written and read again.
+Lower bound: T * K packed rows read, T * K rows written.
 """
 
 import torch
@@ -25,12 +20,6 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
-from .sparse_mla import sparse_mla
-
-_WORKSPACE_BYTES = 256 << 20
-"""Rows that sparse_mla_packed unpacks at a time."""
-FUSED_HEADS = 16
-"""Attention of up to this many heads reads packed rows directly."""
 
 
 def packed_bytes(kv_rank: int, rope_dim: int) -> int:
@@ -60,7 +49,7 @@ def unpack_rows_reference(packed: torch.Tensor, kv_rank: int, dtype: torch.dtype
     return torch.cat((latent.to(dtype), turned.contiguous().view(torch.bfloat16).to(dtype)), dim=1)
 
 
-def _checked_rope_dim(pages: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> int:
+def checked_rope_dim(pages: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> int:
     """Elements of the rotated part of a row; raises ValueError if `pages` and `rows` are not as described above."""
     row_bytes = pages.shape[2]
     rope_dim = (row_bytes - kv_rank - 4 * ceil_div(kv_rank, GROUP)) // 2
@@ -76,7 +65,7 @@ def unpack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The unpacked rows and their indices; see the module docstring."""
     page_size = pages.shape[1]
-    rope_dim = _checked_rope_dim(pages, rows, kv_rank)
+    rope_dim = checked_rope_dim(pages, rows, kv_rank)
     unpacked = torch.empty(rows.numel(), 1, kv_rank + rope_dim, dtype=dtype, device=pages.device)
     if use_triton(impl, pages.device):
         from .packed_rows_triton import launch_unpack_rows
@@ -90,40 +79,3 @@ def unpack_rows(
     unpacked[real, 0] = unpack_rows_reference(pages[chosen // page_size, chosen % page_size], kv_rank, dtype)
     numbers = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
     return unpacked, numbers.view(rows.shape).masked_fill_(rows < 0, -1)
-
-
-def sparse_mla_packed(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    rows: torch.Tensor,
-    *,
-    scale: float,
-    value_dim: int,
-    impl: Impl = "auto",
-    fused: bool | None = None,
-) -> torch.Tensor:
-    """Attend to the selected packed rows; see the module docstring. `fused` reads them directly: None for few heads."""
-    tokens, heads, dim = query.shape
-    rope_dim = _checked_rope_dim(pages, rows, value_dim)
-    if dim != value_dim + rope_dim or len(rows) != tokens:
-        raise ValueError(
-            f"query {list(query.shape)} does not match rows {list(rows.shape)} of {value_dim} + {rope_dim} elements"
-        )
-    if use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused):
-        if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
-            raise ValueError(
-                f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
-                "heads and rows must be contiguous"
-            )
-        from .packed_attention_triton import launch_sparse_mla_packed
-
-        out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
-        launch_sparse_mla_packed(query, pages, rows, out, scale=scale)
-        return out
-    at_once = max(_WORKSPACE_BYTES // (max(rows.shape[1], 1) * dim * query.dtype.itemsize), 1)
-    parts = []
-    for first in range(0, tokens, at_once):
-        part = slice(first, first + at_once)
-        unpacked = unpack_rows(pages, rows[part], kv_rank=value_dim, dtype=query.dtype, impl=impl)
-        parts.append(sparse_mla(query[part], *unpacked, scale=scale, value_dim=value_dim, impl=impl))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

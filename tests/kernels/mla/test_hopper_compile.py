@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 
 from pdserve.kernels.mla.index_topk_triton import _index_scores, _index_scores_of_few
 from pdserve.kernels.mla.latent_write_triton import _latent_write
-from pdserve.kernels.mla.packed_attention_triton import _attend_packed
 from pdserve.kernels.mla.rotate_queries_triton import _rotate_queries
+from pdserve.kernels.packed_mla.packed_attention_triton import _attend_packed
 
 FP8_POINTERS = {"key_pages_ptr", "index_query_ptr", "query_ptr", "key_ptr"}
 FLOAT_POINTERS = {"key_scales_ptr", "scales_ptr", "query_scale_ptr", "key_scale_ptr", "weights_ptr", "scores_ptr"}

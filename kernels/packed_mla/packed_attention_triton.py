@@ -1,9 +1,12 @@
-"""Triton kernel of packed_rows.py: sparse attention that reads packed rows, without an unpacked copy in memory.
+"""Triton kernel of packed_attention.py: reads packed rows, without an unpacked copy in memory.
 
-A program has a token, some of its heads, and a share of its rows. It loads a block of packed rows, converts the latents
-to the dtype of the query in registers, as `_unpack_rows` does, and multiplies them twice, as keys and as values. The
-rows are the left operand of both products, so that the heads are the narrow side: tensor cores of Hopper multiply at
-least 64 rows, and a rank has as few as 16 heads.
+A program has a token, some of its heads, and a share of its rows. It loads a block of packed rows into registers while
+it computes the block before, converts the latents to the dtype of the query, rounded as in mla/packed_rows_triton.py,
+and multiplies them twice, as keys and as values. The rows are the left operand of both products, so that the heads are
+the narrow side: tensor cores of Hopper multiply at least 64 rows, and a rank has as few as 16 heads.
+
+Triton keeps a left operand in shared memory, once for both products, only if it is loaded or an argument of the loop:
+hence a block is converted at the end of the iteration before its own.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -17,8 +20,8 @@ import triton.language as tl
 
 from ..backends.occupancy import multiprocessors
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .packed_format import GROUP
-from .sparse_mla_triton import launch_combine, num_shares
+from ..mla.packed_format import GROUP
+from ..mla.sparse_mla_triton import launch_combine, num_shares
 
 _GROUP = tl.constexpr(GROUP)
 _LOWEST = tl.constexpr(-1e30)
@@ -56,7 +59,7 @@ def _load_rows(
 
 @triton.jit
 def _converted(packed, factor, dtype: tl.constexpr):
-    """Unpacked latents, rounded as in `_unpack_rows`."""
+    """Unpacked latents, rounded as in mla/packed_rows_triton.py."""
     groups: tl.constexpr = factor.shape[1]
     grouped = tl.reshape(packed, [packed.shape[0], groups, packed.shape[1] // groups])
     if dtype == tl.bfloat16:
@@ -170,7 +173,7 @@ def _attend_packed(
         if ROPE > 0:
             score += tl.dot(rope.to(dtype), tl.trans(query_rope), input_precision=PRECISION) * scale_log2
         score = tl.where(exists[:, None], score, -float("inf"))
-        # always true; sparse_mla_triton.py says what it is for
+        # always true; mla/sparse_mla_triton.py says what it is for
         if first < end:
             new_top = tl.maximum(top, tl.max(score, 0))
             shrink = tl.exp2(top - new_top)

@@ -84,7 +84,7 @@ class PrefillRouter:
         if len(self._all) == 1:
             return self._all
         match event:
-            case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, _)):
+            case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, *_)):
                 known = self._holder((instance, key))
                 return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):

@@ -65,8 +65,8 @@ class DecodeRouter:
             if submit.rid in scheduler.requests:
                 return number
         number = choose_for_submit(self._schedulers, submit)
-        if submit.follows is not None and any(one.accepted_call == submit.follows for one in self._schedulers):
-            self._schedulers[number].accepted_call = submit.follows
+        if submit.follows is not None and any(one.has_accepted(submit.follows) for one in self._schedulers):
+            self._schedulers[number].accept_call(submit.follows)
         return number
 
 

@@ -46,8 +46,8 @@ class Submissions:
         self._outbox = outbox
         self.accepting = True
         self._calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
-        """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Those of several
-        calls may alternate: prompts wait until their grammar is compiled.
+        """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several
+        calls may alternate: each comes when its grammar is compiled.
         """
 
     def has_accepted(self, first_rid: str) -> bool:

@@ -24,7 +24,7 @@ START_S = 120.0
 """Longest start of the process: it reads the vocabulary."""
 MAX_REMEMBERED = 1024
 MAX_REMEMBERED_CHARACTERS = 32 << 20
-"""Of all remembered grammars: also those that are too long to be compiled are remembered."""
+"""Total length of the remembered grammars. Those that are too long to be compiled are remembered too."""
 TIMEOUT_REMEMBERED_S = 60.0
 """How long a grammar that took too long is refused without another try: the machine may have been overloaded."""
 

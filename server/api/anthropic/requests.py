@@ -47,8 +47,9 @@ def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatF
 
 def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> CountTokensReply:
     """Count the tokens of a prompt. It may be longer than the context, but not longer than a million characters."""
-    fields = validate(ChatBody, _chat_fields(parse_body(CountTokensBody, body)))
+    given = parse_body(CountTokensBody, body)
     with fields_named(*OTHER_NAMES):
+        fields = validate(ChatBody, _chat_fields(given))
         tools = fields.offered_tools()
         check_known_format(tools, chat)
         text = render_chat(fields, fields.messages, tools, tokenizer, chat).text

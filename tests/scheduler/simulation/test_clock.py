@@ -71,7 +71,7 @@ def test_steps_beside_each_other_take_longer_by_their_interference() -> None:
 
 def test_three_steps_on_two_cores_share_them_and_interfere() -> None:
     # prefill runs at 2/3 / 1.2 = 5/9, decode at 2/3 / 0.9 = 20/27. The decode step ends at 1.35, with 0.75 of each
-    # prompt done; then both run at 1 / 1.1, and the first, with 0.25 left, ends at 1.625. The last has 0.25 left, alone.
+    # prompt done; then both run at 1 / 1.1, and the first, with 0.25 left, ends at 1.625; the last has 0.25 left then.
     ended = run(2, [(0, 1, 1), (0, 1.25, 1), (0, 1, 1)], MEASURED, "ppd")
     assert [number for _, number in ended] == [2, 0, 1]
     assert [at for at, _ in ended] == pytest.approx([1.35, 1.625, 1.875])

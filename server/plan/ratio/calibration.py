@@ -22,7 +22,6 @@ from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
 REPEATS = 3
-BATCH_REPEATS = 2
 DECODE_STEPS = 24
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHORT_PROMPT = 16
@@ -104,7 +103,7 @@ class Calibration:
         context = SHORT_PROMPT + DECODE_STEPS
         for size in BATCHES:
             if size <= self._most_running:
-                step_s = min([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(BATCH_REPEATS)])
+                step_s = statistics.median([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(REPEATS)])
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
         # one request: of several long prompts, the first would end before the last is computed

@@ -1,4 +1,6 @@
-"""Measures how servers of one machine slow each other down: the same work on one server, then on several at once."""
+"""Measures how servers of one machine slow each other down: their steps while several compute at once, compared with
+the measured step times of a server that computes alone.
+"""
 
 import asyncio
 import math
@@ -17,6 +19,7 @@ TOGETHER = ((1, 1), (2, 0), (0, 2), (2, 1), (1, 2))
 """Prefill and decode servers that compute at once in a measurement."""
 MOST_BATCH = 4
 LEAST_STEPS, MOST_STEPS = 24, 256
+SHORTEST_S = 1e-6
 PROMPTS = 8
 """Prompts that a prefill server computes, one after another, in a measurement."""
 
@@ -32,20 +35,16 @@ async def measure_interference(
     try:
         work = _Work(pair, [RandomRequests(client, pair.vocab_size) for client in clients])
         await work.warm_up()
-        prompt_s, _ = await work.run(1, 0)
-        _, step_s = await work.run(0, 1)
         found = []
         for prefills, decodes in TOGETHER:
             if max(prefills, decodes) > len(clients):
                 continue
             share = min(1.0, pair.machine_cores / (pair.step_cores * (prefills + decodes)))
-            shared_prompt_s, shared_step_s = await work.run(prefills, decodes)
-            together = Interference(
-                prefills, decodes, _factor(share, shared_prompt_s, prompt_s), _factor(share, shared_step_s, step_s)
-            )
-            found.append(together)
-            parts = [f"prompts take {together.prefill / share:.2f} times as long"] * bool(prefills)
-            parts += [f"decode steps take {together.decode / share:.2f} times as long"] * bool(decodes)
+            prompt_s, step_s = await work.run(prefills, decodes)
+            prefill, decode = _factor(share, prompt_s, work.prompt_s), _factor(share, step_s, work.step_s)
+            found.append(Interference(prefills, decodes, prefill, decode))
+            parts = [f"prompts take {prefill / share:.2f} times as long"] * bool(prefills)
+            parts += [f"decode steps take {decode / share:.2f} times as long"] * bool(decodes)
             screen.print(f"{prefills} prefill and {decodes} decode servers at once: {', '.join(parts)}")
     finally:
         for client in clients:
@@ -54,16 +53,17 @@ async def measure_interference(
 
 
 class _Work:
-    """Prompts and batches of the same sizes in each measurement."""
+    """Prompts and batches of the same sizes in each measurement, and their times on a server that computes alone."""
 
     def __init__(self, pair: MeasuredPair, servers: Sequence[RandomRequests]) -> None:
         self._servers = servers
         times, room = pair.times, pair.context_length - SHORT_PROMPT
         self._prompt = max(1, min(pair.prefill.settings["chunk_size"] // 4, room))
         self._batch = max(1, min(MOST_BATCH, pair.decode.settings["max_running_requests"] - 1))
-        prompts_s = PROMPTS * times.prefill_s([(0, self._prompt)])
-        step_s = times.decode_s([SHORT_PROMPT] * self._batch)
-        self._steps = max(LEAST_STEPS, min(math.ceil(prompts_s / max(step_s, 1e-6)), MOST_STEPS, room))
+        self.prompt_s = max(SHORTEST_S, times.prefill_s([(0, self._prompt)]))
+        steps = PROMPTS * self.prompt_s / max(SHORTEST_S, times.decode_s([SHORT_PROMPT] * self._batch))
+        self._steps = max(1, min(max(LEAST_STEPS, math.ceil(steps)), MOST_STEPS, room))
+        self.step_s = max(SHORTEST_S, times.decode_s([SHORT_PROMPT + self._steps // 2] * self._batch))
 
     async def warm_up(self) -> None:
         await asyncio.gather(*(server.send(self._prompt, LEAST_STEPS) for server in self._servers))
@@ -109,6 +109,6 @@ def times_together(
     return statistics.mean(prompts) if prompts else None, mean_step_s(batches, begin, end)
 
 
-def _factor(share: float, together_s: float | None, alone_s: float | None) -> float:
+def _factor(share: float, together_s: float | None, alone_s: float) -> float:
     """How many times longer a step takes than its share of the cores explains; 1 without a measurement."""
-    return max(1.0, together_s / alone_s) * share if together_s and alone_s else 1.0
+    return 1.0 if together_s is None else max(1.0, together_s / alone_s) * share

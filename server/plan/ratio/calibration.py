@@ -22,7 +22,7 @@ from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
 REPEATS = 3
-DECODE_STEPS = 24
+DECODE_STEPS = 40
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHORT_PROMPT = 16
 INFO_TIMEOUT_S = 10.0
@@ -100,7 +100,7 @@ class Calibration:
     async def _decode_steps(self) -> tuple[list[tuple[int, float]], float]:
         """Times of batches of short contexts, and the time per request and token of context."""
         steps: list[tuple[int, float]] = []
-        context = SHORT_PROMPT + DECODE_STEPS
+        context = SHORT_PROMPT + DECODE_STEPS // 2  # on average
         for size in BATCHES:
             if size <= self._most_running:
                 step_s = statistics.median([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(REPEATS)])

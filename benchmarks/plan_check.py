@@ -9,12 +9,12 @@ started, and gets the same requests at the same times as the simulation. With se
 them in turn. Each server computes on one core. By default the model has random weights, and a quarter of the size of
 smollm2: enough requests for a goodput end within half a minute.
 
-The rate of a load would keep two cores busy for `--busy` of the time, if its work could be divided evenly between them.
-One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls behind.
-The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. What a plan is used for,
-the goodput of the ratio that it names, is printed per load. That goodput is close to the rate of the load, so it says
-less than the other ratios do; those have larger errors, because an overloaded server changes its goodput by several
-times the change of its step times.
+The rate of a load would keep two cores busy for 60 to 70 % of the time, if its work could be divided evenly between
+them. One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls
+behind. The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. What a plan is
+used for, the goodput of the ratio that it names, is printed per load. That goodput is close to the rate of the load, so
+it says less than the other ratios do; those have larger errors, because an overloaded server changes its goodput by
+several times the change of its step times.
 
 On a machine with other load, use `--measure-again`: step times are measured again on the servers of each ratio, just
 before its runs.
@@ -82,18 +82,21 @@ SMALL_MODEL["num_key_value_heads"] = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Tokens of prompts and outputs, and bounds: TTFT in times of a prompt, TPOT in steps of a full batch."""
+    """Tokens of prompts and outputs; bounds: TTFT in times of a prompt, TPOT in steps of a full batch; and how long the
+    load would keep two cores busy, if its work could be divided evenly between them: a share of the time.
+    """
 
     input_len: int
     output_len: int
     ttft_prompts: float
     tpot_steps: float
+    busy: float
 
 
 SHAPES = {
-    "prefill": Shape(256, 8, 5, 4),
-    "balanced": Shape(96, 64, 8, 2.5),
-    "decode": Shape(24, 96, 8, 2),
+    "prefill": Shape(256, 8, 7, 4, 0.7),
+    "balanced": Shape(96, 64, 8, 2.5, 0.6),
+    "decode": Shape(24, 96, 8, 2, 0.7),
 }
 
 
@@ -154,7 +157,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--loads", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
     parser.add_argument("--ratios", type=parse_ratios, default=parse_ratios(DEFAULT_RATIOS), help=DEFAULT_RATIOS)
     parser.add_argument("--seconds", type=float, default=22, help="in which requests of each run arrive (default: 22)")
-    parser.add_argument("--busy", type=float, default=0.65, help="of the time of two cores, as above (default: 0.65)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool of each server (default: 32768)")
     parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
@@ -199,7 +201,7 @@ def _bench(name: str, pair: MeasuredPair, options: argparse.Namespace, seed: int
     shape = SHAPES[name]
     prompt_s = pair.times.prefill_s([(0, shape.input_len)])
     step_s = pair.times.decode_s([shape.input_len + shape.output_len // 2] * BATCH)
-    rate_per_s = options.busy * 2 / (prompt_s + (shape.output_len - 1) * step_s / BATCH)
+    rate_per_s = shape.busy * 2 / (prompt_s + (shape.output_len - 1) * step_s / BATCH)
     return BenchOptions(
         requests=max(LEAST_REQUESTS, round(rate_per_s * options.seconds)),
         concurrency=None,

@@ -36,7 +36,7 @@ class Clock:
 
 @dataclasses.dataclass
 class _Work:
-    """Seconds that are left at full speed, cores that it uses, and what follows."""
+    """A step: the server's role, seconds that are left at full speed, cores that it uses, and what follows."""
 
     role: Role
     left_s: float

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 Role = Literal["prefill", "decode"]
+Servers = Annotated[int, msgspec.Meta(ge=0)]
 Factor = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -17,8 +18,8 @@ class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth and caches, and their frontends and clients need CPU time too.
     """
 
-    prefills: int
-    decodes: int
+    prefills: Servers
+    decodes: Servers
     prefill: Factor = 1.0
     decode: Factor = 1.0
 

@@ -33,7 +33,7 @@ async def measure_interference(
     assert pair.machine_cores is not None, "servers share a machine"
     clients = [BenchClient(url, api_key=api_key, timeout_s=REQUEST_TIMEOUT_S) for url in urls]
     try:
-        work = _Work(pair, [RandomRequests(client, pair.vocab_size) for client in clients])
+        work = _Work(pair, [RandomRequests(client, pair.vocab_size, seed=1) for client in clients])
         await work.warm_up()
         found = []
         for prefills, decodes in TOGETHER:

@@ -30,8 +30,6 @@ from benchmarks.dsa_engine import CachedSequences, list_kernels, time_step
 from benchmarks.gpu_timing import DEVICE, copy_rate, product_rates
 from benchmarks.one_rank import RANKS, Layout, Rank, RankEngine, exchanging
 from pdserve.configs.schema import DecodeConfig
-from pdserve.kernels.head_linear import head_linear
-from pdserve.kernels.packed_mla import packed_attention
 from pdserve.memory.device import free_memory_bytes
 from pdserve.memory.hisparse.hot_buffer_size import resolve_hot_rows
 from pdserve.memory.pages import pages_for
@@ -232,8 +230,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int)
     parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="fp8_e4m3")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step")
-    parser.add_argument("--unpack", action="store_true", help="unpack fp8 latent rows before attention, for comparison")
-    parser.add_argument("--bmm", action="store_true", help="products per head by cuBLAS, for comparison")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(arguments)
@@ -252,10 +248,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if device.type == "cpu" and not options.tiny:
         raise SystemExit("without a GPU only a tiny model can run: give --tiny --layers 2")
     benchmark = Benchmark(options, device)
-    if options.unpack:
-        packed_attention.FUSED_HEADS = 0
-    if options.bmm:
-        head_linear.MOST_TOKENS = 0
     benchmark.run()
     if options.json is not None:
         options.json.write_text(json.dumps(benchmark.results, indent=2) + "\n")

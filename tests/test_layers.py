@@ -65,7 +65,6 @@ LAYERS = {
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
         "dense_mla",
-        "packed_mla",
         "mla",
         "moe",
         "hisparse",

@@ -20,6 +20,10 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
+from .sparse_mla import sparse_mla
+
+_WORKSPACE_BYTES = 256 << 20
+"""Rows that sparse_mla_packed unpacks at a time."""
 
 
 def packed_bytes(kv_rank: int, rope_dim: int) -> int:
@@ -49,23 +53,16 @@ def unpack_rows_reference(packed: torch.Tensor, kv_rank: int, dtype: torch.dtype
     return torch.cat((latent.to(dtype), turned.contiguous().view(torch.bfloat16).to(dtype)), dim=1)
 
 
-def checked_rope_dim(pages: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> int:
-    """Elements of the rotated part of a row; raises ValueError if `pages` and `rows` are not as described above."""
-    row_bytes = pages.shape[2]
+def unpack_rows(
+    pages: torch.Tensor, rows: torch.Tensor, *, kv_rank: int, dtype: torch.dtype, impl: Impl = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unpacked rows and their indices; see the module docstring."""
+    page_size, row_bytes = pages.shape[1:]
     rope_dim = (row_bytes - kv_rank - 4 * ceil_div(kv_rank, GROUP)) // 2
     if pages.dtype != torch.uint8 or rope_dim < 0 or packed_bytes(kv_rank, rope_dim) != row_bytes:
         raise ValueError(f"{pages.dtype} pages {list(pages.shape)} do not hold packed rows of {kv_rank} in fp8")
     if rows.ndim != 2 or rows.dtype != torch.int32:
         raise ValueError(f"rows {rows.dtype} {list(rows.shape)} are not [tokens, k] of int32")
-    return rope_dim
-
-
-def unpack_rows(
-    pages: torch.Tensor, rows: torch.Tensor, *, kv_rank: int, dtype: torch.dtype, impl: Impl = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The unpacked rows and their indices; see the module docstring."""
-    page_size = pages.shape[1]
-    rope_dim = checked_rope_dim(pages, rows, kv_rank)
     unpacked = torch.empty(rows.numel(), 1, kv_rank + rope_dim, dtype=dtype, device=pages.device)
     if use_triton(impl, pages.device):
         from .packed_rows_triton import launch_unpack_rows
@@ -79,3 +76,23 @@ def unpack_rows(
     unpacked[real, 0] = unpack_rows_reference(pages[chosen // page_size, chosen % page_size], kv_rank, dtype)
     numbers = torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
     return unpacked, numbers.view(rows.shape).masked_fill_(rows < 0, -1)
+
+
+def sparse_mla_packed(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    scale: float,
+    value_dim: int,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """sparse_mla.py over packed pages: unpacks rows into a workspace first, some tokens at a time."""
+    tokens, _, dim = query.shape
+    at_once = max(_WORKSPACE_BYTES // (max(rows.shape[1], 1) * dim * query.dtype.itemsize), 1)
+    parts = []
+    for first in range(0, tokens, at_once):
+        part = slice(first, first + at_once)
+        unpacked = unpack_rows(pages, rows[part], kv_rank=value_dim, dtype=query.dtype, impl=impl)
+        parts.append(sparse_mla(query[part], *unpacked, scale=scale, value_dim=value_dim, impl=impl))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -207,6 +207,7 @@ def launch_sparse_mla(
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     share = triton.cdiv(blocks, num_shares(tiles, blocks, sms)) * tile.rows
     shares = max(triton.cdiv(num_rows, share), 1)
+    block_v = max(triton.next_power_of_2(value_dim), 16)
     partial = torch.empty(tokens, shares, heads, value_dim, dtype=torch.float32, device=device) if shares > 1 else out
     log_sum = torch.empty(tokens, shares, heads, dtype=torch.float32, device=device) if shares > 1 else out
     _attend[(tiles, shares)](
@@ -225,7 +226,7 @@ def launch_sparse_mla(
         HEADS=heads,
         BLOCK_H=tile.heads,
         VALUE=value_dim,
-        BLOCK_V=max(triton.next_power_of_2(value_dim), 16),
+        BLOCK_V=block_v,
         REST=dim - value_dim,
         BLOCK_R=max(triton.next_power_of_2(dim - value_dim), 16),
         PAGE=pages.shape[1],
@@ -238,21 +239,15 @@ def launch_sparse_mla(
         **overlap_options(device),
     )
     if shares > 1:
-        launch_combine(partial, log_sum, out)
-
-
-def launch_combine(partial: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` [T, H, value_dim] with the sum of partial results [T, shares, H, value_dim]."""
-    tokens, shares, heads, value_dim = partial.shape
-    _combine[(tokens * heads,)](
-        partial,
-        log_sum,
-        out,
-        shares,
-        HEADS=heads,
-        VALUE=value_dim,
-        BLOCK_V=max(triton.next_power_of_2(value_dim), 16),
-        BLOCK=_COMBINED_AT_ONCE,
-        num_warps=4,
-        **overlap_options(partial.device),
-    )
+        _combine[(tokens * heads,)](
+            partial,
+            log_sum,
+            out,
+            shares,
+            HEADS=heads,
+            VALUE=value_dim,
+            BLOCK_V=block_v,
+            BLOCK=_COMBINED_AT_ONCE,
+            num_warps=4,
+            **overlap_options(device),
+        )

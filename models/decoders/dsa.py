@@ -17,10 +17,9 @@ from ...kernels.mla.fp8_rows import FP8
 from ...kernels.mla.index_plan import IndexPlan, IndexScales
 from ...kernels.mla.index_topk import index_topk
 from ...kernels.mla.key_write import KeyWrite
-from ...kernels.mla.packed_rows import packed_bytes
+from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
 from ...kernels.mla.rotate_queries import IndexQueries
 from ...kernels.mla.sparse_mla import sparse_mla
-from ...kernels.packed_mla.packed_attention import sparse_mla_packed
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed

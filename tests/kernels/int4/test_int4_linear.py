@@ -148,7 +148,7 @@ def test_groups_in_memory_divide_those_of_a_checkpoint() -> None:
     assert group_in_memory(128, 80, first_column=80) is None
 
 
-def test_suits_cuda_arguments_are_refused() -> None:
+def test_unsuitable_arguments_are_refused() -> None:
     weight = draw_group_scaled(64, 128, generator=torch.Generator().manual_seed(3))
     with pytest.raises(ValueError, match="as long as those of weight"):
         int4_linear(torch.zeros(2, 64), weight)

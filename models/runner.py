@@ -193,7 +193,7 @@ class ModelRunner:
         log_expansion(slots, stored, device)
         log_int4_expansion(slots, in_int4, device)
         if load_format == "dummy":
-            fill_with_noise(slots, stored, in_int4)
+            fill_with_noise(slots, stored, in_int4, row_scaled=source.config.row_scaled_fp8)
         else:
             load_weights(source, slots, parameters.names(source.config))
         dsa = source.config.dsa

@@ -1,4 +1,4 @@
-"""Linear layers with block-scaled fp8 weights (block_format.py), computed in one of three ways:
+"""Linear layers with fp8 weights, with a scale per block or per row (block_format.py), computed in one of three ways:
 
     exact       x @ weight.T                     activations are not quantised; for few rows
     triton      quantise(x) @ weight.T           fp8 products; sums of 128 columns are scaled and added in float32

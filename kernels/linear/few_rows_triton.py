@@ -1,4 +1,4 @@
-"""Triton kernel for few rows and block-scaled weights, or plain ones of experts: reads the weights once.
+"""Triton kernel for few rows and fp8 weights, or plain ones of experts: reads the weights once.
 
 A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
 the matrix product, so that the rows of x are its narrow side. Where there are too few blocks to keep the GPU busy,
@@ -147,6 +147,7 @@ def _few_rows(
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO_PARTS: tl.constexpr,
+    BY_ROW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -207,12 +208,19 @@ def _few_rows(
             high, low, scale = _two_parts(x)
             product = tl.dot(weight, tl.trans(low)) * (1.0 / 16)
             product += tl.dot(weight, tl.trans(high))
-            acc += product * tl.load(scales + at // _BLOCK)[:, None] * scale[None, :]
+            if BY_ROW:
+                acc += product * scale[None, :]
+            else:
+                acc += product * tl.load(scales + at // _BLOCK)[:, None] * scale[None, :]
+        elif BY_ROW:
+            acc = tl.dot(_converted(weight, x.dtype), tl.trans(x), acc, input_precision=PRECISION)
         elif SCALED:
             product = tl.dot(_converted(weight, x.dtype), tl.trans(x), input_precision=PRECISION)
             acc += product * tl.load(scales + at // _BLOCK)[:, None]
         else:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    if BY_ROW:
+        acc *= tl.load(scales)[:, None]
     if SPLIT:
         block = tile * tl.num_programs(0) + tl.program_id(0)
         element = tl.arange(0, WEIGHT_ROWS)[:, None] * ROWS + row[None, :]
@@ -282,6 +290,7 @@ def launch_few_rows(
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
         TWO_PARTS=two_parts,
+        BY_ROW=isinstance(weight, BlockScaled) and weight.by_row,
         num_warps=4,
         num_stages=max(2, min(8, stages, ceil_div(groups, splits))),
         **overlap_options(x.device),

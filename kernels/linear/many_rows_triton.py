@@ -2,7 +2,7 @@
 
 A program has a tile of rows and 128 outputs, or 64 if these share a scale. The product of 128 columns is scaled by its
 row and block in float32 and added: the tensor cores' own sums of fp8 products are less precise than float32, and are
-used for 128 columns only.
+used for 128 columns only. Weights with a scale per row are scaled after the last columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -53,6 +53,7 @@ def _many_rows(
     OUTPUTS: tl.constexpr,
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
+    BY_ROW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -98,10 +99,14 @@ def _many_rows(
             x = tl.load(inputs + at, mask=left[None, :], other=0.0)
             weight = tl.load(weights + at, mask=left[:, None], other=0.0)
         x_scale = tl.load(x_scales + at // _BLOCK * x_scale_stride)
-        if ROW_GROUP == OUTPUTS:
+        if BY_ROW:
+            acc += tl.dot(x, weight) * x_scale[:, None]
+        elif ROW_GROUP == OUTPUTS:
             acc += tl.dot(x, weight) * (x_scale * tl.load(scale_of_block + at // _BLOCK))[:, None]
         else:
             acc += tl.dot(x, weight) * x_scale[:, None] * tl.load(scales + at // _BLOCK)[None, :]
+    if BY_ROW:
+        acc *= tl.load(scales)[None, :]
     out = out_ptr + target.to(tl.int64)[:, None] * out_size + output[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (output < out_size)[None, :])
 
@@ -137,6 +142,7 @@ def launch_many_rows(
         OUTPUTS=outputs,
         TILES=_GROUPED_TILES,
         WHOLE=in_size % BLOCK == 0,
+        BY_ROW=weight.by_row,
         num_warps=_WARPS[rows],
         num_stages=min(_STAGES, shared_memory(out.device) // ((rows + outputs) * BLOCK)),
         **overlap_options(out.device),

@@ -2,7 +2,8 @@
 
 Tensor parallelism divides the width of MLPs and of every expert or, with expert parallelism, distributes whole experts.
 Every rank has the router whole. Matrices that a checkpoint stores in fp8 stay fp8 with their scales
-(kernels/linear/block_format.py), except those of which a rank's columns begin or end inside a block: they are expanded.
+(kernels/linear/block_format.py), except those with a scale per block of which a rank's columns begin or end inside a
+block: they are expanded.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -78,9 +79,12 @@ class WeightMemory:
         """
         if len(shape) == 2 and (packed := self._in_groups(*shape, names=names, first_column=first_column)) is not None:
             return packed
+        if not self.in_fp8(names):
+            return self.tensor(*shape)
+        if self.config.row_scaled_fp8:
+            return BlockScaled.allocate_by_row(*shape, device=self.device)
         offset, columns = first_column % BLOCK, shape[-1]
-        on_blocks = offset == 0 or offset + columns <= BLOCK
-        if not on_blocks or not self.in_fp8(names):
+        if offset and offset + columns > BLOCK:
             return self.tensor(*shape)
         return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self.device)
 

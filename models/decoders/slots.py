@@ -48,8 +48,11 @@ class Slot:
         return self.target.shape if self.int4 is None else self.int4.shape
 
     def fill_scales(self, scales: torch.Tensor) -> None:
-        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
+        """Fill the scales of an fp8 target from those of the whole checkpoint tensor: of blocks, or [rows, 1]."""
         assert self.block_scaled is not None
+        if self.block_scaled.by_row:
+            self.block_scaled.scales.copy_(scales[self.start[0] : self.start[0] + len(self.target)])
+            return
         row_group, target = self.block_scaled.row_group, self.block_scaled.scales
         rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
         first = self.start[1] // BLOCK

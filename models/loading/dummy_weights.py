@@ -23,14 +23,17 @@ _INT4_SPREAD = 3.0
 """Standard deviation of 4-bit values; the largest is at 2.3 of them."""
 
 
-def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: Collection[str] = ()) -> None:
+def fill_with_noise(
+    slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: Collection[str] = (), *, row_scaled: bool = False
+) -> None:
     """Fill every slot (dense_parameters.py) on its device, a block of rows at a time, with values that include its
-    offset. `fp8` and `int4` are the tensors that a checkpoint would store in block-scaled fp8 and in 4 bits.
+    offset. `fp8` and `int4` are the tensors that a checkpoint would store in fp8, with a scale per block or per row
+    (`row_scaled`), and in 4 bits.
     """
     for name, slot in slots.items():
         mean, spread = _distribution(name, slot.shape)
         if name in fp8:
-            _fill_block_scaled(name, slot, spread)
+            _fill_fp8(name, slot, spread, row_scaled=row_scaled)
             continue
         if name in int4:
             _fill_int4(name, slot, spread)
@@ -39,9 +42,11 @@ def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: 
             slot.target[held].copy_(drawn)
 
 
-def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
+def _fill_fp8(name: str, slot: Slot, spread: float, *, row_scaled: bool) -> None:
     device = slot.target.device
-    scales = torch.empty([ceil_div(size, BLOCK) for size in slot.shape], dtype=torch.float32, device=device)
+    rows_per_scale, columns_per_scale = (1, slot.shape[1]) if row_scaled else (BLOCK, BLOCK)
+    groups = ceil_div(slot.shape[0], rows_per_scale), ceil_div(slot.shape[1], columns_per_scale)
+    scales = torch.empty(groups, dtype=torch.float32, device=device)
     scales.uniform_(0.75 * spread / _FP8_SPREAD, 1.25 * spread / _FP8_SPREAD, generator=_generator(name, "s", device))
     if slot.block_scaled is not None:
         slot.fill_scales(scales)
@@ -51,7 +56,7 @@ def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
         values = drawn.clamp_(-LARGEST, LARGEST).to(FP8)
         if slot.block_scaled is None:
             rows = first_row + torch.arange(len(target), device=device)
-            target.copy_(values.float().mul_(scales[rows // BLOCK][:, columns // BLOCK]))
+            target.copy_(values.float().mul_(scales[rows // rows_per_scale][:, columns // columns_per_scale]))
         else:
             target.copy_(values)
 

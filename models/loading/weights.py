@@ -20,6 +20,7 @@ from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
 from .int4_checkpoint import Int4Checkpoint
 from .mxfp4_checkpoint import Mxfp4Checkpoint
+from .row_scaled_checkpoint import RowScaledCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     files: Checkpoint = SafetensorsCheckpoint(source.path)
     if source.config.int4 is not None:
         files = int4_checkpoint(source)
+    if source.config.row_scaled_fp8:
+        files = RowScaledCheckpoint(files)
     if source.config.mxfp4_experts:
         return Mxfp4Checkpoint(files)
     plain = source.config.mla is None and source.config.weight_block is None

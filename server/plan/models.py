@@ -57,9 +57,8 @@ def listing() -> Group:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Of one copy of the weights: the embeddings of fp8 checkpoints have 16 bits."""
-    in_fp8 = config.weight_block is not None
     embeddings = config.parameters - config.layer_parameters
-    return (1 if in_fp8 else 2) * config.layer_parameters + 2 * embeddings
+    return (1 if config.has_fp8 else 2) * config.layer_parameters + 2 * embeddings
 
 
 def kv_token_bytes(config: ModelConfig) -> int:

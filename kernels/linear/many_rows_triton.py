@@ -33,6 +33,7 @@ def _many_rows(
     x_scales_ptr,
     values_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     order_ptr,
     ends_ptr,
@@ -54,6 +55,7 @@ def _many_rows(
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
     BY_ROW: tl.constexpr,
+    BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -107,14 +109,21 @@ def _many_rows(
             acc += tl.dot(x, weight) * x_scale[:, None] * tl.load(scales + at // _BLOCK)[None, :]
     if BY_ROW:
         acc *= tl.load(scales)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + number).to(tl.float32)[None, :]
     out = out_ptr + target.to(tl.int64)[:, None] * out_size + output[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (output < out_size)[None, :])
 
 
 def launch_many_rows(
-    x: QuantisedRows, weight: BlockScaled, out: torch.Tensor, *, tiles: RowTiles | None = None
+    x: QuantisedRows,
+    weight: BlockScaled,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    tiles: RowTiles | None = None,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`."""
+    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`, which have no bias."""
     *_, out_size, in_size = weight.shape
     outputs = 64 if weight.row_group == 64 else 128
     rows = (128 if x.rows > 64 * 16 else 64) if tiles is None else tiles.rows
@@ -126,6 +135,7 @@ def launch_many_rows(
         x.scales,
         weight.values,
         weight.scales,
+        bias,
         out,
         *((None,) * 4 if tiles is None else (tiles.order, tiles.ends, tiles.expert, tiles.first)),
         x.rows,
@@ -143,6 +153,7 @@ def launch_many_rows(
         TILES=_GROUPED_TILES,
         WHOLE=in_size % BLOCK == 0,
         BY_ROW=weight.by_row,
+        BIAS=bias is not None,
         num_warps=_WARPS[rows],
         num_stages=min(_STAGES, shared_memory(out.device) // ((rows + outputs) * BLOCK)),
         **overlap_options(out.device),

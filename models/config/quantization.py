@@ -8,9 +8,8 @@ from ...configs.errors import StartupError
 from ..formats.json_fields import Json
 
 SUPPORTED = (
-    "fp8 with a weight_block_size of rows and columns, or with a scale per matrix (fp8, compressed-tensors "
-    "float-quantized) or per row (compressed-tensors float-quantized, fbgemm_fp8); 4-bit awq (gemm), gptq and "
-    "compressed-tensors (pack-quantized)"
+    "fp8 with a weight_block_size of rows and columns, or with a scale per matrix; fbgemm_fp8; compressed-tensors in "
+    "fp8 (float-quantized); 4-bit awq (gemm), gptq and compressed-tensors (pack-quantized)"
 )
 _COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -93,11 +92,11 @@ def _compressed_tensors(path: Path, config: Json) -> Quantization:
     schemes: dict[str, Json] = config.get("config_groups") or {}
     if config["format"] == "pack-quantized":
         return Quantization(int4=_packed_scheme(path, schemes))
-    if not schemes:
-        raise _unsupported(path, method, "no config_groups")
-    for name, scheme in schemes.items():
-        _check_float_scheme(path, f"{method}, {name}", scheme)
-    return Quantization(row_scaled_fp8=True)
+    blocks = {_float_scheme(path, f"{method}, {name}", scheme) for name, scheme in schemes.items()}
+    if len(blocks) != 1:
+        raise _unsupported(path, method, f"config_groups with {len(blocks)} kinds of scales")
+    block = blocks.pop()
+    return Quantization(weight_block=block, row_scaled_fp8=block is None)
 
 
 def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Int4Format:
@@ -117,16 +116,24 @@ def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Int4Format:
     return Int4Format("compressed-tensors", groups.pop())
 
 
-def _check_float_scheme(path: Path, method: str, scheme: Json) -> None:
-    """fp8 weights with activations in fp8 or 16 bits."""
+def _float_scheme(path: Path, method: str, scheme: Json) -> tuple[int, int] | None:
+    """fp8 weights with activations in fp8 or 16 bits: rows and columns that share a scale; None for a scale per row or
+    per matrix.
+    """
     weights: Json = scheme.get("weights") or {}
     for part, values in (("weights", weights), ("input_activations", scheme.get("input_activations"))):
         if values is not None:
             _require(path, f"{method}, {part}", values, "num_bits", (8,))
             _require(path, f"{method}, {part}", values, "type", ("float",))
             _require(path, f"{method}, {part}", values, "symmetric", (True,), missing=True)
-    _require(path, f"{method}, weights", weights, "strategy", ("tensor", "channel"))
     _require(path, method, scheme, "output_activations", (None,), missing=True)
+    _require(path, f"{method}, weights", weights, "strategy", ("tensor", "channel", "block"))
+    match weights["strategy"], weights.get("block_structure"):
+        case "block", [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case "block", found:
+            raise _unsupported(path, f"{method}, weights", f"block_structure {found}")
+    return None
 
 
 def _group(path: Path, method: str, size: object) -> int | None:

@@ -25,7 +25,7 @@ from ..config.moe import MoeConfig
 
 @dataclass(frozen=True)
 class MlpParameters:
-    """A gated MLP; `size` is this rank's part of its width. Biases are not those of block-scaled weights."""
+    """A gated MLP; `size` is this rank's part of its width."""
 
     gate_up: Weight  # [2 * size, hidden]
     down: Weight  # [hidden, size]
@@ -75,7 +75,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     """x [T, hidden] through one MLP."""
     gate_up, down = parameters.gate_up, parameters.down
     if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
-        return block_scaled_mlp(x, gate_up, down)
+        return block_scaled_mlp(x, gate_up, down, parameters.gate_up_bias, parameters.down_bias)
     gated = gated_linear(x, gate_up, parameters.gate_up_bias, gelu=parameters.gelu)
     return linear(gated, down, parameters.down_bias)
 

@@ -57,9 +57,11 @@ def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int,
     weight = _drawn(out_size, in_size, row_group, generator, device)
     expected = x.double() @ _expanded(weight).T
     assert choose_method(rows, weight) == "exact"
+    bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        plain = block_scaled_linear(x, weight, impl=impl)
-        gated = block_scaled_gated_linear(x, weight, impl=impl)
+        plain = block_scaled_linear(x, weight, bias, impl=impl)
+        gated = block_scaled_gated_linear(x, weight, bias, impl=impl)
+    expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(plain.double(), expected, **tolerance(here, "exact"))
     gate, up = expected.chunk(2, dim=-1)
     limits = {name: 2 * value for name, value in tolerance(here, "exact").items()}
@@ -79,8 +81,10 @@ def test_many_rows_multiply_quantised_activations(
     x = quantise_reference(torch.randn(rows, in_size, generator=generator).to(device, dtype))
     weight = _drawn(out_size, in_size, row_group, generator, device)
     expected = x.expanded().double() @ _expanded(weight).T
+    bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        found = block_scaled_linear(x, weight, method="triton", impl=impl)
+        found = block_scaled_linear(x, weight, bias, method="triton", impl=impl)
+    expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(found.double(), expected, **tolerance(here, "triton"))
 
 
@@ -156,6 +160,10 @@ def test_unsuitable_arguments_are_refused() -> None:
         block_scaled_linear(x[:, :64].contiguous(), weight)
     with pytest.raises(ValueError, match="at most 64 rows"):
         block_scaled_linear(x, weight, method="exact")
+    with pytest.raises(ValueError, match="an element for each row"):
+        block_scaled_linear(x, weight, torch.zeros(63))
+    with pytest.raises(ValueError, match="cuBLAS takes no bias"):
+        block_scaled_linear(x, weight, torch.zeros(64), method="cublas")
 
 
 def _drawn(

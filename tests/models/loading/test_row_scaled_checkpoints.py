@@ -114,9 +114,7 @@ def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -
     )
     load_weights(source, parameters.slots())
     kept = {name for name, slot in parameters.slots().items() if slot.block_scaled is not None}
-    biased = {name for name in stored if source.config.qkv_bias and name.endswith(("q_proj.weight", "k_proj.weight"))}
-    biased |= {name for name in stored if source.config.qkv_bias and name.endswith("v_proj.weight")}
-    assert kept == (stored - biased if keep else set())
+    assert kept == (stored if keep else set())
     assert KEPT_IN_16_BITS not in stored
     runner = ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
@@ -146,7 +144,7 @@ def test_ranks_hold_their_parts(model: Model, keep: bool, whole_experts: bool) -
             values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             torch.testing.assert_close(values, model.values[name][part], rtol=1e-6, atol=0, msg=name)
-            assert (slot.block_scaled is not None) == (name in stored) or source.config.qkv_bias
+            assert (slot.block_scaled is not None) == (name in stored)
 
 
 def test_latent_attention_stays_in_fp8(tmp_path: Path) -> None:
@@ -193,6 +191,11 @@ def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
         assert values.equal(whole[name].target[part]), name
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("plain"), "llama", num_hidden_layers=1)
+
+
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 
 
@@ -212,7 +215,7 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ("channel", {"format": "nvfp4-pack-quantized"}, r"\(compressed-tensors, format nvfp4-pack-quantized\)"),
         ("channel", {"format": "mixed-precision"}, r"\(compressed-tensors, format mixed-precision\)"),
         ("channel", {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "kv_cache_scheme {'num_bits': 8"),
-        ("channel", {"config_groups": {}}, "no config_groups"),
+        ("channel", {"config_groups": {}}, "config_groups with 0 kinds of scales"),
         (
             "channel",
             {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -220,7 +223,8 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ),
         ("channel", groups({"type": "int"}), r"\(compressed-tensors, group_0, weights, type int\)"),
         ("channel", groups({"num_bits": 4}), r"\(compressed-tensors, group_0, weights, num_bits 4\)"),
-        ("channel", groups({"strategy": "block"}), r"\(compressed-tensors, group_0, weights, strategy block\)"),
+        ("channel", groups({"strategy": "group"}), r"\(compressed-tensors, group_0, weights, strategy group\)"),
+        ("channel", groups({"strategy": "block"}), r"\(compressed-tensors, group_0, weights, block_structure None\)"),
         (
             "channel",
             groups({}, input_activations={"num_bits": 8, "type": "int"}),
@@ -229,15 +233,17 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
         ("channel", groups({}, output_activations=FLOAT8), r"\(compressed-tensors, group_0, output_activations"),
     ],
 )
-def test_other_schemes_are_refused(tmp_path: Path, method: Fp8Method, changes: dict[str, Any], said: str) -> None:
-    make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": quantization_config(method) | changes}
-    path.write_text(json.dumps(config))
+def test_other_schemes_are_refused_before_weights_are_read(
+    plain: Path, tmp_path: Path, method: Fp8Method, changes: dict[str, Any], said: str
+) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    config |= {"quantization_config": quantization_config(method) | changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").symlink_to(plain / "tokenizer.json")
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(StartupError, match=said) as refused:
         locate_model(str(tmp_path))
-    assert "or with a scale per matrix (fp8, compressed-tensors float-quantized) or per row" in str(refused.value)
+    assert "supported are fp8 with a weight_block_size of rows and columns, or with a scale per" in str(refused.value)
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -100,12 +100,12 @@ def allocate_parameters(
     int4: Collection[str] = frozenset(),
 ) -> DecoderParameters | LatentParameters:
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
-    and `int4` are the tensors to keep in block-scaled fp8 and in 4 bits; latent attention has no 4-bit layers.
+    and `int4` are the tensors to keep in fp8 and in 4 bits.
     """
     config.check_shares(shard)
     if config.mla is None:
         return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
-    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
 
 
 def _decoder(

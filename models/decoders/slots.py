@@ -18,6 +18,7 @@ class Slot:
     start: tuple[int, ...]
     block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
     int4: GroupScaled | None = None  # if given, it is filled, and `target` is its packed values
+    transposed: bool = False  # the matrices of `int4` are those of the tensor transposed
     offset: float = 0.0  # added to the values of the checkpoint
 
     @staticmethod
@@ -36,6 +37,17 @@ class Slot:
             return Slot(target.packed, tuple(shape), tuple(first), int4=target)
         return Slot(target, tuple(shape), tuple(first))
 
+    @staticmethod
+    def transposed_part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
+        """The same with the last two dimensions of the tensor exchanged; `dim` is one of the tensor."""
+        if isinstance(target, torch.Tensor):
+            return Slot.part(target.transpose(-1, -2), dim=dim, start=start, size=size)
+        assert isinstance(target, GroupScaled)
+        slot = Slot(target.packed, (), (), int4=target, transposed=True)
+        shape, first = list(slot.size), [0] * len(slot.size)
+        shape[dim], first[dim] = size, start
+        return replace(slot, shape=tuple(shape), start=tuple(first))
+
     @property
     def nbytes(self) -> int:
         if self.int4 is not None:
@@ -45,7 +57,10 @@ class Slot:
     @property
     def size(self) -> torch.Size:
         """Of the part of the tensor."""
-        return self.target.shape if self.int4 is None else self.int4.shape
+        if self.int4 is None:
+            return self.target.shape
+        shape = self.int4.shape
+        return torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.transposed else shape
 
     def fill_scales(self, scales: torch.Tensor) -> None:
         """Fill the scales of an fp8 target from those of the whole checkpoint tensor: of blocks, or [rows, 1]."""

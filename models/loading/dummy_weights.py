@@ -7,11 +7,13 @@ with scales that differ by block, and no second copy of the model.
 """
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from ...configs.arithmetic import ceil_div
+from ...kernels.int4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP
 from ...kernels.linear.block_format import BLOCK, FP8, LARGEST
 from ..decoders.slots import Slot
 
@@ -36,7 +38,8 @@ def fill_with_noise(
             _fill_fp8(name, slot, spread, row_scaled=row_scaled)
             continue
         if name in int4:
-            _fill_int4(name, slot, spread)
+            fill = _fill_int4 if len(slot.shape) == 2 else _fill_mxfp4
+            fill(name, slot, spread)
             continue
         for held, _, drawn in _draw(name, slot, mean, spread):
             slot.target[held].copy_(drawn)
@@ -72,6 +75,23 @@ def _fill_int4(name: str, slot: Slot, spread: float) -> None:
         part = slot.int4[held]
         scales = torch.full((len(values), part.columns // part.group), scale, device=values.device)
         part.fill(values.to(torch.uint8), scales, torch.full_like(scales, 8))
+
+
+def _fill_mxfp4(name: str, slot: Slot, spread: float) -> None:
+    """Experts [E, in, out], with the nearest numbers of MXFP4 and one scale, a power of two."""
+    exponent = math.floor(math.log2(spread))
+    table = torch.tensor(E2M1, device=slot.target.device)
+    steps = table[: len(table) // 2]
+    for held, _, drawn in _draw(name, slot, 0.0, spread * 2.0**-exponent):
+        for index, expert in zip(range(held.start, held.stop), drawn, strict=True):
+            values = torch.bucketize(expert.abs(), (steps[1:] + steps[:-1]) / 2) + 8 * (expert < 0)
+            if slot.int4 is None:
+                slot.target[index].copy_(table[values] * 2.0**exponent)
+                continue
+            (part,) = slot.int4[index : index + 1].experts()
+            rows = values.t().to(torch.uint8)
+            scales = torch.full((len(rows), rows.shape[1] // MXFP4_GROUP), exponent + MXFP4_BIAS, device=rows.device)
+            part.fill(rows, scales)
 
 
 def _draw(name: str, slot: Slot, mean: float, spread: float) -> Iterator[tuple[slice, int, torch.Tensor]]:

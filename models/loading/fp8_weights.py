@@ -20,7 +20,7 @@ from .weights import SafetensorsCheckpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
 
-_IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+_IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", "weights_proj.weight")
 """Matrices that checkpoints of these families do not quantise."""
 
 
@@ -49,7 +49,7 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
     expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
     if not expanded:
         return
-    reason = "kv_b_proj, matrices with a bias, and parts of ranks that begin or end inside a block of columns"
+    reason = "kv_b_proj, and parts of ranks that begin or end inside a block of columns"
     log.info(
         "fp8 weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
         len(expanded),

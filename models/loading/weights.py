@@ -51,8 +51,6 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
-    if isinstance(checkpoint, Mxfp4Checkpoint):
-        checkpoint.log_expansion(slots)
     total_bytes = sum(slot.nbytes for slot in slots.values())
     progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
     for name, slot in slots.items():

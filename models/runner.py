@@ -214,7 +214,7 @@ class ModelRunner:
         fp8_index: bool = False,
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. `fp8` and `int4` are the tensors that stay in block-scaled fp8 and in 4 bits, `fp8_index` says
+        of a loaded one. `fp8` and `int4` are the tensors that stay in fp8 and in 4 bits, `fp8_index` says
         whether indexer keys are in fp8. Raises StartupError if the model cannot be divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)

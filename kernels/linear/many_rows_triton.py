@@ -1,4 +1,4 @@
-"""Triton kernel for many rows and block-scaled weights, dense or of experts: fp8 products of quantised rows.
+"""Triton kernel for many rows and fp8 weights, dense or of experts: fp8 products of quantised rows.
 
 A program has a tile of rows and 128 outputs, or 64 if these share a scale. The product of 128 columns is scaled by its
 row and block in float32 and added: the tensor cores' own sums of fp8 products are less precise than float32, and are

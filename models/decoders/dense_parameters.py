@@ -64,7 +64,7 @@ class DecoderParameters:
         int4: Collection[str] = frozenset(),
     ) -> "DecoderParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in block-scaled fp8 and in 4 bits where possible.
+        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
         """
 
         memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)

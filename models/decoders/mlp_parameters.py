@@ -60,7 +60,7 @@ class WeightMemory:
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
     ) -> None:
-        """`fp8` and `int4` are the checkpoint tensors to keep in block-scaled fp8 and in 4 bits where possible."""
+        """`fp8` and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible."""
         self.config, self.shard = config, shard
         self.device, self.dtype = device, dtype
         self._fp8, self._int4 = fp8, int4

@@ -3,10 +3,9 @@
     weights, selected  =  select_experts(x @ router.T)      kernels/moe/selection.py
     mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x), if there is one
 
-With tensor parallelism a rank has a part of every expert's width
-or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
-on CUDA, nothing here waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped
-product waits.
+With tensor parallelism a rank has a part of every expert's width or, with expert parallelism, whole experts; either way
+its result is a part of the sum. With experts in fp8, 4 bits or bfloat16 on CUDA, nothing here waits for the device, so
+a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
 """
 
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ class MlpParameters:
     down: Weight  # [hidden, size]
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with block-scaled weights
+    gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with quantised weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class MoeParameters:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not block-scaled, does not
+        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not quantised, does not
         wait for the device in bfloat16 only.
         """
         return not isinstance(self.gate_up, torch.Tensor) or self.gate_up.dtype == torch.bfloat16

@@ -71,6 +71,7 @@ LAYERS = {
         "staging",
         "sampling",
         "collectives",
+        "head_linear",
         "numba",
         "attention",
         "linear",

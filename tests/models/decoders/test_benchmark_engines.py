@@ -26,7 +26,7 @@ from benchmarks import (
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.dense_mla import tile_plan
-from pdserve.kernels.int4.int4_linear import Tiles
+from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.quantization import Int4Format
 from pdserve.models.config.sharding import WHOLE
@@ -205,7 +205,8 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
 def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
 
-    def fill(slots: Mapping[str, Slot], *_: object) -> None:
+    def fill(slots: Mapping[str, Slot], *_: object, row_scaled: bool) -> None:
+        del row_scaled
         for slot in slots.values():
             values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
             slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)

@@ -44,10 +44,11 @@ def launch_int4_linear_cuda(
     processors = multiprocessors(x.device)
     many = count >= 4 * processors  # then fewer warps divide the columns of a tile
     warps = tiles.warps or (4 if many else 8)
-    stages = tiles.stages or (3 if many else 5)
-    stage_bytes = output_tiles * (OUTPUT_TILE * weight.group + 128)
+    ring_bytes = warps * output_tiles * (OUTPUT_TILE * weight.group + 128)  # one stage of all warps
     sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
-    shared_bytes = warps * stages * stage_bytes + sum_bytes
+    limit = shared_memory(x.device)
+    stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // ring_bytes)
+    shared_bytes = stages * ring_bytes + sum_bytes
     constants = (
         ("GROUP", weight.group),
         ("WARPS", warps),
@@ -72,7 +73,7 @@ def launch_int4_linear_cuda(
         weight.columns,
         weight.packed.shape[1],
         weight.scales.stride(0),
-        blocks=min(count, processors * (shared_memory(x.device) // shared_bytes)),
+        blocks=min(count, processors * (limit // shared_bytes)),
         threads=32 * warps,
         shared_bytes=shared_bytes,
         overlap_previous=True,

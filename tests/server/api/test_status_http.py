@@ -304,3 +304,9 @@ async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningS
     await decode.leader.send_raw(b"\xc1 not msgpack")
     await decode.report(make_status(problems=("seen",)))
     assert await health_reasons(decode) == (503, "seen")
+
+
+async def test_role_switch_with_an_invalid_query_does_not_begin(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        answer = await server.http.post("/role?wait=maybe", json={"role": "prefill"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "wait")

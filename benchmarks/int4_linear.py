@@ -82,6 +82,7 @@ def draw_weight(rows: int, columns: int, group: int) -> GroupScaled:
     weight = GroupScaled.allocate(rows, columns, group=group, dtype=torch.bfloat16, device=DEVICE)
     weight.packed.random_()
     weight.scales.fill_(columns**-0.5 / 5)
+    assert weight.zeros is not None
     weight.zeros.fill_(8)
     return weight
 

@@ -29,6 +29,8 @@ FUSED_ROWS = 128
 """Up to this many rows, the weights are not expanded in memory."""
 SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
+WIDE_BYTES = 160 << 10
+"""Shared memory that the Triton kernels need for tiles of 64 rows: two stages, and the expanded weights of one."""
 
 
 def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
@@ -116,5 +118,7 @@ def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:
 def _check(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None) -> None:
     if x.ndim != 2 or x.shape[1] != weight.columns or not x.is_contiguous():
         raise ValueError(f"x {list(x.shape)} must be contiguous rows as long as those of weight {list(weight.shape)}")
+    if weight.packed.ndim != 2 or weight.zeros is None:
+        raise ValueError(f"weight {list(weight.shape)} must be one matrix of integers; experts.py computes others")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")

@@ -59,6 +59,7 @@ def launch_int4_linear_cuda(
         ("BIAS", int(bias is not None)),
         ("HALF", int(x.dtype == torch.float16)),
     )
+    assert weight.zeros is not None, "MXFP4 has only kernels of experts"
     kernel = load_kernel("int4_linear.cu", "int4_linear", x.device, constants, shared_bytes)
     kernel.launch(
         x.data_ptr(),

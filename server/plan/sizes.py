@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.errors import StartupError
-from ...configs.schema import DecodeConfig, IndexDtypeSetting, KvDtypeSetting
+from ...configs.schema import DecodeConfig
+from ...configs.setting_types import IndexDtypeSetting, KvDtypeSetting
 from ...kernels.hisparse.slot_tables import buffer_pages
 from ...memory.auto_settings import ALONE_KV_FRACTION, KvShare
 from ...memory.hisparse.cache import HiSparseCache

@@ -7,7 +7,7 @@ shown for each prefill server in /server_info.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ....configs.schema import DispatchSetting
+from ....configs.setting_types import DispatchSetting
 
 REUSE_WEIGHT = 3
 """A token that would be computed again counts as so many tokens in the queue of a server. More than one, because a move

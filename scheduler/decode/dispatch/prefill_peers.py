@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ....configs.schema import DispatchSetting
+from ....configs.setting_types import DispatchSetting
 from ....transfer.control.events import describe_absence
 from ....transfer.protocol.messages import CachedPrefixes, InstanceId, Load
 from ..requests.dispatch_window import DispatchWindow, PromptKind

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
-from pdserve.configs.schema import LocalPrefillSetting
+from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for

@@ -49,6 +49,7 @@ LAYERS = {
     "scheduler": [
         "engine",
         "ranks",
+        "ranks/transfers",
         "simulation",
         "prefill",
         "decode",

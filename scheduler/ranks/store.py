@@ -24,7 +24,7 @@ from ...transfer.store.channel import MOST_ITEMS, AgentChannel, Channel, NoReply
 from ...transfer.store.client import StoreError
 from ...transfer.store.staged_cells import StagedCells, StorePool
 from ..messages.ranks import RankReport, StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
-from .announcement import layout_of
+from .transfers.announcement import layout_of
 
 log = logging.getLogger(__name__)
 

@@ -237,24 +237,24 @@ class DecodeScheduler:
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
         """The connection to a prefill server is closed."""
-        self.dispatcher.peer_closed(instance, now)
+        self.dispatcher.remote.peer_closed(instance, now)
 
     def peers_unreachable(self, reasons: Mapping[str, str]) -> None:
         """Why no server is paired, by endpoint."""
         self.dispatcher.peers.unreachable = reasons
 
     def chunk_arrived(self, chunk: ChunkArrived) -> None:
-        self.counters["chunks" if self.dispatcher.chunk_arrived(chunk) else "stale_messages"] += 1
+        self.counters["chunks" if self.dispatcher.remote.chunk_arrived(chunk) else "stale_messages"] += 1
 
     def prompt_of(self, key: TransferKey) -> Prompt | None:
         """The prompt of this transfer; None for a stale or unknown key."""
-        return self.dispatcher.prefilling.get(key)
+        return self.dispatcher.remote.prompts.get(key)
 
     def prefill_written(self, done: PrefillDone) -> bool:
         """Prefill has written everything. Returns whether all of it is in its pages; if not, `part_scattered` returns
         `done` later.
         """
-        return self.dispatcher.written(done)
+        return self.dispatcher.remote.written(done)
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
@@ -278,7 +278,7 @@ class DecodeScheduler:
         )
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
-        self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
+        self.dispatcher.remote.writer_stopped(key, late_writes=late_writes, now=now)
 
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
@@ -288,7 +288,7 @@ class DecodeScheduler:
 
     def part_scattered(self, part: StagePart) -> PrefillDone | None:
         """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
-        return self.dispatcher.staging.scattered(part)
+        return self.dispatcher.remote.staging.scattered(part)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class DecodeScheduler:
             self._submissions.end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
-        for quarantined in self.dispatcher.take_released(now):
+        for quarantined in self.dispatcher.remote.take_released(now):
             self.memory.release_grant(quarantined.grant)  # a page of it may still be copied
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
@@ -438,7 +438,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
+        busy = self.requests or self.endings.draining or len(self.dispatcher.remote.quarantine)
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
@@ -450,11 +450,11 @@ class DecodeScheduler:
         """Occupancy, for the metrics."""
         return {
             **self.memory.gauges(),
-            **self.dispatcher.staging.gauges(),
+            **self.dispatcher.remote.staging.gauges(),
             **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
-            "quarantined_pages": self.dispatcher.quarantine.pages,
-            "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
+            "quarantined_pages": self.dispatcher.remote.quarantine.pages,
+            "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
             **(self.kv_store.gauges() if self.kv_store is not None else {}),
@@ -477,12 +477,12 @@ class DecodeScheduler:
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for and every request is in exactly the queue of its state."""
         self.memory.check_integrity(self.requests, idle=self.idle)
-        self.dispatcher.staging.check_integrity(idle=self.idle)
+        self.dispatcher.remote.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
             queued_as = {
                 State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
-                State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
+                State.PREFILLING: prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting,
                 State.COMPUTING: prompt in self.dispatcher.local and request in prompt.waiting,
                 State.ARRIVED: request in self.run_queue.arrived or self.memory.copies.is_in(request, "open"),
                 State.READY: request in self.run_queue.ready,

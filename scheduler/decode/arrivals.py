@@ -13,6 +13,7 @@ from ...transfer.protocol.messages import (
     StageArrived,
     StageRequest,
     StageStopped,
+    TransferFailed,
     TransferKey,
 )
 from ..chunking.chunk_queue import Chunk
@@ -81,7 +82,7 @@ class Arrivals:
             return None
         problem = self._remote.check_complete(prompt, done)
         if problem is not None:
-            self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
+            self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
             return None
         samples = prompt.waiting
         path: KvPath = "gpu" if attempt.hot_pages or self._memory.hot is None else "host"
@@ -147,33 +148,21 @@ class Arrivals:
         self._memory.pass_on_hot(local, heir)
         return heir
 
-    def transfer_failed(
-        self,
-        key: TransferKey,
-        reason: str,
-        *,
-        retryable: bool,
-        late_writes: bool,
-        now: float,
-        refused: bool = False,
-        full: bool = False,
-    ) -> None:
-        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down. Stale
-        keys are ignored.
-        """
-        prompt = self._remote.prompts.get(key)
+    def transfer_failed(self, failed: TransferFailed, now: float) -> None:
+        """The writer has stopped before the end, or has refused to begin. Stale keys are ignored."""
+        prompt = self._remote.prompts.get(failed.key)
         self._counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
-            self._remote.give_up(prompt, reason, abort=False)
-        self._remote.writer_stopped(key, late_writes=late_writes, now=now)
+            self._remote.give_up(prompt, failed.reason, abort=False)
+        self._remote.writer_stopped(failed.key, late_writes=failed.late_writes, now=now)
         if prompt is None:
             return
-        if retryable and refused:
-            self._refused(prompt, now, full=full)
-        elif retryable:
+        if failed.retryable and failed.refused:
+            self._refused(prompt, now, full=failed.full)
+        elif failed.retryable:
             self._retry_or_fail(prompt, now)
         else:
-            self._endings.end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
+            self._endings.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """Retry what a lost prefill server has not finished; it may still be writing."""

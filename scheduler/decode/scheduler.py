@@ -37,6 +37,7 @@ from ...transfer.protocol.messages import (
     StagePart,
     StageRequest,
     StageStopped,
+    TransferFailed,
     TransferKey,
 )
 from ..chunking.chunk_queue import Chunk
@@ -261,21 +262,9 @@ class DecodeScheduler:
         self.admission.admit_received(self.arrivals.prefill_done(done, now), now)
         self.admission.admit_arrived(now)
 
-    def transfer_failed(
-        self,
-        key: TransferKey,
-        reason: str,
-        *,
-        retryable: bool,
-        late_writes: bool,
-        now: float,
-        refused: bool = False,
-        full: bool = False,
-    ) -> None:
-        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down."""
-        self.arrivals.transfer_failed(
-            key, reason, retryable=retryable, late_writes=late_writes, now=now, refused=refused, full=full
-        )
+    def transfer_failed(self, failed: TransferFailed, now: float) -> None:
+        """The writer has stopped before the end, or has refused to begin."""
+        self.arrivals.transfer_failed(failed, now)
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
         self.dispatcher.remote.writer_stopped(key, late_writes=late_writes, now=now)

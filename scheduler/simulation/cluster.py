@@ -259,15 +259,7 @@ class Cluster:
                     if scheduler.prefill_written(message):
                         scheduler.prefill_done(message, now)
                 case TransferFailed():
-                    scheduler.transfer_failed(
-                        message.key,
-                        message.reason,
-                        retryable=message.retryable,
-                        late_writes=message.late_writes,
-                        refused=message.refused,
-                        full=message.full,
-                        now=now,
-                    )
+                    scheduler.transfer_failed(message, now)
                 case AbortAck(key=key, late_writes=late_writes):
                     scheduler.abort_acked(key, late_writes, now)
                 case CachedPrefixes():

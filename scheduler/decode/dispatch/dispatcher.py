@@ -5,7 +5,7 @@ It ends no request: the scheduler decides what to do after a failed attempt.
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
@@ -85,28 +85,9 @@ class PrefillDispatcher:
         self._memory = memory
         self._prompt_ids = itertools.count(1)
 
-    def new_prompt(
-        self,
-        token_ids: tuple[int, ...],
-        *,
-        endpoint: str | None = None,
-        room: int | None = None,
-        priority: int = 0,
-        output_tokens: int = 0,
-        page_hashes: Mapping[int, Sequence[int]] | None = None,
-        now: float,
-    ) -> Prompt:
-        """A prompt that is not in the queue yet. Prompt ids are unique on this server."""
-        return Prompt(
-            next(self._prompt_ids),
-            token_ids,
-            endpoint=endpoint,
-            room=room,
-            priority=priority,
-            output_tokens=output_tokens,
-            page_hashes=page_hashes,
-            now=now,
-        )
+    def next_prompt_id(self) -> int:
+        """An id for a new prompt, unique on this server."""
+        return next(self._prompt_ids)
 
     def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
         """Queue a prompt; `again` if it was dispatched before."""
@@ -122,7 +103,7 @@ class PrefillDispatcher:
 
     def adopt(self, prompt: Prompt, now: float) -> None:
         """Queue a prompt that another scheduler has released."""
-        prompt.prompt_id = next(self._prompt_ids)
+        prompt.prompt_id = self.next_prompt_id()
         prompt.refusal = prompt.cached_estimate = prompt.awaited = None
         self.enqueue(prompt, now)
         if prompt.endpoint is not None:
@@ -131,7 +112,8 @@ class PrefillDispatcher:
     def recompute(self, request: Request, now: float) -> None:
         """Queue a request whose KV was dropped, before new ones. Its output becomes part of the prompt."""
         old = request.prompt
-        request.prompt = self.new_prompt(
+        request.prompt = Prompt(
+            self.next_prompt_id(),
             (*request.prompt_ids, *request.output_ids),
             endpoint=old.endpoint,
             priority=request.priority,

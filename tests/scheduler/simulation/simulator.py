@@ -858,15 +858,7 @@ class Simulator:
             case TransferFailed() as failed:
                 if failed.leaving:
                     self.decode.peer_leaving(server.instance, self.now)
-                self.decode.transfer_failed(
-                    failed.key,
-                    failed.reason,
-                    retryable=failed.retryable,
-                    late_writes=failed.late_writes,
-                    refused=failed.refused,
-                    full=failed.full,
-                    now=self.now,
-                )
+                self.decode.transfer_failed(failed, self.now)
             case AbortAck() as ack:
                 self.decode.abort_acked(ack.key, ack.late_writes, self.now)
             case CachedPrefixes() as report:

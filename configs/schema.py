@@ -140,7 +140,7 @@ class ServerConfig(BaseModel):
         50.0,
         gt=0,
         le=600_000,
-        description="longest time that a prompt waits for the store to say what it has of it",
+        description="longest time that a prompt waits for the lookup of its prefix in the store",
     )
     max_queued_requests: int = Field(
         256,

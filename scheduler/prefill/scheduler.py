@@ -48,7 +48,7 @@ from .transfers import Transfers
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""
 BEGUN_AFTER_S = 1.0
-"""Decode is told about a step that takes longer than this, so that its prompts do not count as waiting there."""
+"""If a step takes longer than this, decode is informed, so that it does not count the prompts as waiting."""
 ROUND_TRIP_S = 0.1
 """Within this time after the end of a prompt, the next one arrives from decode, also on a loaded machine."""
 
@@ -109,7 +109,7 @@ class PrefillScheduler:
         self.staging.peer_lost(instance)
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
-        """A decode server has reported its load, and whether it wants to know what is cached here."""
+        """A decode server has reported its load, and whether it needs reports of the prefix cache."""
         if load.cache_reports and instance in self._transfers.spaces and self.limits.prefix_cache:
             self.reports.subscribe(instance)
         elif not load.cache_reports:

@@ -111,8 +111,8 @@ class Cluster:
         cores: int | None = None,
         hashes: bool = False,
     ) -> None:
-        """With `cores`, all servers share a machine of so many. `hashes`: prompts share prefixes, so decode servers
-        compare them with what prefill servers have cached.
+        """With `cores`, all servers share a machine with that many cores. With `hashes`, prompts share prefixes, and
+        decode servers compare them with what prefill servers have cached.
         """
         self._settings = settings
         self._times = times

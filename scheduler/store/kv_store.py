@@ -57,7 +57,7 @@ class StoreLimits:
     timeout_s: float
     """Longest time that a prompt waits for a load."""
     lookup_timeout_s: float = 0.05
-    """Longest time that the store may take to say what it has."""
+    """Longest time that a lookup in the store may take."""
 
 
 class BlockChain:
@@ -326,7 +326,7 @@ class KvStore(Generic[OwnerT]):
         self._outbox.append(command)
 
     def _drop(self, blocks: int) -> None:
-        """So many blocks leave the queue without being written."""
+        """Count blocks that leave the queue without being written."""
         self._queued -= blocks
         self._counters["store_blocks_dropped"] += blocks
 

@@ -243,7 +243,7 @@ class PrefillDispatcher:
         )
 
     def can_compute(self, tokens: int) -> bool:
-        """Whether this server may compute prompts, and can compute one of so many tokens."""
+        """Whether this server may compute prompts, and can compute one of `tokens` tokens."""
         return tokens <= self.largest_local
 
     @property
@@ -252,7 +252,7 @@ class PrefillDispatcher:
         return self._memory.largest_prompt if self.limits.local_prefill != "never" else 0
 
     def can_prefill(self, endpoint: str | None, tokens: int) -> bool:
-        """Whether there is a server that may compute prompts of so many tokens for this endpoint."""
+        """Whether there is a server that may compute a prompt of `tokens` tokens for this endpoint."""
         return self.can_compute(tokens) or (
             self.limits.local_prefill != "always" and self.peers.absent_since(endpoint) is None
         )

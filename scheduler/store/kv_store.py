@@ -360,7 +360,7 @@ class KvStore(Generic[OwnerT]):
         problem = next((ping.problem for ping in self._pings if ping.problem is not None), None)
         self._pings.clear()
         if self.breaker.pinged(problem, now):
-            log.info("the KV store answers")
+            log.info("the KV store is available")
 
     def _failed(self, problem: str, now: float) -> None:
         if self.breaker.failed(problem, now):

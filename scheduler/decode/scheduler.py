@@ -22,7 +22,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
+from ...configs.errors import AbortedError, RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import InsertedPrefix, PrefixCache
@@ -40,7 +40,6 @@ from ...transfer.protocol.messages import (
     TransferFailed,
     TransferKey,
 )
-from ..chunking.chunk_queue import Chunk
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect
 from ..messages.frontend import FinishReason, Submit
@@ -58,9 +57,10 @@ from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .requests.limits import DecodeLimits
-from .requests.request import Attempt, LocalPrompt, Prompt, Request
+from .requests.request import Attempt, LocalPrompt, Prompt
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
+from .steps import Steps
 from .submissions import Submissions
 
 
@@ -124,8 +124,16 @@ class DecodeScheduler:
             counters=self.counters,
             outbox=self._outbox,
         )
-        self._rows_waited = False
-        """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
+        self._steps = Steps(
+            dispatcher=self.dispatcher,
+            memory=self.memory,
+            run_queue=self.run_queue,
+            retracted=self.retracted,
+            admission=self.admission,
+            arrivals=self.arrivals,
+            endings=self.endings,
+            counters=self.counters,
+        )
         self._submissions = Submissions(
             limits,
             pages,
@@ -299,7 +307,7 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._make_step(now)
+        step = self._steps.next(now)
         if step is None:
             self.use_waiting_time()
         return step
@@ -312,70 +320,13 @@ class DecodeScheduler:
         """Do what can wait until no step can start."""
         self.arrivals.insert_some()
 
-    def _make_step(self, now: float) -> DecodeStep | None:
-        if not self.run_queue.may_start_step():
-            return None
-        for request in self.run_queue.fill_batch():
-            request.lifecycle.advance(State.RUNNING, now)
-        able: list[Request] = []
-        lacking: list[Request] = []
-        for request in self.run_queue.next_batch():
-            if request.state is State.RUNNING:  # room for another one may have retracted it
-                (able if self.retracted.make_room(request, now) else lacking).append(request)
-        self.admission.starving = any(request.state is State.RUNNING for request in lacking)
-        paused = self.run_queue.paused
-        batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        apart = self.memory.fetches(batch)
-        chunks = self._next_chunks(0 if apart else len(batch)) if not (apart and self._rows_waited) else []
-        self._rows_waited = apart and bool(chunks)
-        if self._rows_waited:
-            batch = []
-        if not batch and not chunks:
-            return None
-        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
-        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
-
-    def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
-        """Chunks of prompts that this server computes, for the next step, of `batch` running requests."""
-        queued = len(self.dispatcher.queue) if self.dispatcher.pace.is_busy(None) else 0
-        return self.dispatcher.local.next_chunks(batch, len(self.run_queue.running), queued)
-
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
-        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
-        are dropped.
-        """
-        step, seconds = self._finish_step(command_id, now)
-        self.counters["decode_steps"] += bool(step.rows)
-        for row, result in zip(step.rows, results, strict=False):
-            if row.request.state is not State.RUNNING:
-                continue
-            if result.problem is None:
-                self.endings.accept_token(row.request, result.drawn[0], now)
-            else:
-                self.endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
-        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
-                error = ServerError(f"the grammar cannot be followed: {result.problem}")
-                self.endings.end_all(chunk.prompt.prompt, error, now)
-            self.admission.admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
-        if step.chunks:
-            self.admission.admit_arrived(now)
+        """Take the results of a step."""
+        self._steps.done(command_id, results, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
-        self.counters["steps_failed"] += 1
-        step, _ = self._finish_step(command_id, now)
-        for row in step.rows:
-            if row.request.state is State.RUNNING:
-                self.endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
-        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
-            self.endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
-
-    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
-        """The step that has ended, and how long it took."""
-        step = self.run_queue.finish_step(command_id)
-        self.memory.command_done(command_id)
-        return step, self.dispatcher.local.times.ended(now)
+        self._steps.failed(command_id, reason, now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""

@@ -307,7 +307,7 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._steps.next(now)
+        step = self._steps.next_step(now)
         if step is None:
             self.use_waiting_time()
         return step
@@ -322,11 +322,11 @@ class DecodeScheduler:
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the results of a step."""
-        self._steps.done(command_id, results, now)
+        self._steps.step_done(command_id, results, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
-        self._steps.failed(command_id, reason, now)
+        self._steps.step_failed(command_id, reason, now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""

@@ -43,7 +43,7 @@ class Steps:
         self._rows_waited = False
         """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
 
-    def next(self, now: float) -> DecodeStep | None:
+    def next_step(self, now: float) -> DecodeStep | None:
         """The next step, if the ranks take one and there is work for it."""
         if not self._run_queue.may_start_step():
             return None
@@ -67,7 +67,7 @@ class Steps:
         self._dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
         return self._run_queue.start_step(batch, self._memory.next_command(), self._memory.hot_slot, chunks)
 
-    def done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
         are dropped.
         """
@@ -88,7 +88,7 @@ class Steps:
         if step.chunks:
             self._admission.admit_arrived(now)
 
-    def failed(self, command_id: int, reason: str, now: float) -> None:
+    def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self._counters["steps_failed"] += 1
         step, _ = self._finish_step(command_id, now)

@@ -19,7 +19,7 @@ from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from .group_format import GroupScaled
-from .int4_linear import Tiles
+from .int4_linear_cuda import Tiles
 from .unpack_triton import unpack
 
 _STAGE_BYTES = 48 << 10
@@ -165,8 +165,6 @@ def launch_int4_linear(
     tiles: Tiles | None = None,
 ) -> None:
     """Fill `out` [rows, outputs]."""
-    if len(x) == 0:
-        return
     tiles = tiles or Tiles()
     group, row_bytes = weight.group, weight.packed.shape[1]
     most = 64 if shared_memory(x.device) >= _WIDE_BYTES else 32

@@ -7,7 +7,14 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
-from pdserve.kernels.int4.int4_linear import Tiles, choose_method, expanded_rows, int4_gated_linear, int4_linear
+from pdserve.kernels.int4.int4_linear import (
+    Method,
+    Tiles,
+    choose_method,
+    expanded_rows,
+    int4_gated_linear,
+    int4_linear,
+)
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -36,6 +43,14 @@ def drawn(place: Place, rows: int, out_size: int, in_size: int, group: int) -> t
     return x, weight, bias
 
 
+def fused_methods(place: Place, tiles: Tiles | None) -> list[tuple[Method, Tiles | None]]:
+    """The fused kernels that run there, with the tiles that each is to use."""
+    methods: list[tuple[Method, Tiles | None]] = [("fused", tiles)]
+    if place[1].type == "cuda" and place[0] == "triton":
+        methods += [("cuda", None), ("cuda", Tiles(outputs=32, warps=4))]
+    return methods
+
+
 def tolerance(place: Place) -> dict[str, Any]:
     return {"rtol": TOLERANCES[place[2]], "atol": TOLERANCES[place[2]]}
 
@@ -54,20 +69,21 @@ def tolerance(place: Place) -> dict[str, Any]:
 def test_fused_products(here: Place, rows: int, out_size: int, in_size: int, group: int, tiles: Tiles | None) -> None:
     x, weight, bias = drawn(here, rows, out_size, in_size, group)
     expected = x.double() @ weight.expanded().double().T
-    assert choose_method(rows) == "fused"
+    assert choose_method(x) == ("cuda" if x.is_cuda else "fused")
     impl = here[0]
-    with poisoned(impl):
-        plain = int4_linear(x, weight, tiles=tiles, impl=impl)
-        biased = int4_linear(x, weight, bias, tiles=tiles, impl=impl)
-    torch.testing.assert_close(plain.double(), expected, **tolerance(here))
-    torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
-    if impl == "reference":
-        return
-    with poisoned(impl):
-        gated = int4_gated_linear(x, weight, bias, tiles=tiles)
-    gate, up = (expected + bias.double()).chunk(2, dim=-1)
-    limits = {name: 4 * value for name, value in tolerance(here).items()}
-    torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
+    for method, chosen in fused_methods(here, tiles):
+        with poisoned(impl):
+            plain = int4_linear(x, weight, method=method, tiles=chosen, impl=impl)
+            biased = int4_linear(x, weight, bias, method=method, tiles=chosen, impl=impl)
+        torch.testing.assert_close(plain.double(), expected, **tolerance(here))
+        torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
+        if impl == "reference":
+            return
+        with poisoned(impl):
+            gated = int4_gated_linear(x, weight, bias, method=method, tiles=chosen)
+        gate, up = (expected + bias.double()).chunk(2, dim=-1)
+        limits = {name: 4 * value for name, value in tolerance(here).items()}
+        torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
 
 
 @pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (33, 64, 32), (70, 128, 64)])

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
@@ -40,10 +40,11 @@ class LeaderProcess:
         config: AnyServerConfig,
         frontend_address: str,
         command: Sequence[str] = LEADER_COMMAND,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         # Its own process group: Ctrl-C in a terminal reaches only the frontend, which then drains the leader.
         spin_count = SPIN_COUNTS.get(platform.machine(), SPIN_COUNTS["x86_64"])
-        environment = {"GOMP_SPINCOUNT": spin_count, **os.environ}
+        environment = {"GOMP_SPINCOUNT": spin_count, **(os.environ if env is None else env)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
         self._exited = asyncio.Event()
         loop = asyncio.get_running_loop()

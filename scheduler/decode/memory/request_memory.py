@@ -379,9 +379,9 @@ class RequestMemory:
         return self.hot.gauges() if self.hot is not None else {}
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
-        """Raise PageLeakError or AssertionError unless all pages are accounted for, and exactly those of `requests`
-        that are admitted, or whose rows are being copied, and their prompts that are computed here, or whose rows go to
-        the GPU, have hot buffers.
+        """Raise PageLeakError or AssertionError unless all pages are accounted for, and hot buffers have the right
+        owners: requests that are admitted or whose rows are being copied, and prompts that are computed here or
+        received on the GPU.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:

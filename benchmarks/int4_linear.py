@@ -27,11 +27,11 @@ from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.kernels.int4.int4_linear import (
     SCRATCH_BYTES,
     Method,
-    Tiles,
     choose_method,
     int4_gated_linear,
     int4_linear,
 )
+from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.swiglu import swiglu
 
@@ -112,7 +112,7 @@ class Layer:
             return swiglu(out) if self.gated else out
 
         taken = time_us(_calls(compute, self.packed if rows <= FUSED_ROWS else self.packed[:2]))
-        chosen = "*" if method == choose_method(x) else ""
+        chosen = "*" if method == choose_method(x, self.packed[0]) else ""
         return Row(
             self.name,
             rows,

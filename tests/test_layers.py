@@ -72,6 +72,7 @@ LAYERS = {
         "staging",
         "sampling",
         "collectives",
+        "head_linear",
         "numba",
         "attention",
         "linear",

@@ -1,13 +1,14 @@
 // Linear layers with 4-bit weights and few rows of x: see int4_linear.py, and group_format.py for the layout.
 //
-// The warps of a block have the same 16 * OUTPUT_TILES weight rows and divide the pairs of groups among them. A product
-// (16 weight rows x 16 columns x 8 rows of x) takes both operands from registers. The order of its columns is free, as
-// long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same columns.
-// Weights are read before the previous kernel has ended, x after it. Sums of a group are scaled in float32; in the end
-// the sums of the warps are added, always in the same order.
+// A block takes tiles of 16 * OUTPUT_TILES weight rows, one after the other. Its warps divide the pairs of groups of a
+// tile among them; a warp copies several pairs ahead into a ring in shared memory, also across tiles. A product (16
+// weight rows x 16 columns x 8 rows of x) takes both operands from registers. The order of its columns is free, as long
+// as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same columns.
+// Weights are read before the previous kernel has ended, x after it. Sums of a group are scaled in float32; at the end
+// of a tile the sums of the warps are added, always in the same order.
 //
-// Constants: GROUP columns of a group; WARPS; OUTPUT_TILES and ROW_TILES, tiles of 16 weight rows and of 8 rows of x;
-// GATED, 1 if the lower 8 rows of a tile are of the gate and the upper 8 of up; BIAS; HALF, 1 for float16, 0 for bfloat16.
+// Constants: GROUP columns of a group; WARPS; STAGES of a ring; OUTPUT_TILES, and ROW_TILES of 8 rows of x; GATED, 1 if
+// the lower 8 rows of a tile are of the gate and the upper 8 of up; BIAS; HALF, 1 for float16, 0 for bfloat16.
 
 #if HALF
 #define ELEMENT "f16"
@@ -19,11 +20,14 @@ namespace {
 
 typedef unsigned short Bits;  // of a float16 or bfloat16
 
-constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a block for each row of x
+constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
 constexpr int kRows = 8 * ROW_TILES;
 constexpr int kWords = GROUP / 16;               // of 4 bytes, that a thread has of a weight row and pair of groups
-constexpr int kLoad = kWords < 4 ? kWords : 4;  // words of one load
+constexpr int kLoad = kWords < 4 ? kWords : 4;   // words of one copy
 constexpr int kSums = 4 * OUTPUT_TILES * ROW_TILES;  // of a thread
+// A stage of a ring, in bytes: weights; scales and zeros.
+constexpr int kWeightBytes = OUTPUT_TILES * 2 * kWords * 4 * 32;
+constexpr int kStageBytes = kWeightBytes + OUTPUT_TILES * 8 * 16;
 // A byte in the lower half of this number is the number plus the byte: 128 in bfloat16, 1024 in float16.
 constexpr unsigned kOffset = HALF ? 0x6400u : 0x4300u;
 constexpr unsigned kOne = HALF ? 0x3c003c00u : 0x3f803f80u;
@@ -46,44 +50,58 @@ __device__ __forceinline__ Bits to_bits(float value) {
 
 __device__ __forceinline__ float rounded(float value) { return to_float(to_bits(value)); }
 
-// The weights of a thread in one pair of groups: rows `lane / 4` and `lane / 4 + 8` of each tile.
-struct Weights {
-    unsigned words[OUTPUT_TILES][2][kWords];
-    Bits scales[OUTPUT_TILES][2][2], zeros[OUTPUT_TILES][2][2];  // tile, row, group
-};
-
-struct Source {
-    const unsigned char* packed[OUTPUT_TILES][2];  // where this thread begins in a weight row
-    long long row[OUTPUT_TILES][2];
-    const Bits *scales, *zeros;
-    long long group_stride;
-};
-
-__device__ __forceinline__ void load_words(unsigned* to, const unsigned char* from) {
-    if constexpr (kLoad == 4) {
-        asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "l"(from));
-    } else {
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
-    }
+template <int BYTES>
+__device__ __forceinline__ void copy_async(char* to, const void* from) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
 }
 
-__device__ __forceinline__ void load_weights(Weights& to, const Source& from, int pair) {
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+struct Problem {
+    const Bits* x;
+    const unsigned char* packed;
+    const Bits *scales, *zeros;
+    long long rows, out_size, in_size, row_bytes, group_stride;
+    int pairs, row_tiles;
+};
+
+// The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
+__device__ __forceinline__ long long weight_row(const Problem& problem, long long output, int half) {
+    if (output >= problem.out_size) output = 0;  // not stored
+    return GATED && half ? problem.out_size + output : output;
+}
+
+__device__ __forceinline__ long long output_of(long long first, int tile, int half, int quad) {
+    return first + quad + (GATED ? 8 * tile : 16 * tile + 8 * half);
+}
+
+// Copy the weights of a pair of groups: each thread those that it multiplies.
+__device__ __forceinline__ void copy_weights(char* stage, const Problem& problem, int number, int pair, int lane) {
+    const long long first = static_cast<long long>(number / problem.row_tiles) * kOutputs;
 #pragma unroll
     for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const unsigned char* bytes = from.packed[tile][half] + static_cast<long long>(pair) * GROUP;
+            const long long row = weight_row(problem, output_of(first, tile, half, lane / 4), half);
+            const unsigned char* bytes = problem.packed + row * problem.row_bytes +
+                                         static_cast<long long>(pair) * GROUP + lane % 4 * 4 * kLoad;
 #pragma unroll
             for (int word = 0; word < kWords; word += kLoad)
-                load_words(to.words[tile][half] + word, bytes + word / kLoad * 16 * kLoad);
-#pragma unroll
-            for (int group = 0; group < 2; ++group) {
-                const long long place = (2 * pair + group) * from.group_stride + from.row[tile][half];
-                to.scales[tile][half][group] = __ldg(from.scales + place);
-                to.zeros[tile][half][group] = __ldg(from.zeros + place);
-            }
+                copy_async<4 * kLoad>(
+                    stage + (((tile * 2 + half) * kWords + word) * 32 + lane * kLoad) * 4, bytes + word * 16
+                );
+        }
+        if (lane < 8) {  // 8 adjacent scales or zeros: lane = (zeros * 2 + group) * 2 + half
+            const int half = lane % 2, group = lane / 2 % 2;
+            const long long row = weight_row(problem, output_of(first, tile, half, 0), half);
+            const long long place = (2 * pair + group) * problem.group_stride + row;
+            copy_async<16>(
+                stage + kWeightBytes + (tile * 8 + lane) * 16, (lane < 4 ? problem.scales : problem.zeros) + place
+            );
         }
     }
 }
@@ -97,65 +115,126 @@ __device__ __forceinline__ unsigned two_weights(unsigned values, unsigned negate
     return both;
 }
 
-__device__ __forceinline__ void multiply(float* sums, const unsigned* a, const unsigned* b) {
+__device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Add the products with one group: GROUP_OF_PAIR 0 is in the low halves of the bytes, 1 in the high halves.
-template <int GROUP_OF_PAIR>
-__device__ __forceinline__ void add_group(
-    float (&sums)[OUTPUT_TILES][ROW_TILES][4], const Weights& weights, const Bits* const* x, const bool* exists
+// The columns of x that a thread multiplies with its weights of a group, 8 at a time.
+struct Columns {
+    uint4 of_words[ROW_TILES][kWords / 2];
+};
+
+__device__ __forceinline__ void load_columns(Columns& to, const Problem& problem, int number, int pair, int group, int lane) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) {
+        const long long row = static_cast<long long>(number % problem.row_tiles) * kRows + 8 * tile + lane / 4;
+        // instead of a row that does not exist, the last one: its results are not stored
+        const Bits* x = problem.x + min(row, problem.rows - 1) * problem.in_size +
+                        (2 * static_cast<long long>(pair) + group) * GROUP + lane % 4 * 4 * kLoad;
+#pragma unroll
+        for (int word = 0; word < kWords; word += 2)
+            to.of_words[tile][word / 2] =
+                *reinterpret_cast<const uint4*>(x + word / kLoad * 16 * kLoad + word % kLoad * 4);
+    }
+}
+
+// Add the products of a pair of groups. Group 0 is in the low halves of the bytes, group 1 in the high halves.
+__device__ __forceinline__ void add_pair(
+    float (&sums)[OUTPUT_TILES][ROW_TILES][4], const char* stage, const Problem& problem, int number, int pair, int lane
 ) {
-    float parts[OUTPUT_TILES][ROW_TILES][4] = {};
-    unsigned negated[OUTPUT_TILES][2];
+    const Bits* scales = reinterpret_cast<const Bits*>(stage + kWeightBytes) + lane / 4;
+    const bool second_exists = (2 * static_cast<long long>(pair) + 1) * GROUP < problem.in_size;
+    Columns columns, second;
+    load_columns(columns, problem, number, pair, 0, lane);
+    if (ROW_TILES == 1 && second_exists) load_columns(second, problem, number, pair, 1, lane);  // one latency for both
 #pragma unroll
-    for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned zero = static_cast<unsigned>(to_float(weights.zeros[tile][half][GROUP_OF_PAIR]));
-            negated[tile][half] = (0x8000u | kOffset | zero) * 0x10001u;
+    for (int group = 0; group < 2; ++group) {
+        if (group == 1) {
+            if (!second_exists) break;
+            if (ROW_TILES == 1)
+                columns = second;
+            else
+                load_columns(columns, problem, number, pair, 1, lane);
         }
+        float parts[OUTPUT_TILES][ROW_TILES][4] = {};
+        unsigned negated[OUTPUT_TILES][2];
 #pragma unroll
-    for (int word = 0; word < kWords; word += 2) {
-        unsigned columns[ROW_TILES][4];  // 8 adjacent columns of x: of two words
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile)
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-            uint4 loaded = {0u, 0u, 0u, 0u};
-            const int column = word / kLoad * 16 * kLoad + word % kLoad * 4;
-            if (exists[tile]) loaded = *reinterpret_cast<const uint4*>(x[tile] + column);
-            columns[tile][0] = loaded.x, columns[tile][1] = loaded.y;
-            columns[tile][2] = loaded.z, columns[tile][3] = loaded.w;
-        }
+            for (int half = 0; half < 2; ++half) {
+                const Bits zero = scales[(tile * 8 + 4 + group * 2 + half) * 8];
+                negated[tile][half] = (0x8000u | kOffset | static_cast<unsigned>(to_float(zero))) * 0x10001u;
+            }
 #pragma unroll
-        for (int next = 0; next < 2; ++next) {
+        for (int word = 0; word < kWords; word += 2) {
 #pragma unroll
             for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
-                unsigned a[4];
+                unsigned a[2][4];  // of two words
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const unsigned values = weights.words[tile][half][word + next] >> (4 * GROUP_OF_PAIR) & 0x0f0f0f0fu;
-                    a[half] = two_weights<0>(values, negated[tile][half]);
-                    a[2 + half] = two_weights<2>(values, negated[tile][half]);
+                    const uint2 bytes = *reinterpret_cast<const uint2*>(
+                        stage + (((tile * 2 + half) * kWords + word / kLoad * kLoad) * 32 + lane * kLoad + word % kLoad) * 4
+                    );
+                    const unsigned first = bytes.x >> (4 * group) & 0x0f0f0f0fu;
+                    const unsigned second = bytes.y >> (4 * group) & 0x0f0f0f0fu;
+                    a[0][half] = two_weights<0>(first, negated[tile][half]);
+                    a[0][2 + half] = two_weights<2>(first, negated[tile][half]);
+                    a[1][half] = two_weights<0>(second, negated[tile][half]);
+                    a[1][2 + half] = two_weights<2>(second, negated[tile][half]);
                 }
 #pragma unroll
-                for (int row = 0; row < ROW_TILES; ++row) multiply(parts[tile][row], a, columns[row] + 2 * next);
+                for (int row = 0; row < ROW_TILES; ++row) {
+                    const uint4 x = columns.of_words[row][word / 2];
+                    multiply(parts[tile][row], a[0], x.x, x.y);
+                    multiply(parts[tile][row], a[1], x.z, x.w);
+                }
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+            const float lower = to_float(scales[(tile * 8 + group * 2) * 8]);
+            const float upper = to_float(scales[(tile * 8 + group * 2 + 1) * 8]);
+#pragma unroll
+            for (int row = 0; row < ROW_TILES; ++row) {
+                sums[tile][row][0] += parts[tile][row][0] * lower;
+                sums[tile][row][1] += parts[tile][row][1] * lower;
+                sums[tile][row][2] += parts[tile][row][2] * upper;
+                sums[tile][row][3] += parts[tile][row][3] * upper;
             }
         }
     }
+}
+
+// A thread stores a result: a part of what lane `lane` of all warps has summed up.
+__device__ __forceinline__ void store_tile(
+    Bits* out, const float (&all_sums)[WARPS][kSums][32], const Problem& problem, const Bits* bias, int number
+) {
+    const long long first = static_cast<long long>(number / problem.row_tiles) * kOutputs;
+    const long long first_row = static_cast<long long>(number % problem.row_tiles) * kRows;
+    const int lane = threadIdx.x % 32;
+    for (int sum = threadIdx.x / 32; sum < kSums; sum += WARPS) {
+        const int part = sum % 4, row_tile = sum / 4 % ROW_TILES, tile = sum / 4 / ROW_TILES;
+        const long long row = first_row + 8 * row_tile + 2 * (lane % 4) + part % 2;
+        const long long output = output_of(first, tile, part / 2, lane / 4);
+        if (row >= problem.rows || output >= problem.out_size || (GATED && part >= 2)) continue;
+        float total = 0.0f, up = 0.0f;
 #pragma unroll
-    for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
-        const float lower = to_float(weights.scales[tile][0][GROUP_OF_PAIR]);
-        const float upper = to_float(weights.scales[tile][1][GROUP_OF_PAIR]);
-#pragma unroll
-        for (int row = 0; row < ROW_TILES; ++row) {
-            sums[tile][row][0] += parts[tile][row][0] * lower;
-            sums[tile][row][1] += parts[tile][row][1] * lower;
-            sums[tile][row][2] += parts[tile][row][2] * upper;
-            sums[tile][row][3] += parts[tile][row][3] * upper;
+        for (int warp = 0; warp < WARPS; ++warp) {
+            total += all_sums[warp][sum][lane];
+            if (GATED) up += all_sums[warp][sum + 2][lane];
         }
+        if (BIAS) {
+            total += to_float(bias[output]);
+            if (GATED) up += to_float(bias[problem.out_size + output]);
+        }
+        if (GATED) {
+            const float gate = rounded(total);
+            total = rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
+        }
+        out[row * problem.out_size + output] = to_bits(total);
     }
 }
 
@@ -168,82 +247,62 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) int4_linear(
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-    __shared__ float all_sums[WARPS][kSums][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, place = lane % 4;
-    const int row_tiles = static_cast<int>((rows + kRows - 1) / kRows);
-    const long long first_output = static_cast<long long>(blockIdx.x / row_tiles) * kOutputs;
-    const long long first_row = static_cast<long long>(blockIdx.x % row_tiles) * kRows;
-    const int pairs = static_cast<int>(row_bytes / GROUP);
+    extern __shared__ __align__(16) char rings[];
+    auto all_sums = reinterpret_cast<float(*)[WARPS][kSums][32]>(rings + WARPS * STAGES * kStageBytes);  // two buffers
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    char* ring = rings + warp * STAGES * kStageBytes;
+    const int pairs = static_cast<int>(row_bytes / GROUP), row_tiles = static_cast<int>((rows + kRows - 1) / kRows);
+    const Problem problem = {
+        x, packed, scales, zeros, rows, out_size, in_size, row_bytes, group_stride, pairs, row_tiles
+    };
+    const int tiles = static_cast<int>((out_size + kOutputs - 1) / kOutputs) * row_tiles;
 
-    Source source = {{}, {}, scales, zeros, group_stride};
-#pragma unroll
-    for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            long long output = first_output + quad + (GATED ? 8 * tile : 16 * tile + 8 * half);
-            if (output >= out_size) output = 0;  // not stored
-            source.row[tile][half] = GATED && half ? out_size + output : output;
-            source.packed[tile][half] = packed + source.row[tile][half] * row_bytes + place * 4 * kLoad;
+    // What is copied next: a tile, a pair of groups, and a stage of the ring.
+    int ahead_tile = blockIdx.x, ahead_pair = warp, ahead_stage = 0;
+    const auto advance = [&](int& tile, int& pair, int& stage) {
+        pair += WARPS;
+        if (pair - warp >= pairs) {  // the same number of turns for all warps; some have no pair in the last one
+            pair = warp;
+            tile += gridDim.x;
         }
-    Weights weights, next;
-    if (warp < pairs) load_weights(weights, source, warp);
-    if (warp + WARPS < pairs) load_weights(next, source, warp + WARPS);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    };
+#pragma unroll 1
+    for (int count = 0; count < STAGES - 1; ++count) {
+        if (ahead_tile < tiles && ahead_pair < pairs)
+            copy_weights(ring + ahead_stage * kStageBytes, problem, ahead_tile, ahead_pair, lane);
+        commit();
+        advance(ahead_tile, ahead_pair, ahead_stage);
+    }
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-
-    const Bits* x_rows[ROW_TILES];
-    bool exists[ROW_TILES];
-#pragma unroll
-    for (int tile = 0; tile < ROW_TILES; ++tile) {
-        const long long row = first_row + 8 * tile + quad;
-        exists[tile] = row < rows;
-        x_rows[tile] = x + row * in_size + place * 4 * kLoad;
-    }
+    int tile = blockIdx.x, pair = warp, stage = 0;
     float sums[OUTPUT_TILES][ROW_TILES][4] = {};
-    for (int pair = warp; pair < pairs; pair += WARPS) {
-        const Bits* columns[ROW_TILES];
+    int buffer = 0;
+#pragma unroll 1
+    while (tile < tiles) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        __syncwarp();  // scales are copied by other lanes, and all have read the stage that is filled next
+        if (ahead_tile < tiles && ahead_pair < pairs)
+            copy_weights(ring + ahead_stage * kStageBytes, problem, ahead_tile, ahead_pair, lane);
+        commit();
+        advance(ahead_tile, ahead_pair, ahead_stage);
+        if (pair < pairs) add_pair(sums, ring + stage * kStageBytes, problem, tile, pair, lane);
+        const int current = tile;
+        advance(tile, pair, stage);
+        if (tile == current) continue;
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile)
-            columns[tile] = x_rows[tile] + static_cast<long long>(pair) * 2 * GROUP;
-        add_group<0>(sums, weights, columns, exists);
-        if (pair * 2 * GROUP + GROUP < in_size) {  // else the second group is padding
+        for (int output = 0; output < OUTPUT_TILES; ++output)
 #pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) columns[tile] += GROUP;
-            add_group<1>(sums, weights, columns, exists);
-        }
-        weights = next;
-        if (pair + 2 * WARPS < pairs) load_weights(next, source, pair + 2 * WARPS);
-    }
+            for (int row = 0; row < ROW_TILES; ++row)
 #pragma unroll
-    for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-#pragma unroll
-        for (int row = 0; row < ROW_TILES; ++row)
-#pragma unroll
-            for (int part = 0; part < 4; ++part)
-                all_sums[warp][(tile * ROW_TILES + row) * 4 + part][lane] = sums[tile][row][part];
-    __syncthreads();
-
-    // A thread has a result: part `part` of what lane `lane` has summed up.
-    for (int index = threadIdx.x; index < kSums * 32; index += 32 * WARPS) {
-        const int sum = index / 32, part = sum % 4, row_tile = sum / 4 % ROW_TILES, tile = sum / 4 / ROW_TILES;
-        const long long row = first_row + 8 * row_tile + 2 * place + part % 2;
-        const long long output = first_output + quad + (GATED ? 8 * tile : 16 * tile + 8 * (part / 2));
-        if (row >= rows || output >= out_size || (GATED && part >= 2)) continue;
-        float total = 0.0f, up = 0.0f;
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other) {
-            total += all_sums[other][sum][lane];
-            if (GATED) up += all_sums[other][sum + 2][lane];
-        }
-        if (BIAS) {
-            total += to_float(bias[output]);
-            if (GATED) up += to_float(bias[out_size + output]);
-        }
-        if (GATED) {
-            const float gate = rounded(total);
-            total = rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
-        }
-        out[row * out_size + output] = to_bits(total);
+                for (int part = 0; part < 4; ++part) {
+                    all_sums[buffer][warp][(output * ROW_TILES + row) * 4 + part][lane] = sums[output][row][part];
+                    sums[output][row][part] = 0.0f;
+                }
+        __syncthreads();
+        store_tile(out, all_sums[buffer], problem, bias, current);
+        buffer ^= 1;  // the other one has been read: before the __syncthreads above
     }
 }

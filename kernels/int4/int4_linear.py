@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from .group_format import GroupScaled
-from .int4_linear_cuda import Tiles, launch_int4_linear_cuda
+from .int4_linear_cuda import Tiles, launch_int4_linear_cuda, unsuitable
 
 Method = Literal["cuda", "fused", "expand"]
 
@@ -31,9 +31,9 @@ SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
 
 
-def choose_method(x: torch.Tensor) -> Method:
-    """The method for these rows: the only place that decides it."""
-    if len(x) <= CUDA_ROWS and x.is_cuda and x.itemsize == 2:
+def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
+    """The only place that decides it."""
+    if len(x) <= CUDA_ROWS and unsuitable(x, weight) is None:
         return "cuda"
     return "fused" if len(x) <= FUSED_ROWS else "expand"
 
@@ -58,7 +58,7 @@ def int4_linear(
     if not use_triton(impl, x.device):
         return int4_linear_reference(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
-    method = method or choose_method(x)
+    method = method or choose_method(x, weight)
     if method != "expand":
         _launch(method, x, weight, bias, out, gated=False, tiles=tiles)
         return out
@@ -84,7 +84,7 @@ def int4_gated_linear(
     """swiglu(int4_linear(x)) in one kernel, on a GPU or in Triton's interpreter."""
     _check(x, weight, bias)
     out = x.new_empty(len(x), len(weight) // 2)
-    _launch(method or choose_method(x), x, weight, bias, out, gated=True, tiles=tiles)
+    _launch(method or choose_method(x, weight), x, weight, bias, out, gated=True, tiles=tiles)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Launcher of csrc/int4_linear.cu."""
+"""Launcher of csrc/int4_linear.cu, for x of few rows in 16 bits."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div
 from ..backends.nvrtc import load_kernel
+from ..backends.occupancy import multiprocessors, shared_memory
 from .group_format import GroupScaled
 
 ROW_TILE, OUTPUT_TILE = 8, 16
@@ -20,7 +21,7 @@ class Tiles:
 
     outputs: int | None = None  # rows of the weights of a program
     splits: int | None = None  # programs that divide the columns
-    stages: int | None = None  # blocks of weights in flight
+    stages: int | None = None  # blocks of weights in shared memory
     warps: int | None = None
 
 
@@ -33,22 +34,32 @@ def launch_int4_linear_cuda(
     gated: bool,
     tiles: Tiles,
 ) -> None:
-    """Fill `out` [rows, outputs]; x has 16 bits and at least one row. `splits` and `stages` do not apply."""
+    """Fill `out` [rows, outputs]; not for tensors that `unsuitable` refuses. `splits` does not apply."""
     row_tiles = 1
     while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
         row_tiles *= 2
-    outputs = tiles.outputs or OUTPUT_TILE
-    warps = tiles.warps or 8
+    outputs = tiles.outputs or 2 * OUTPUT_TILE
+    output_tiles = outputs // OUTPUT_TILE
+    count = ceil_div(len(weight), outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
+    processors = multiprocessors(x.device)
+    many = count >= 4 * processors  # then fewer warps divide the columns of a tile
+    warps = tiles.warps or (4 if many else 8)
+    ring_bytes = warps * output_tiles * (OUTPUT_TILE * weight.group + 128)  # one stage of all warps
+    sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
+    limit = shared_memory(x.device)
+    stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // ring_bytes)
+    shared_bytes = stages * ring_bytes + sum_bytes
     constants = (
         ("GROUP", weight.group),
         ("WARPS", warps),
-        ("OUTPUT_TILES", outputs // OUTPUT_TILE),
+        ("STAGES", stages),
+        ("OUTPUT_TILES", output_tiles),
         ("ROW_TILES", row_tiles),
         ("GATED", int(gated)),
         ("BIAS", int(bias is not None)),
         ("HALF", int(x.dtype == torch.float16)),
     )
-    kernel = load_kernel("int4_linear.cu", "int4_linear", x.device, constants)
+    kernel = load_kernel("int4_linear.cu", "int4_linear", x.device, constants, shared_bytes)
     kernel.launch(
         x.data_ptr(),
         weight.packed.data_ptr(),
@@ -61,7 +72,17 @@ def launch_int4_linear_cuda(
         weight.columns,
         weight.packed.shape[1],
         weight.scales.stride(0),
-        blocks=ceil_div(len(weight), outputs) * ceil_div(len(x), row_tiles * ROW_TILE),
+        blocks=min(count, processors * (limit // shared_bytes)),
         threads=32 * warps,
+        shared_bytes=shared_bytes,
         overlap_previous=True,
     )
+
+
+def unsuitable(x: torch.Tensor, weight: GroupScaled) -> str | None:
+    """Why the kernel cannot multiply them; None if it can. It copies 8 scales at a time."""
+    if not x.is_cuda or x.itemsize != 2:
+        return "x must be of 16 bits on a GPU"
+    if len(weight) % 16 or weight.scales.stride(0) % 8 or weight.scales.data_ptr() % 16:
+        return "16 rows of the weights must begin at 16 bytes of scales"
+    return None

@@ -68,7 +68,7 @@ def gated_linear(
         return block_scaled_gated_linear(x, weight, impl=impl)
     if isinstance(weight, GroupScaled):
         assert not gelu, "4-bit layers have no GELU"
-        if use_triton(impl, x.device) and choose_method(x) != "expand":
+        if use_triton(impl, x.device) and choose_method(x, weight) != "expand":
             return int4_gated_linear(x, weight, bias)
         gate_up = int4_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)

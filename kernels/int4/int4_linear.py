@@ -19,7 +19,7 @@ from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from .group_format import GroupScaled
-from .int4_linear_cuda import Tiles, launch_int4_linear_cuda, unsuitable
+from .int4_linear_cuda import Tiles, launch_int4_linear_cuda, suits_cuda
 
 Method = Literal["cuda", "fused", "expand"]
 
@@ -33,7 +33,7 @@ SCRATCH_BYTES = 64 << 20
 
 def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
     """The only place that decides it."""
-    if len(x) <= CUDA_ROWS and unsuitable(x, weight) is None:
+    if len(x) <= CUDA_ROWS and suits_cuda(x, weight):
         return "cuda"
     return "fused" if len(x) <= FUSED_ROWS else "expand"
 

@@ -34,7 +34,7 @@ def launch_int4_linear_cuda(
     gated: bool,
     tiles: Tiles,
 ) -> None:
-    """Fill `out` [rows, outputs]; not for tensors that `unsuitable` refuses. `splits` does not apply."""
+    """Fill `out` [rows, outputs]; for tensors that `suits_cuda` accepts. `splits` does not apply."""
     row_tiles = 1
     while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
         row_tiles *= 2
@@ -79,10 +79,7 @@ def launch_int4_linear_cuda(
     )
 
 
-def unsuitable(x: torch.Tensor, weight: GroupScaled) -> str | None:
-    """Why the kernel cannot multiply them; None if it can. It copies 8 scales at a time."""
-    if not x.is_cuda or x.itemsize != 2:
-        return "x must be of 16 bits on a GPU"
-    if len(weight) % 16 or weight.scales.stride(0) % 8 or weight.scales.data_ptr() % 16:
-        return "16 rows of the weights must begin at 16 bytes of scales"
-    return None
+def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:
+    """Whether the kernel can multiply them. It copies 8 scales at a time, so they must begin at 16 bytes."""
+    aligned = weight.scales.stride(0) % 8 == 0 and weight.scales.data_ptr() % 16 == 0
+    return x.is_cuda and x.itemsize == 2 and len(weight) % 16 == 0 and aligned

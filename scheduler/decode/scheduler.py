@@ -191,14 +191,13 @@ class DecodeScheduler:
             to._deadlines.watch(request)
         to.dispatcher.adopt(prompt, now)
 
-    @property
-    def accepted_call(self) -> str | None:
-        """The first prompt of the last call that was accepted (`Submit.follows`)."""
-        return self._submissions.accepted_call
+    def has_accepted(self, first_rid: str) -> bool:
+        """Whether a call was accepted whose first prompt has this rid (`Submit.follows`)."""
+        return self._submissions.has_accepted(first_rid)
 
-    @accepted_call.setter
-    def accepted_call(self, rid: str) -> None:
-        self._submissions.accepted_call = rid
+    def accept_call(self, first_rid: str) -> None:
+        """Accept further prompts of a call whose first prompt another data-parallel rank has accepted."""
+        self._submissions.decide_call(first_rid, accepted=True)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""

@@ -60,6 +60,7 @@ from .builder import RankBuilder
 from .executor import PendingStep
 from .grammar_thread import GrammarThread
 from .page_mover import PageMover
+from .process import rank_threads
 from .rendezvous import join_ranks
 from .store import open_store
 from .transfers.announcement import announced_rank, layout_of
@@ -98,10 +99,8 @@ class RankEngine:
         self._report = report
         self._rank = rank
         local = rank - config.local_ranks.start
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        elif len(config.local_ranks) > 1:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(config.local_ranks)))
+        if (threads := rank_threads(config)) is not None:
+            torch.set_num_threads(threads)
         self._device = resolve_device(config.device, local, len(config.local_ranks))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)

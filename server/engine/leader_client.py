@@ -217,6 +217,8 @@ class LeaderClient:
         age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
         if age_s > limit_s:
             reasons.insert(0, f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        if self.status is not None and (age_s := self.status.step_age_s) > limit_s:
+            reasons.insert(0, f"step stalled: no result for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
         return reasons
 
     def check_healthy(self) -> None:

@@ -14,7 +14,7 @@ from pdserve.kernels.int4.int4_linear import (
     int4_gated_linear,
     int4_linear,
 )
-from pdserve.kernels.int4.int4_linear_cuda import Tiles, unsuitable
+from pdserve.kernels.int4.int4_linear_cuda import Tiles, suits_cuda
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -48,7 +48,7 @@ def fused_methods(
 ) -> list[tuple[Method, Tiles | None]]:
     """The fused kernels that take them, with the tiles that each is to use."""
     methods: list[tuple[Method, Tiles | None]] = [("fused", tiles)]
-    if impl == "triton" and unsuitable(x, weight) is None:
+    if impl == "triton" and suits_cuda(x, weight):
         assert choose_method(x, weight) == "cuda"
         methods += [("cuda", None), ("cuda", Tiles(outputs=32, warps=4, stages=3))]
     return methods
@@ -148,7 +148,7 @@ def test_groups_in_memory_divide_those_of_a_checkpoint() -> None:
     assert group_in_memory(128, 80, first_column=80) is None
 
 
-def test_unsuitable_arguments_are_refused() -> None:
+def test_suits_cuda_arguments_are_refused() -> None:
     weight = draw_group_scaled(64, 128, generator=torch.Generator().manual_seed(3))
     with pytest.raises(ValueError, match="as long as those of weight"):
         int4_linear(torch.zeros(2, 64), weight)

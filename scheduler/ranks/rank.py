@@ -8,7 +8,6 @@ transfer  commands about complete KV, which do not wait for steps
 import collections
 import contextlib
 import logging
-import os
 import queue
 import time
 from collections.abc import Callable, Sequence

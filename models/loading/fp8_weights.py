@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ...kernels.linear.block_format import BLOCK, supports_fp8
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig

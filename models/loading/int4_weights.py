@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ...kernels.int4.group_format import supports_int4
 from ...memory.sizing import GIB
 from ..decoders.slots import Slot

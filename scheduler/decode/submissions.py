@@ -16,7 +16,7 @@ from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .requests.limits import DecodeLimits
-from .requests.request import Request
+from .requests.request import Prompt, Request
 from .responses import failed, overloaded, refusal, too_long
 
 MOST_CALLS = 256
@@ -69,7 +69,8 @@ class Submissions:
             self.refuse(submit, error)
             return
         deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
-        prompt = self._dispatcher.new_prompt(
+        prompt = Prompt(
+            self._dispatcher.next_prompt_id(),
             submit.prompt_ids,
             endpoint=submit.endpoint,
             room=submit.room,

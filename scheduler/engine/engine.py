@@ -60,7 +60,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
     @abc.abstractmethod
     def writes(self) -> bool:
-        """Whether writes to peers are in flight, whose end the peers wait for."""
+        """Whether writes to peers are in flight: the peers wait for their end."""
 
     def start(self, step: RunStep | AssistStep, now: float) -> None:
         """Send a step to the ranks."""

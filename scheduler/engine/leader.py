@@ -200,8 +200,8 @@ class Leader:
         self._run(loop, controls)
 
     def _decode_engine(self, config: DecodeConfig, limits: DecodeLimits, number: int) -> DecodeEngine:
-        """An engine with connections of its own to prefill servers, for which it is a decode server of its own: they
-        need not know about data-parallel attention.
+        """An engine with its own connections to prefill servers. Each engine is one decode server to them, so they need
+        no support for data-parallel attention.
         """
         single = config.dp_size == 1
         hello = Hello(

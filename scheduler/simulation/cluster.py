@@ -111,8 +111,8 @@ class Cluster:
         cores: int | None = None,
         hashes: bool = False,
     ) -> None:
-        """With `cores`, all servers share a machine of so many. `hashes`: prompts share prefixes, so decode servers
-        compare them with what prefill servers have cached.
+        """With `cores`, all servers share a machine with that many cores. With `hashes`, prompts share prefixes, and
+        decode servers compare them with what prefill servers have cached.
         """
         self._settings = settings
         self._times = times
@@ -254,15 +254,7 @@ class Cluster:
                     if scheduler.prefill_written(message):
                         scheduler.prefill_done(message, now)
                 case TransferFailed():
-                    scheduler.transfer_failed(
-                        message.key,
-                        message.reason,
-                        retryable=message.retryable,
-                        late_writes=message.late_writes,
-                        refused=message.refused,
-                        full=message.full,
-                        now=now,
-                    )
+                    scheduler.transfer_failed(message, now)
                 case AbortAck(key=key, late_writes=late_writes):
                     scheduler.abort_acked(key, late_writes, now)
                 case CachedPrefixes():

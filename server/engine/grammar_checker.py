@@ -15,7 +15,7 @@ import msgspec
 
 from ...configs.errors import ServerError
 from ...configs.sampling import Grammar
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ VERSIONS = {"version": ("pdserve",), "torch": ("torch",), "mooncake": WHEELS}
 
 
 class LeaderView(Protocol):
-    """What is known of a leader. None until it has reported."""
+    """What a leader has reported. None until its first report."""
 
     @property
     def ready(self) -> Ready | None: ...

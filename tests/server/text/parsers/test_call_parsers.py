@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.schema import ReasoningParserName, ToolParserName
+from pdserve.configs.setting_types import ReasoningParserName, ToolParserName
 from pdserve.server.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, merged
 from pdserve.server.text.parsers.families import FAMILIES, family_of_template
 from pdserve.server.text.parsers.output_parser import OutputParser

@@ -22,7 +22,8 @@ from rich.table import Table
 
 from benchmarks.servers import free_port, running, wait_ready
 from pdserve.configs.errors import PdserveError
-from pdserve.configs.schema import AnyServerConfig, DecodeConfig, DispatchSetting, PrefillConfig
+from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
+from pdserve.configs.setting_types import DispatchSetting
 
 START_TIMEOUT_S = 600
 TARGET = 0.95

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
 from pdserve.configs.errors import PdserveError
-from pdserve.configs.schema import CpuKernelsSetting
+from pdserve.configs.setting_types import CpuKernelsSetting
 from pdserve.kernels.backends.dispatch import prepare_kernels
 from pdserve.memory.pages import pages_for
 from pdserve.models.layers.batch import SequenceSlice

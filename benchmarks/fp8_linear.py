@@ -1,13 +1,13 @@
 """Speed of block-scaled fp8 linear layers and experts on one GPU: one rank of eight of DeepSeek-V3.2.
 
-    python -m benchmarks.fp8_linear [--rows 1,8,32,64,2048,8192] [--json results.json]
+    python -m benchmarks.fp8_linear [--rows 1,8,32,64,2048,8192] [--by-row] [--json results.json]
 
 Times are GPU time per call in a CUDA graph over several layers, more than the caches hold, with quantising, routing and
 the weighted sum included. The lower bound of a call is the weights that it must read over the copy rate, or its
 products over the rate of the largest fp8 product of torch, whichever is longer; both rates are measured in the same
 run. Activations are not part of it: with TP8 and many tokens, writing and reading the results of experts before their
 sum takes about half the time of the products. For linear layers every method that takes the number of rows is timed;
-* marks the chosen one.
+* marks the chosen one. With --by-row, weights have a scale per row, as those of compressed-tensors and fbgemm.
 """
 
 import argparse
@@ -77,9 +77,12 @@ class Row:
         )
 
 
-def draw_weight(*shape: int, row_group: int = BLOCK) -> BlockScaled:
-    """Random weights, with one scale: their values do not change the time."""
-    weight = BlockScaled.allocate(*shape, row_group=row_group, device=DEVICE)
+def draw_weight(*shape: int, row_group: int | None = BLOCK) -> BlockScaled:
+    """Random weights, with one scale: their values do not change the time. Without `row_group`, of each row."""
+    if row_group is None:
+        weight = BlockScaled.allocate_by_row(*shape, device=DEVICE)
+    else:
+        weight = BlockScaled.allocate(*shape, row_group=row_group, device=DEVICE)
     weight.scales.fill_(shape[-1] ** -0.5 / 64)
     rows = weight.values.view(-1, shape[-1])
     for first in range(0, len(rows), 1 << 16):
@@ -115,12 +118,12 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
         return gpu_ms(graph.replay, 8) * 1e3 / len(calls)
 
 
-def measure_linear(name: str, rows: int, rates: Rates) -> Iterator[Row]:
+def measure_linear(name: str, rows: int, rates: Rates, *, by_row: bool = False) -> Iterator[Row]:
     out_size, in_size, gated = LINEARS[name]
     few = rows <= FEW_ROWS
     copies = ceil_div(READ_BYTES, out_size * in_size) if few else 2
     # compress has parts of 1536 and 576 rows: its scales are those of 64 rows
-    row_group = 64 if out_size % BLOCK else BLOCK
+    row_group = None if by_row else 64 if out_size % BLOCK else BLOCK
     weights = [draw_weight(out_size, in_size, row_group=row_group) for _ in range(copies)]
     x = torch.randn(rows, in_size, device=DEVICE, dtype=torch.bfloat16)
     compute = block_scaled_gated_linear if gated else block_scaled_linear
@@ -169,6 +172,7 @@ def measure_experts(name: str, gate_up: BlockScaled, down: BlockScaled, rows: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of tokens")
+    parser.add_argument("--by-row", action="store_true", help="a scale per row instead of per block")
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     counts = [int(part) for part in options.rows.split(",")]
@@ -178,11 +182,14 @@ def main() -> None:
     found = []
     for name in LINEARS:
         for rows in counts:
-            for row in measure_linear(name, rows, rates):
+            for row in measure_linear(name, rows, rates, by_row=options.by_row):
                 print(row, flush=True)
                 found.append(row)
     for name, (experts, size) in SHARES.items():
-        gate_up, down = draw_weight(experts, 2 * size, HIDDEN), draw_weight(experts, HIDDEN, size)
+        row_group = None if options.by_row else BLOCK
+        gate_up, down = (
+            draw_weight(*shape, row_group=row_group) for shape in ((experts, 2 * size, HIDDEN), (experts, HIDDEN, size))
+        )
         for rows in counts:
             row = measure_experts(name, gate_up, down, rows, rates)
             print(row, flush=True)

@@ -27,11 +27,11 @@ from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.kernels.int4.int4_linear import (
     SCRATCH_BYTES,
     Method,
-    Tiles,
     choose_method,
     int4_gated_linear,
     int4_linear,
 )
+from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.swiglu import swiglu
 
@@ -45,9 +45,9 @@ LINEARS: dict[str, tuple[int, int, bool]] = {
 ROWS = (1, 32, 256, 8192)
 READ_BYTES = 256 << 20
 """Minimum bytes of weights that one graph reads: several times the L2 cache."""
-METHODS: tuple[Method, ...] = ("fused", "expand")
+METHODS: tuple[Method, ...] = ("cuda", "fused", "expand")
 FUSED_ROWS = 512
-"""The fused kernel is timed up to this many rows."""
+"""The fused kernels are timed up to this many rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,7 @@ def draw_weight(rows: int, columns: int, group: int) -> GroupScaled:
     weight = GroupScaled.allocate(rows, columns, group=group, dtype=torch.bfloat16, device=DEVICE)
     weight.packed.random_()
     weight.scales.fill_(columns**-0.5 / 5)
+    assert weight.zeros is not None
     weight.zeros.fill_(8)
     return weight
 
@@ -106,13 +107,13 @@ class Layer:
         x = torch.randn(rows, self.in_size, dtype=torch.bfloat16, device=DEVICE)
 
         def compute(weight: GroupScaled) -> torch.Tensor:
-            if self.gated and method == "fused":
-                return int4_gated_linear(x, weight, tiles=tiles)
+            if self.gated and method != "expand":
+                return int4_gated_linear(x, weight, method=method, tiles=tiles)
             out = int4_linear(x, weight, method=method, tiles=tiles, scratch_bytes=scratch_bytes)
             return swiglu(out) if self.gated else out
 
         taken = time_us(_calls(compute, self.packed if rows <= FUSED_ROWS else self.packed[:2]))
-        chosen = "*" if method == choose_method(rows) else ""
+        chosen = "*" if method == choose_method(x, self.packed[0]) else ""
         return Row(
             self.name,
             rows,
@@ -152,7 +153,7 @@ def sweep(layer: Layer, rows: int, options: argparse.Namespace) -> list[Row]:
     for values in itertools.product(options.outputs, options.splits, options.stages, options.warps):
         tiles = Tiles(*(value or None for value in values))
         try:
-            found.append(layer.measure(rows, "fused", tiles, options.scratch_mib << 20))
+            found.append(layer.measure(rows, options.method, tiles, options.scratch_mib << 20))
         except Exception as error:  # a combination that does not fit this GPU
             print(f"{layer.name:>8} {rows:6} {_shown(tiles)}: {type(error).__name__}", flush=True)
     return sorted(found, key=lambda row: row.time_us)
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="columns that share a scale: 32, 64 or 128")
     parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="expanded weights at a time")
     parser.add_argument("--sweep", action="store_true", help="time all combinations of the four options below")
+    parser.add_argument("--method", choices=METHODS[:-1], default="cuda", help="of the sweep")
     parser.add_argument("--outputs", type=_numbers, default=[64, 128])
     parser.add_argument("--splits", type=_numbers, default=[0, 1, 2, 4])
     parser.add_argument("--stages", type=_numbers, default=[2, 3, 4])
@@ -191,7 +193,7 @@ def main() -> None:
                 found += rows_found
                 print(*rows_found[:10], sep="\n", flush=True)
                 continue
-            for method in METHODS if rows <= FUSED_ROWS else METHODS[1:]:
+            for method in METHODS if rows <= FUSED_ROWS else METHODS[-1:]:
                 found.append(layer.measure(rows, method, None, options.scratch_mib << 20))
                 print(found[-1], flush=True)
         del layer

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.dsa_engine import Forward, SteppedEngine
 from benchmarks.gpu_timing import DEVICE
-from pdserve.configs.schema import KvDtypeSetting
+from pdserve.configs.setting_types import KvDtypeSetting
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.pages import pages_for

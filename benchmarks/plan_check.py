@@ -1,19 +1,20 @@
 """Compares what `pdserve plan` predicts with real servers on this machine: goodput of three loads on three ratios.
 
-    python -m benchmarks.plan_check                            # about seven minutes on two quiet cores
+    python -m benchmarks.plan_check                            # about six minutes on two quiet cores
     python -m benchmarks.plan_check --small --seconds 6        # a smaller model; to see that it works
     python -m benchmarks.plan_check --model smollm2 --loads prefill --ratios 1:1,2:1 --seconds 120
 
-A pair is measured first. Then each ratio is started, and gets the same requests at the same times as the simulation.
-With several decode servers, requests go to them in turn. Each server computes on one core. By default the model has
-random weights, and a third of the size of smollm2: enough requests for a goodput end within half a minute.
+A pair is measured first, and how up to three servers that compute at once slow each other down. Then each ratio is
+started, and gets the same requests at the same times as the simulation. With several decode servers, requests go to
+them in turn. Each server computes on one core. By default the model has random weights, and a quarter of the size of
+smollm2: enough requests for a goodput end within half a minute.
 
-The rate of a load would keep two cores busy for `--busy` of the time, if its work could be divided evenly between them.
-One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls behind.
-The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. What a plan is used for,
-the goodput of the ratio that it names, is printed per load. That goodput is close to the rate of the load, so it says
-less than the other ratios do; those have larger errors, because an overloaded server changes its goodput by several
-times the change of its step times.
+The rate of a load would keep two cores busy for 60 to 70 % of the time, if its work could be divided evenly between
+them. One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls
+behind. The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. What a plan is
+used for, the goodput of the ratio that it names, is printed per load. That goodput is close to the rate of the load, so
+it says less than the other ratios do; those have larger errors, because an overloaded server changes its goodput by
+several times the change of its step times.
 
 On a machine with other load, use `--measure-again`: step times are measured again on the servers of each ratio, just
 before its runs.
@@ -41,7 +42,7 @@ from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.server.bench.client import BenchClient
 from pdserve.server.bench.options import BenchOptions
 from pdserve.server.bench.prompts import ModelLimits
-from pdserve.server.bench.summary import Goodput, summarize
+from pdserve.server.bench.summary import Goodput, Summary, summarize
 from pdserve.server.launch.pair import PairConfig
 from pdserve.server.launch.up import base_url
 from pdserve.server.plan.ratio.calibration import calibrate
@@ -65,7 +66,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 576,
     "intermediate_size": 1536,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 8,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 64,
@@ -81,18 +82,21 @@ SMALL_MODEL["num_key_value_heads"] = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Tokens of prompts and outputs, and bounds: TTFT in times of a prompt, TPOT in steps of a full batch."""
+    """Tokens of prompts and outputs; bounds: TTFT in times of a prompt, TPOT in steps of a full batch; and how long the
+    load would keep two cores busy, if its work could be divided evenly between them: a share of the time.
+    """
 
     input_len: int
     output_len: int
     ttft_prompts: float
     tpot_steps: float
+    busy: float
 
 
 SHAPES = {
-    "prefill": Shape(256, 8, 5, 4),
-    "balanced": Shape(96, 64, 8, 2.5),
-    "decode": Shape(24, 96, 8, 2),
+    "prefill": Shape(256, 8, 7, 4, 0.7),
+    "balanced": Shape(96, 64, 8, 2.5, 0.6),
+    "decode": Shape(24, 96, 8, 2, 0.7),
 }
 
 
@@ -101,7 +105,12 @@ class Cell:
     """One load on one ratio."""
 
     prediction: Prediction
-    measured: Goodput
+    summary: Summary
+
+    @property
+    def measured(self) -> Goodput:
+        assert self.summary.goodput is not None, "there are bounds"
+        return self.summary.goodput
 
     @property
     def error(self) -> float:
@@ -147,8 +156,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a smaller model with random weights")
     parser.add_argument("--loads", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
     parser.add_argument("--ratios", type=parse_ratios, default=parse_ratios(DEFAULT_RATIOS), help=DEFAULT_RATIOS)
-    parser.add_argument("--seconds", type=float, default=30, help="in which requests of each run arrive (default: 30)")
-    parser.add_argument("--busy", type=float, default=0.65, help="of the time of two cores, as above (default: 0.65)")
+    parser.add_argument("--seconds", type=float, default=22, help="in which requests of each run arrive (default: 22)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool of each server (default: 32768)")
     parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
@@ -178,7 +186,7 @@ def _measured_pair(options: argparse.Namespace, screen: Console) -> MeasuredPair
     if options.rates is not None:
         return read_pair(options.rates)
     config = PairConfig(_prefill(options), _decode(options))
-    pair = measure_own_pair(config, screen)
+    pair = measure_own_pair(config, screen, options.ratios)
     if options.save_rates is not None:
         write_pair(options.save_rates, pair)
     return pair
@@ -193,7 +201,7 @@ def _bench(name: str, pair: MeasuredPair, options: argparse.Namespace, seed: int
     shape = SHAPES[name]
     prompt_s = pair.times.prefill_s([(0, shape.input_len)])
     step_s = pair.times.decode_s([shape.input_len + shape.output_len // 2] * BATCH)
-    rate_per_s = options.busy * 2 / (prompt_s + (shape.output_len - 1) * step_s / BATCH)
+    rate_per_s = shape.busy * 2 / (prompt_s + (shape.output_len - 1) * step_s / BATCH)
     return BenchOptions(
         requests=max(LEAST_REQUESTS, round(rate_per_s * options.seconds)),
         concurrency=None,
@@ -214,7 +222,7 @@ def _run_ratio(
     loads: dict[str, Load],
     options: argparse.Namespace,
     screen: Console,
-) -> tuple[MeasuredPair, dict[str, Goodput]]:
+) -> tuple[MeasuredPair, dict[str, Summary]]:
     """Start the servers of a ratio and measure all loads. Returns the step times to predict them with, too."""
     ports = [{"port": free_port(), "bootstrap_port": free_port()} for _ in range(ratio.prefills)]
     prefills = [_prefill(options, **own) for own in ports]
@@ -227,7 +235,9 @@ def _run_ratio(
         wait_ready(children, configs, START_TIMEOUT_S)
         if options.measure_again:
             first = base_url(decodes[0]), base_url(prefills[0])
-            pair = asyncio.run(calibrate(*first, screen, machine_cores=pair.machine_cores))
+            again = asyncio.run(calibrate(*first, screen, machine_cores=pair.machine_cores))
+            times = msgspec.structs.replace(again.times, interference=pair.times.interference)
+            pair = msgspec.structs.replace(again, times=times)
         urls = [base_url(config) for config in decodes]
         asyncio.run(_measure(urls, BOUNDLESS, _warmup(pair, ratio)))
         for name, load in loads.items():
@@ -237,7 +247,7 @@ def _run_ratio(
     return pair, found
 
 
-async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Goodput:
+async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Summary:
     clients = [BenchClient(url, api_key=None, timeout_s=600) for url in urls]
     sampling = {"temperature": 0, "ignore_eos": True}
     started = time.perf_counter()
@@ -261,14 +271,12 @@ async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Goodput:
             client.close()
     assert bench.slo_ttft_ms is not None
     assert bench.slo_itl_ms is not None
-    summary = summarize(
+    return summarize(
         [task.result() for task in tasks],
         duration_s,
         slo_ttft_s=bench.slo_ttft_ms / 1000,
         slo_itl_s=bench.slo_itl_ms / 1000,
     )
-    assert summary.goodput is not None
-    return summary.goodput
 
 
 def _warmup(pair: MeasuredPair, ratio: Ratio) -> Load:

@@ -4,12 +4,29 @@
 and nothing changes after loading: memory/auto_settings.py and memory/sizing.py resolve `auto` at start and log it.
 """
 
-import re
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from .allowed_hosts import PRIVATE_NETWORKS, AllowedHosts, check_entry
+from .allowed_hosts import PRIVATE_NETWORKS, AllowedHosts
+from .setting_types import (
+    CpuKernelsSetting,
+    DispatchSetting,
+    Endpoint,
+    Endpoints,
+    HostEntries,
+    IndexDtypeSetting,
+    KvDtypeSetting,
+    KvStoreUrl,
+    LoadFormat,
+    LocalPrefillSetting,
+    Origins,
+    Port,
+    ReasoningParserName,
+    StagingSetting,
+    ToolParserName,
+    TransportSetting,
+)
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -17,63 +34,6 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 def can_receive_kv(host: str) -> bool:
     """Whether peers can send KV to `host`: Mooncake accepts one IPv4 address or a name."""
     return ":" not in host and host not in ("", "*", "0.0.0.0")
-
-
-def _split_commas(value: object) -> object:
-    """Split a flag such as `a:1,b:2`; a YAML file may have a list."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _check_port(endpoint: str) -> str:
-    if not 1 <= int(endpoint.rpartition(":")[2]) <= 65535:
-        raise ValueError("the port must be between 1 and 65535")
-    return endpoint
-
-
-def _check_origin(origin: str) -> str:
-    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin) is None:
-        raise ValueError("must be * or an origin as browsers send it: scheme://host or scheme://host:port, no path")
-    return origin
-
-
-Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
-Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
-HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-KvStoreUrl = Annotated[
-    str,
-    Field(
-        pattern=r"^(mooncake://[^\s:/,]+:[0-9]{1,5}|etcd://[^\s:/,]+:[0-9]{1,5}(,[^\s:/,]+:[0-9]{1,5})*)$",
-        description="mooncake://HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]",
-    ),
-    AfterValidator(_check_port),
-]
-TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
-LoadFormat = Literal["auto", "dummy"]
-KvDtypeSetting = Literal["auto", "fp8_e4m3"]
-IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
-StagingSetting = Literal["auto", "on", "off"]
-LocalPrefillSetting = Literal["auto", "never", "always"]
-DispatchSetting = Literal["prefix", "load"]
-CpuKernelsSetting = Literal["auto", "numba", "torch"]
-ToolParserName = Literal[
-    "auto",
-    "none",
-    "deepseek-v3",
-    "deepseek-v31",
-    "deepseek-v32",
-    "deepseek-v4",
-    "glm45",
-    "glm47",
-    "hermes",
-    "llama3-json",
-    "mistral",
-    "mistral-v11",
-    "pythonic",
-    "qwen3-coder",
-]
-ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "mistral", "qwen3"]
 
 
 class ServerConfig(BaseModel):
@@ -180,7 +140,7 @@ class ServerConfig(BaseModel):
         50.0,
         gt=0,
         le=600_000,
-        description="longest time that a prompt waits for the store to say what it has of it",
+        description="longest time that a prompt waits for the lookup of its prefix in the store",
     )
     max_queued_requests: int = Field(
         256,

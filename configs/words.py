@@ -1,8 +1,11 @@
 """Formats numbers and values for messages."""
 
+import re
+
 import msgspec
 
 LONGEST_SHOWN = 60
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def counted(number: int, noun: str) -> str:
@@ -19,6 +22,15 @@ def shown(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     return shortened(msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value))
+
+
+def whole_characters(text: str) -> str:
+    r"""The text with replacement characters for lone surrogates: JSON may have them as escapes, such as `\ud83d`, but
+    neither a tokenizer nor a response can.
+    """
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def shortened(text: str) -> str:

@@ -191,8 +191,8 @@ class KvPool:
         ]
 
     def write_tokens(self, pages: Sequence[int], start: int, planes: Sequence[torch.Tensor]) -> None:
-        """Write the tokens from `start` on of a sequence: the inverse of `read_tokens`, whose result `planes` has.
-        Enqueued on the current stream.
+        """Write the tokens of a sequence from `start` on. `planes` are as `read_tokens` returns them. Enqueued on the
+        current stream.
         """
         views = self._split_planes(self.data.flatten(2).view(torch.uint8))
         end = start + planes[0].shape[2]

@@ -41,7 +41,7 @@ def pack_hashes(hashes: Collection[int]) -> bytes:
 
 
 def pack_short_hashes(pages: Iterable[bytes]) -> bytes:
-    """The short hashes of pages, packed: `pack_hashes` of `short_hash`, and faster."""
+    """Pack the short hashes of pages: as `pack_hashes` of `short_hash`, but faster."""
     return b"".join([page[:8] for page in pages])
 
 

@@ -120,7 +120,7 @@ class PageAllocator(Generic[PageT]):
     def grant(
         self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
     ) -> PageGrant[PageT] | None:
-        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. With `freed`, so many
+        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. `freed`
         placeholders precede them. Returns None, and changes nothing, if there are not enough.
 
         New pages are ascending, and adjacent if the pool allows it: adjacent pages are transferred as one write.

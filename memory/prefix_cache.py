@@ -130,7 +130,7 @@ class PrefixCache:
         return found[:complete]
 
     def first_needed(self, prefix_pages: int, needed_from: int | None = None) -> int:
-        """The first page that the token behind a prefix of so many pages sees, or `needed_from` if that is less."""
+        """The first page that the token behind `prefix_pages` pages sees, or `needed_from` if that is less."""
         first = first_visible_page(prefix_pages * self._page_size, self._window, self._page_size)
         return first if needed_from is None else min(first, needed_from)
 

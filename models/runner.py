@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.schema import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
+from ..configs.setting_types import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..kernels.int4.group_format import GroupScaled
 from ..kernels.linear.block_format import BlockScaled, Weight
@@ -100,12 +100,12 @@ def allocate_parameters(
     int4: Collection[str] = frozenset(),
 ) -> DecoderParameters | LatentParameters:
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
-    and `int4` are the tensors to keep in block-scaled fp8 and in 4 bits; latent attention has no 4-bit layers.
+    and `int4` are the tensors to keep in fp8 and in 4 bits.
     """
     config.check_shares(shard)
     if config.mla is None:
         return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
-    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8)
+    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
 
 
 def _decoder(
@@ -193,7 +193,7 @@ class ModelRunner:
         log_expansion(slots, stored, device)
         log_int4_expansion(slots, in_int4, device)
         if load_format == "dummy":
-            fill_with_noise(slots, stored, in_int4)
+            fill_with_noise(slots, stored, in_int4, row_scaled=source.config.row_scaled_fp8)
         else:
             load_weights(source, slots, parameters.names(source.config))
         dsa = source.config.dsa
@@ -214,7 +214,7 @@ class ModelRunner:
         fp8_index: bool = False,
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. `fp8` and `int4` are the tensors that stay in block-scaled fp8 and in 4 bits, `fp8_index` says
+        of a loaded one. `fp8` and `int4` are the tensors that stay in fp8 and in 4 bits, `fp8_index` says
         whether indexer keys are in fp8. Raises StartupError if the model cannot be divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)

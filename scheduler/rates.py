@@ -7,7 +7,7 @@ import collections
 SAMPLES = 16
 """Number of measurements that are kept."""
 LARGE = 128
-"""The rate of so many units tells that of any larger number, until that is measured."""
+"""The rate of this many units stands for larger numbers of units until those are measured."""
 
 
 class Rate:
@@ -52,7 +52,7 @@ class RateBySize(Rate):
         self._by_size[units.bit_length()].measured(units, seconds)
 
     def at(self, units: int) -> float | None:
-        """The rate of so many units; None if only much smaller numbers were measured."""
+        """The rate of `units` units; None if only much smaller numbers were measured."""
         size = units.bit_length()
         larger = sorted(found for found in self._by_size if found >= size)
         smaller = sorted((found for found in self._by_size if LARGE.bit_length() <= found < size), reverse=True)

@@ -113,7 +113,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
-    parser.add_argument("--version", action="store_true", help="as the command 'version'")
+    parser.add_argument("--version", action="store_true", help="same as the command 'version'")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(commands=commands)
 

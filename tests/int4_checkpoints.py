@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Int4Method = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "compressed-tensors-asymmetric"]
-_KEPT = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+_KEPT = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 
 def pack_checkpoint(directory: Path, method: Int4Method, group: int) -> dict[str, torch.Tensor]:

@@ -17,10 +17,8 @@ from typing import Any
 
 # module -> functions and labels; "+" marks the end of a call too, "%" adds the type of the first argument
 POINTS = {
-    "pdserve.server.engine.leader_client": {
-        "LeaderClient.open": "frontend: submit",
-        "Inbox.put": "frontend: % arrives",
-    },
+    "pdserve.server.engine.leader_client": {"LeaderClient.open": "frontend: submit"},
+    "pdserve.server.engine.inbox": {"Inbox.put": "frontend: % arrives"},
     "pdserve.server.api.generation": {"_encode_events": "frontend: write"},
     "pdserve.scheduler.engine.frontend_link": {"FrontendLink.send": "link: % queued"},
     "pdserve.scheduler.engine.decode_engine": {"DecodeEngine.handle": "decode loop: %"},

@@ -1,5 +1,10 @@
 """Launcher of csrc/all_reduce.cu: sums and gathers between processes, through memory that all of them have mapped.
 
+    all_reduce    parts[0] + parts[1] + ...      in float32, in the order of the ranks, rounded once
+    gather        the shares of all ranks side by side, along the last dimension
+
+The order of the sum does not depend on the rank, the size or the algorithm: all ranks get the same bits.
+
 Every call is enqueued on torch's current stream and allocates nothing, so a CUDA graph can capture it. All ranks make
 the same calls, with the same sizes, in the same order, on one stream each: a call ends when all ranks have started it.
 Ranks may share a GPU, which then runs them in turns of a few milliseconds, or side by side under NVIDIA MPS.

@@ -67,7 +67,7 @@ def tile_tokens(heads: int, *, decode_only: bool, at_once: int) -> int:
 
 
 def most_pieces(tiles: int, at_once: int) -> int:
-    """Pieces of so many tiles at most."""
+    """The most pieces of `tiles` tiles."""
     return tiles + _rounds(tiles, at_once) * at_once
 
 

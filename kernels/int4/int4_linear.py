@@ -1,6 +1,7 @@
-"""Linear layers with 4-bit weights (group_format.py), computed in one of two ways:
+"""Linear layers with 4-bit weights (group_format.py), computed in one of three ways:
 
-    fused       x @ weight.T + bias          the kernel expands values in registers and scales the sums of a group
+    cuda        x @ weight.T + bias          expands values in registers and scales the sums of a group: 16-bit x
+    fused       x @ weight.T + bias          the same in Triton, for any dtype
     expand      x @ round(weight).T + bias   expands the weights to the dtype of x, some rows at a time, for cuBLAS
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x, rounded once.
@@ -11,7 +12,6 @@ layers 3.69 GB or 0.87 ms of an H200 (4.25 TB/s), where bfloat16 takes 3.27 ms. 
 operations at the bfloat16 rate; `expand` adds about 4.5 bytes of traffic per weight.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,28 +19,25 @@ from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from .group_format import GroupScaled
+from .int4_linear_cuda import Tiles, launch_int4_linear_cuda, suits_cuda
 
-Method = Literal["fused", "expand"]
+Method = Literal["cuda", "fused", "expand"]
 
+CUDA_ROWS = 128
+"""Up to this many rows, the CUDA kernel is used where it can run."""
 FUSED_ROWS = 128
 """Up to this many rows, the weights are not expanded in memory."""
 SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
+WIDE_BYTES = 160 << 10
+"""Shared memory that the Triton kernels need for tiles of 64 rows: two stages, and the expanded weights of one."""
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the fused kernel divides its work; None: chosen by the launcher."""
-
-    outputs: int | None = None  # rows of the weights of a program
-    splits: int | None = None  # programs that divide the columns
-    stages: int | None = None  # blocks of weights in flight
-    warps: int | None = None
-
-
-def choose_method(rows: int) -> Method:
-    """The method for a number of rows: the only place that decides it."""
-    return "fused" if rows <= FUSED_ROWS else "expand"
+def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
+    """The only place that decides it."""
+    if len(x) <= CUDA_ROWS and suits_cuda(x, weight):
+        return "cuda"
+    return "fused" if len(x) <= FUSED_ROWS else "expand"
 
 
 def int4_linear_reference(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,8 +60,9 @@ def int4_linear(
     if not use_triton(impl, x.device):
         return int4_linear_reference(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
-    if (method or choose_method(len(x))) == "fused":
-        launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=False, tiles=tiles)
+    method = method or choose_method(x, weight)
+    if method != "expand":
+        _launch(method, x, weight, bias, out, gated=False, tiles=tiles)
         return out
     step = max(1, scratch_bytes // (weight.columns * x.itemsize))
     for first in range(0, len(weight), step):
@@ -82,13 +80,32 @@ def int4_gated_linear(
     weight: GroupScaled,
     bias: torch.Tensor | None = None,
     *,
+    method: Method | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """swiglu(int4_linear(x)) by the fused kernel, on a GPU or in Triton's interpreter."""
+    """swiglu(int4_linear(x)) in one kernel, on a GPU or in Triton's interpreter."""
     _check(x, weight, bias)
     out = x.new_empty(len(x), len(weight) // 2)
-    launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=True, tiles=tiles)
+    _launch(method or choose_method(x, weight), x, weight, bias, out, gated=True, tiles=tiles)
     return out
+
+
+def _launch(
+    method: Method,
+    x: torch.Tensor,
+    weight: GroupScaled,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    tiles: Tiles | None,
+) -> None:
+    if len(x) == 0:
+        return
+    if method == "cuda":
+        launch_int4_linear_cuda(x, weight, bias, out, gated=gated, tiles=tiles or Tiles())
+    else:
+        launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=gated, tiles=tiles)
 
 
 def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:
@@ -101,5 +118,7 @@ def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:
 def _check(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None) -> None:
     if x.ndim != 2 or x.shape[1] != weight.columns or not x.is_contiguous():
         raise ValueError(f"x {list(x.shape)} must be contiguous rows as long as those of weight {list(weight.shape)}")
+    if weight.packed.ndim != 2 or weight.zeros is None:
+        raise ValueError(f"weight {list(weight.shape)} must be one matrix of integers; experts.py computes others")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")

@@ -19,13 +19,12 @@ from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from .group_format import GroupScaled
-from .int4_linear import Tiles
+from .int4_linear import WIDE_BYTES
+from .int4_linear_cuda import Tiles
 from .unpack_triton import unpack
 
-_STAGE_BYTES = 48 << 10
+STAGE_BYTES = 48 << 10
 """Shared memory of a program for loads in flight: four programs of few rows fit a multiprocessor."""
-_WIDE_BYTES = 160 << 10
-"""Shared memory that tiles of 64 rows need: two stages, and the expanded weights of one."""
 _AHEAD = 512
 """Bytes of each weight row prefetched into L2 before the input is ready."""
 _LEAST_BLOCKS = 2
@@ -165,23 +164,23 @@ def launch_int4_linear(
     tiles: Tiles | None = None,
 ) -> None:
     """Fill `out` [rows, outputs]."""
-    if len(x) == 0:
-        return
     tiles = tiles or Tiles()
     group, row_bytes = weight.group, weight.packed.shape[1]
-    most = 64 if shared_memory(x.device) >= _WIDE_BYTES else 32
+    most = 64 if shared_memory(x.device) >= WIDE_BYTES else 32
     rows = min(max(triton.next_power_of_2(len(x)), 16), most)
     outputs = tiles.outputs or (64 if rows <= 32 else 128)
     row_tiles, blocks, pairs = ceil_div(len(x), rows), ceil_div(len(weight), outputs), row_bytes // group
-    splits = tiles.splits or _splits(blocks * row_tiles, pairs, x.device)
-    splits = ceil_div(pairs, ceil_div(pairs, splits))  # each has columns
+    if tiles.splits is None:
+        splits = column_splits(blocks * row_tiles, pairs, x.device)
+    else:
+        splits = ceil_div(pairs, ceil_div(pairs, tiles.splits))
     sums = counters = out  # not read
     if splits > 1:
         sums = torch.empty(blocks * row_tiles * splits * rows * outputs, dtype=torch.float32, device=x.device)
         counters = counters_of(x.device)
         assert blocks * row_tiles <= len(counters)
     stage = outputs * group + 2 * rows * group * x.itemsize
-    stages = tiles.stages or min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage, ceil_div(pairs, splits))
+    stages = tiles.stages or min(8, min(STAGE_BYTES, shared_memory(x.device)) // stage, ceil_div(pairs, splits))
     _int4_linear[(blocks, row_tiles, splits)](
         x,
         weight.packed,
@@ -212,7 +211,8 @@ def launch_int4_linear(
     )
 
 
-def _splits(blocks: int, pairs: int, device: torch.device) -> int:
-    """Programs that divide the columns: enough to keep all multiprocessors busy."""
+def column_splits(blocks: int, pairs: int, device: torch.device) -> int:
+    """Programs that divide the columns: enough to keep all multiprocessors busy, each with columns."""
     wanted = _PROGRAMS * multiprocessors(device) // blocks
-    return max(1, min(wanted, pairs // _LEAST_BLOCKS))
+    splits = max(1, min(wanted, pairs // _LEAST_BLOCKS))
+    return ceil_div(pairs, ceil_div(pairs, splits))

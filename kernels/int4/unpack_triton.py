@@ -1,4 +1,4 @@
-"""Takes 4-bit values out of bytes, in Triton."""
+"""Takes 4-bit values out of bytes, in Triton: integers, and E2M1 numbers of MXFP4."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
@@ -25,6 +25,42 @@ _ASM = """{{
 _BFLOAT16_ASM = tl.constexpr(_ASM.format(byte="0x43434343", type="bf16x2", one="0x3f803f80"))
 _FLOAT16_ASM = tl.constexpr(_ASM.format(byte="0x64646464", type="f16x2", one="0x3c003c00"))
 _CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+
+# The four bits of an E2M1 number (sign, 2 of exponent, 1 of mantissa) at these places of a 16-bit float give the number
+# times a power of two, 2^-126 in bfloat16 and 2^-14 in float16, also for the subnormal 0.5: `factor` is its inverse.
+# `prmt` makes each byte the upper half of 16 bits, where its high four bits have the sign in place.
+_E2M1_ASM = """{{
+    .reg .b32 first, second, part, factor, zero;
+    mov.b32 factor, {factor};
+    mov.b32 zero, 0x80008000;
+    prmt.b32 first, $4, 0, 0x1404;
+    prmt.b32 second, $4, 0, 0x3424;
+    shr.b32 part, first, {shift};
+    and.b32 part, part, {mask};
+    and.b32 $2, first, 0x80008000;
+    or.b32 $2, $2, part;
+    shr.b32 part, second, {shift};
+    and.b32 part, part, {mask};
+    and.b32 $3, second, 0x80008000;
+    or.b32 $3, $3, part;
+    shl.b32 first, first, 4;
+    shl.b32 second, second, 4;
+    shr.b32 part, first, {shift};
+    and.b32 part, part, {mask};
+    and.b32 $0, first, 0x80008000;
+    or.b32 $0, $0, part;
+    shr.b32 part, second, {shift};
+    and.b32 part, part, {mask};
+    and.b32 $1, second, 0x80008000;
+    or.b32 $1, $1, part;
+    fma.rn.{type} $0, $0, factor, zero;
+    fma.rn.{type} $1, $1, factor, zero;
+    fma.rn.{type} $2, $2, factor, zero;
+    fma.rn.{type} $3, $3, factor, zero;
+    }}"""
+_BFLOAT16_E2M1_ASM = tl.constexpr(_E2M1_ASM.format(shift=6, mask="0x01c001c0", type="bf16x2", factor="0x7e807e80"))
+_FLOAT16_E2M1_ASM = tl.constexpr(_E2M1_ASM.format(shift=3, mask="0x0e000e00", type="f16x2", factor="0x74007400"))
+_E2M1_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r")
 
 
 @triton.jit
@@ -56,3 +92,37 @@ def unpack(packed, low_zeros, high_zeros):
 @triton.jit
 def _negated(zeros, like, offset: tl.constexpr):
     return tl.broadcast_to((-offset - zeros.to(tl.float32)).to(zeros.dtype)[None, :], like.shape)
+
+
+@triton.jit
+def unpack_e2m1(packed, dtype: tl.constexpr):
+    """The E2M1 numbers in the low and in the high halves of bytes, in `dtype`."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _BFLOAT16_E2M1_ASM,
+            _E2M1_CONSTRAINTS,
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    elif dtype == tl.float16:  # noqa: RET505 - the other branches are not compiled
+        return tl.inline_asm_elementwise(
+            _FLOAT16_E2M1_ASM,
+            _E2M1_CONSTRAINTS,
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return _e2m1(packed & 15), _e2m1(packed >> 4)
+
+
+@triton.jit
+def _e2m1(value):
+    """Numbers in float32, from their number of halves."""
+    bits = value.to(tl.int32)
+    mantissa, exponent = bits & 1, (bits >> 1) & 3
+    halves = tl.where(exponent > 0, (2 + mantissa) << tl.maximum(exponent - 1, 0), mantissa)
+    return tl.where(bits >= 8, -halves, halves).to(tl.float32) * 0.5

@@ -1,9 +1,11 @@
-"""Weights in fp8 with a float32 scale per block, the format of DeepSeek-V3.2 and GLM-5 checkpoints.
+"""Weights in fp8 with float32 scales.
 
-    weight[i, j]  =  values[i, j] * scales[i // row_group, j // 128]
+    weight[i, j]  =  values[i, j] * scales[i // row_group, j // 128]       a scale per block: DeepSeek-V3.2 and GLM-5
+    weight[i, j]  =  values[i, j] * scales[i, 0]                           a scale per row: compressed-tensors, fbgemm
 
 In a checkpoint blocks have 128 rows. `row_group` is smaller if the parts of a fused matrix do not begin at multiples of
-128 rows: then the scales of a block are repeated. Blocks of columns are always those of the checkpoint.
+128 rows: then the scales of a block are repeated. Blocks of columns are always those of the checkpoint. A scale per
+row has `row_group` 1; a checkpoint's scale of a whole matrix is repeated.
 """
 
 import math
@@ -29,7 +31,7 @@ class BlockScaled:
     """One matrix, or one per expert. See the module docstring."""
 
     values: torch.Tensor  # [..., rows, columns] float8_e4m3fn
-    scales: torch.Tensor  # [..., groups of rows, blocks of columns padded to a multiple of 4] float32
+    scales: torch.Tensor  # [..., groups of rows, blocks of columns padded to a multiple of 4, or 1] float32
     row_group: int = BLOCK
 
     @staticmethod
@@ -42,6 +44,12 @@ class BlockScaled:
         )
         scales[..., blocks:] = 0
         return BlockScaled(torch.empty(shape, dtype=FP8, device=device), scales, row_group)
+
+    @staticmethod
+    def allocate_by_row(*shape: int, device: torch.device) -> "BlockScaled":
+        """Uninitialised values, and a scale per row."""
+        scales = torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device)
+        return BlockScaled(torch.empty(shape, dtype=FP8, device=device), scales, row_group=1)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -60,11 +68,18 @@ class BlockScaled:
         return self.values.shape
 
     @property
+    def by_row(self) -> bool:
+        """Whether each row has one scale."""
+        return self.scales.shape[-1] == 1
+
+    @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
     def expanded(self) -> torch.Tensor:
         """The matrix in float32."""
+        if self.by_row:
+            return self.values.float() * self.scales
         *_, rows, columns = self.shape
         scales = self.scales.repeat_interleave(self.row_group, -2)[..., :rows, :]
         return self.values.float() * scales.repeat_interleave(BLOCK, -1)[..., :columns]

@@ -1,10 +1,11 @@
-"""Linear layers with block-scaled fp8 weights (block_format.py), computed in one of three ways:
+"""Linear layers with fp8 weights, with a scale per block or per row (block_format.py), computed in one of three ways:
 
-    exact       x @ weight.T                     activations are not quantised; for few rows
-    triton      quantise(x) @ weight.T           fp8 products; sums of 128 columns are scaled and added in float32
-    cublas      the same by torch's scaled_mm    for whole blocks of 128 on Hopper
+    exact       x @ weight.T + bias              activations are not quantised; for few rows
+    triton      quantise(x) @ weight.T + bias    fp8 products; sums of 128 columns are scaled and added in float32
+    cublas      the same by torch's scaled_mm    for whole blocks of 128 on Hopper, without a bias
 
-Shapes: x [rows, in], or QuantisedRows; weight [out, in]; result [rows, out] in the dtype of x, rounded once.
+Shapes: x [rows, in], or QuantisedRows; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x,
+rounded once.
 
 Lower bounds: with few rows the weights read once, so that exact activations cost nothing; the tensor cores take as long
 at about 100 rows of bf16. With many rows, 2 * rows * out * in operations at the fp8 rate, twice that of bf16.
@@ -13,6 +14,7 @@ at about 100 rows of bf16. With many rows, 2 * rows * out * in operations at the
 from typing import Literal
 
 import torch
+from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from .block_format import BLOCK, BlockScaled
@@ -25,66 +27,83 @@ FEW_ROWS = 64
 """Up to this many rows, activations are exact."""
 
 
-def choose_method(rows: int, weight: BlockScaled) -> Method:
+def choose_method(rows: int, weight: BlockScaled, *, biased: bool = False) -> Method:
     """The method for a number of rows: the only place that decides it."""
     if rows <= FEW_ROWS:
         return "exact"
-    return "cublas" if _fits_cublas(weight) else "triton"
+    return "cublas" if _fits_cublas(weight) and not biased else "triton"
 
 
-def block_scaled_linear_reference(x: torch.Tensor | QuantisedRows, weight: BlockScaled) -> torch.Tensor:
+def block_scaled_linear_reference(
+    x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """In float32, rounded once. Tensors are not quantised."""
     wide = x.expanded() if isinstance(x, QuantisedRows) else x.float()
-    return (wide @ weight.expanded().T).to(x.dtype)
+    return torch_linear(wide, weight.expanded(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def block_scaled_linear(
-    x: torch.Tensor | QuantisedRows, weight: BlockScaled, *, method: Method | None = None, impl: Impl = "auto"
+    x: torch.Tensor | QuantisedRows,
+    weight: BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    method: Method | None = None,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
     """A linear layer; see the module docstring. Rows that are quantised already are not computed by "exact"."""
-    method = method or _method_for(x, weight)
-    _check(x, weight, method)
+    method = method or _method_for(x, weight, bias)
+    _check(x, weight, bias, method)
     if not use_triton(impl, weight.values.device):
-        return block_scaled_linear_reference(_as_computed(x, method), weight)
+        return block_scaled_linear_reference(_as_computed(x, method), weight, bias)
     if method == "exact":
         assert isinstance(x, torch.Tensor)
         out = x.new_empty(len(x), len(weight))
-        launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=False)
+        launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=False, bias=bias)
         return out
     quantised = x if isinstance(x, QuantisedRows) else quantise(x, impl=impl)
     if method == "cublas":
         return _cublas(quantised, weight)
     out = torch.empty(quantised.rows, len(weight), dtype=x.dtype, device=weight.values.device)
-    launcher("linear.many_rows_triton", "launch_many_rows")(quantised, weight, out)
+    launcher("linear.many_rows_triton", "launch_many_rows")(quantised, weight, out, bias=bias)
     return out
 
 
 def block_scaled_gated_linear(
-    x: torch.Tensor | QuantisedRows, weight: BlockScaled, *, method: Method | None = None, impl: Impl = "auto"
+    x: torch.Tensor | QuantisedRows,
+    weight: BlockScaled,
+    bias: torch.Tensor | None = None,
+    *,
+    method: Method | None = None,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
     """swiglu(block_scaled_linear(x)); the rows of `weight` are those of gate, then those of up."""
-    method = method or _method_for(x, weight)
+    method = method or _method_for(x, weight, bias)
     if method != "exact" or not use_triton(impl, weight.values.device):
-        gate_up = block_scaled_linear(x, weight, method=method, impl=impl)
+        gate_up = block_scaled_linear(x, weight, bias, method=method, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
-    _check(x, weight, method)
+    _check(x, weight, bias, method)
     assert isinstance(x, torch.Tensor)
     out = x.new_empty(len(x), len(weight) // 2)
-    launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=True)
+    launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=True, bias=bias)
     return out
 
 
-def block_scaled_mlp(x: torch.Tensor | QuantisedRows, gate_up: BlockScaled, down: BlockScaled) -> torch.Tensor:
+def block_scaled_mlp(
+    x: torch.Tensor | QuantisedRows,
+    gate_up: BlockScaled,
+    down: BlockScaled,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [rows, in] through a gated MLP; with many rows, the gate also quantises."""
-    if _method_for(x, gate_up) == "exact":
-        return block_scaled_linear(block_scaled_gated_linear(x, gate_up), down)
-    return block_scaled_linear(swiglu_quantise(block_scaled_linear(x, gate_up)), down)
+    if _method_for(x, gate_up, gate_up_bias) == "exact":
+        return block_scaled_linear(block_scaled_gated_linear(x, gate_up, gate_up_bias), down, down_bias)
+    return block_scaled_linear(swiglu_quantise(block_scaled_linear(x, gate_up, gate_up_bias)), down, down_bias)
 
 
-def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled) -> Method:
-    if isinstance(x, torch.Tensor):
-        return choose_method(len(x), weight)
-    return choose_method(max(x.rows, FEW_ROWS + 1), weight)
+def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None) -> Method:
+    rows = len(x) if isinstance(x, torch.Tensor) else max(x.rows, FEW_ROWS + 1)
+    return choose_method(rows, weight, biased=bias is not None)
 
 
 def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tensor | QuantisedRows:
@@ -112,11 +131,15 @@ def _cublas(x: QuantisedRows, weight: BlockScaled) -> torch.Tensor:
     return product[: x.rows]
 
 
-def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, method: Method) -> None:
+def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None, method: Method) -> None:
     values = x if isinstance(x, torch.Tensor) else x.values
     if values.ndim != 2 or weight.values.ndim != 2 or values.shape[1] != weight.shape[1] or not values.is_contiguous():
         raise ValueError(
             f"x {list(values.shape)} must be contiguous rows as long as those of weight {list(weight.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")
+    if bias is not None and method == "cublas":
+        raise ValueError("the product by cuBLAS takes no bias")
     if method == "exact" and not (isinstance(x, torch.Tensor) and len(x) <= FEW_ROWS):
         raise ValueError(f"the exact product takes at most {FEW_ROWS} rows that are not quantised")

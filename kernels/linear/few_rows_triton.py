@@ -1,4 +1,4 @@
-"""Triton kernel for few rows and block-scaled weights, or plain ones of experts: reads the weights once.
+"""Triton kernel for few rows and fp8 weights, or plain ones of experts: reads the weights once.
 
 A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
 the matrix product, so that the rows of x are its narrow side. Where there are too few blocks to keep the GPU busy,
@@ -102,9 +102,22 @@ def _two_parts(x):
 
 @triton.jit
 def _store_result(
-    acc, out_ptr, out_size, target, exists, output, GATED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr
+    acc,
+    bias_ptr,
+    out_ptr,
+    out_size,
+    number,
+    target,
+    exists,
+    output,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     dtype = out_ptr.dtype.element_ty
+    if BIAS:
+        acc += tl.load(bias_ptr + number).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [HALF, 2, ROWS]), [0, 2, 1])
         gate, up = tl.split(pairs)
@@ -119,6 +132,7 @@ def _few_rows(
     x_ptr,
     values_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     sums_ptr,
     counters_ptr,
@@ -147,6 +161,8 @@ def _few_rows(
     AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     TWO_PARTS: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -207,12 +223,19 @@ def _few_rows(
             high, low, scale = _two_parts(x)
             product = tl.dot(weight, tl.trans(low)) * (1.0 / 16)
             product += tl.dot(weight, tl.trans(high))
-            acc += product * tl.load(scales + at // _BLOCK)[:, None] * scale[None, :]
+            if BY_ROW:
+                acc += product * scale[None, :]
+            else:
+                acc += product * tl.load(scales + at // _BLOCK)[:, None] * scale[None, :]
+        elif BY_ROW:
+            acc = tl.dot(_converted(weight, x.dtype), tl.trans(x), acc, input_precision=PRECISION)
         elif SCALED:
             product = tl.dot(_converted(weight, x.dtype), tl.trans(x), input_precision=PRECISION)
             acc += product * tl.load(scales + at // _BLOCK)[:, None]
         else:
             acc = tl.dot(weight, tl.trans(x), acc, input_precision=PRECISION)
+    if BY_ROW:
+        acc *= tl.load(scales)[:, None]
     if SPLIT:
         block = tile * tl.num_programs(0) + tl.program_id(0)
         element = tl.arange(0, WEIGHT_ROWS)[:, None] * ROWS + row[None, :]
@@ -224,15 +247,21 @@ def _few_rows(
             total = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
             for part in range(splits):
                 total += tl.load(sums + part * (WEIGHT_ROWS * ROWS), cache_modifier=".cg")
-            _store_result(total, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
+            _store_result(total, bias_ptr, out_ptr, out_size, number, target, exists, output, GATED, BIAS, half, ROWS)
     else:
-        _store_result(acc, out_ptr, out_size, target, exists, output, GATED, half, ROWS)
+        _store_result(acc, bias_ptr, out_ptr, out_size, number, target, exists, output, GATED, BIAS, half, ROWS)
 
 
 def launch_few_rows(
-    x: torch.Tensor, weight: Weight, out: torch.Tensor, *, gated: bool, tiles: RowTiles | None = None
+    x: torch.Tensor,
+    weight: Weight,
+    out: torch.Tensor,
+    *,
+    gated: bool,
+    bias: torch.Tensor | None = None,
+    tiles: RowTiles | None = None,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`."""
+    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`, which have no bias."""
     if isinstance(weight, BlockScaled):
         values, row_group = weight.values, weight.row_group
         scales: torch.Tensor | None = weight.scales
@@ -258,6 +287,7 @@ def launch_few_rows(
         x,
         values,
         scales,
+        bias,
         out,
         sums,
         counters,
@@ -282,6 +312,8 @@ def launch_few_rows(
         AHEAD=min(_AHEAD, 1 << max(in_size.bit_length() - 1, 7)),
         PRECISION="tf32" if x.itemsize == 2 else "ieee",
         TWO_PARTS=two_parts,
+        BY_ROW=isinstance(weight, BlockScaled) and weight.by_row,
+        BIAS=bias is not None,
         num_warps=4,
         num_stages=max(2, min(8, stages, ceil_div(groups, splits))),
         **overlap_options(x.device),

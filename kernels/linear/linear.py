@@ -11,8 +11,7 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
-Block-scaled fp8 weights (block_scaled.py), which have no bias, and 4-bit weights (int4_linear.py) have kernels of their
-own.
+Weights in fp8 (block_scaled.py) and in 4 bits (int4_linear.py) have kernels of their own.
 """
 
 import torch
@@ -43,8 +42,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
     on the CPU, else torch.
     """
     if isinstance(weight, BlockScaled):
-        assert bias is None, "block-scaled layers have no bias"
-        return block_scaled_linear(x, weight, impl=impl)
+        return block_scaled_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GroupScaled):
         return int4_linear(x, weight, bias, impl=impl)
     if _numba_fits(x, weight, bias, impl):
@@ -63,12 +61,11 @@ def gated_linear(
 ) -> torch.Tensor:
     """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
     if isinstance(weight, BlockScaled):
-        assert bias is None, "block-scaled layers have no bias"
-        assert not gelu, "block-scaled layers have no GELU"
-        return block_scaled_gated_linear(x, weight, impl=impl)
+        assert not gelu, "fp8 layers have no GELU"
+        return block_scaled_gated_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GroupScaled):
         assert not gelu, "4-bit layers have no GELU"
-        if use_triton(impl, x.device) and choose_method(len(x)) == "fused":
+        if use_triton(impl, x.device) and choose_method(x, weight) != "expand":
             return int4_gated_linear(x, weight, bias)
         gate_up = int4_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)

@@ -1,8 +1,8 @@
-"""Triton kernel for many rows and block-scaled weights, dense or of experts: fp8 products of quantised rows.
+"""Triton kernel for many rows and fp8 weights, dense or of experts: fp8 products of quantised rows.
 
 A program has a tile of rows and 128 outputs, or 64 if these share a scale. The product of 128 columns is scaled by its
 row and block in float32 and added: the tensor cores' own sums of fp8 products are less precise than float32, and are
-used for 128 columns only.
+used for 128 columns only. Weights with a scale per row are scaled after the last columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -33,6 +33,7 @@ def _many_rows(
     x_scales_ptr,
     values_ptr,
     scales_ptr,
+    bias_ptr,
     out_ptr,
     order_ptr,
     ends_ptr,
@@ -53,6 +54,8 @@ def _many_rows(
     OUTPUTS: tl.constexpr,
     TILES: tl.constexpr,
     WHOLE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    BIAS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -98,18 +101,29 @@ def _many_rows(
             x = tl.load(inputs + at, mask=left[None, :], other=0.0)
             weight = tl.load(weights + at, mask=left[:, None], other=0.0)
         x_scale = tl.load(x_scales + at // _BLOCK * x_scale_stride)
-        if ROW_GROUP == OUTPUTS:
+        if BY_ROW:
+            acc += tl.dot(x, weight) * x_scale[:, None]
+        elif ROW_GROUP == OUTPUTS:
             acc += tl.dot(x, weight) * (x_scale * tl.load(scale_of_block + at // _BLOCK))[:, None]
         else:
             acc += tl.dot(x, weight) * x_scale[:, None] * tl.load(scales + at // _BLOCK)[None, :]
+    if BY_ROW:
+        acc *= tl.load(scales)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + number).to(tl.float32)[None, :]
     out = out_ptr + target.to(tl.int64)[:, None] * out_size + output[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=exists[:, None] & (output < out_size)[None, :])
 
 
 def launch_many_rows(
-    x: QuantisedRows, weight: BlockScaled, out: torch.Tensor, *, tiles: RowTiles | None = None
+    x: QuantisedRows,
+    weight: BlockScaled,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    tiles: RowTiles | None = None,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`."""
+    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`, which have no bias."""
     *_, out_size, in_size = weight.shape
     outputs = 64 if weight.row_group == 64 else 128
     rows = (128 if x.rows > 64 * 16 else 64) if tiles is None else tiles.rows
@@ -121,6 +135,7 @@ def launch_many_rows(
         x.scales,
         weight.values,
         weight.scales,
+        bias,
         out,
         *((None,) * 4 if tiles is None else (tiles.order, tiles.ends, tiles.expert, tiles.first)),
         x.rows,
@@ -137,6 +152,8 @@ def launch_many_rows(
         OUTPUTS=outputs,
         TILES=_GROUPED_TILES,
         WHOLE=in_size % BLOCK == 0,
+        BY_ROW=weight.by_row,
+        BIAS=bias is not None,
         num_warps=_WARPS[rows],
         num_stages=min(_STAGES, shared_memory(out.device) // ((rows + outputs) * BLOCK)),
         **overlap_options(out.device),

@@ -9,9 +9,9 @@ Shapes: gate_up [rows, 2 * size]; out [rows, size].
 
 import torch
 
-_ALPHA = 1.702
+ALPHA = 1.702
 
 
 def clamped_gate(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
     gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * _ALPHA))
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))

@@ -10,10 +10,12 @@ rounded to the dtype of x; the sum is in the order of a token's experts, indepen
 Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
-device. Other weights take the same path in 16 bits if experts have few tokens, otherwise torch's grouped product.
+device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, for any number of tokens;
+other weights in 16 bits if experts have few tokens, otherwise torch's grouped product.
 
-Experts with biases (gpt-oss) have plain weights and always take torch's grouped product: with `gate_up_bias`
-[E, 2 * size] and `down_bias` [E, hidden] added to the products, and the gate of clamped_gate.py.
+Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
+products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
+product.
 
 Lower bounds: with few tokens, the weights of all experts that have any read once; with many, the products.
 """
@@ -23,6 +25,9 @@ from torch.nn.functional import grouped_mm
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
+from ..backends.occupancy import shared_memory
+from ..int4.group_format import GroupScaled
+from ..int4.int4_linear import WIDE_BYTES
 from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.swiglu import swiglu, swiglu_reference
@@ -67,7 +72,7 @@ def grouped_experts(
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
-    exact = few or isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor)
+    exact = few or not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled))
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         if limit is not None or not (on_triton and few and (x.dtype.itemsize == 2 or impl == "triton")):
             everywhere = num_experts == len(gate_up)
@@ -83,11 +88,29 @@ def grouped_experts(
                 limit=limit,
             )
     elif not on_triton:
-        return block_scaled_experts_reference(x, weights, experts, gate_up, down, first=first, exact=exact)
+        return experts_reference(
+            x,
+            weights,
+            experts,
+            gate_up,
+            down,
+            first=first,
+            exact=exact,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            limit=limit,
+        )
     _check(x, weights, experts, gate_up, down)
-    routing = route_tokens(experts, first, len(gate_up), tile_rows(experts.numel(), num_experts), impl=impl)
-    compute = _exact_results if exact else _quantised_results
-    results = compute(x, routing, gate_up, down, impl)
+    rows = tile_rows(experts.numel(), num_experts)
+    if isinstance(gate_up, GroupScaled):
+        assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
+        rows = min(rows, 64 if shared_memory(x.device) >= WIDE_BYTES else 32)
+        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+        results = _packed_results(x, routing, gate_up, down, gate_up_bias, down_bias, limit)
+    else:
+        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+        compute = _exact_results if exact else _quantised_results
+        results = compute(x, routing, gate_up, down, impl)
     out = torch.empty_like(x)
     launcher("moe.weighted_sum_triton", "launch_weighted_sum")(results, weights, experts, first, len(gate_up), out)
     return out
@@ -118,6 +141,25 @@ def _quantised_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down:
     return results
 
 
+def _packed_results(
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: GroupScaled,
+    down: GroupScaled,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    limit: float | None,
+) -> torch.Tensor:
+    """The same with 4-bit weights."""
+    launch = launcher("moe.packed_experts_triton", "launch_packed_experts")
+    numbers = len(routing.order)
+    gated = x.new_empty(numbers, gate_up.shape[1] // 2)
+    launch(x, gate_up, gate_up_bias, gated, gated=True, limit=limit, tiles=routing.tiles(gather=True))
+    results = x.new_empty(numbers, x.shape[1])
+    launch(gated, down, down_bias, results, gated=False, limit=None, tiles=routing.tiles(gather=False))
+    return results
+
+
 def _check(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight) -> None:
     sizes = (len(gate_up), 2 * down.shape[2], x.shape[1]), (len(gate_up), x.shape[1], down.shape[2])
     if (tuple(gate_up.shape), tuple(down.shape)) != sizes or not x.is_contiguous():
@@ -128,7 +170,7 @@ def _check(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_u
         raise ValueError(f"weights {list(weights.shape)} and experts {list(experts.shape)} must have {len(x)} rows")
 
 
-def block_scaled_experts_reference(
+def experts_reference(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
@@ -137,21 +179,24 @@ def block_scaled_experts_reference(
     *,
     first: int,
     exact: bool,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Expert by expert, with activations that are `exact` or quantised."""
 
-    def product(rows: torch.Tensor, matrix: Weight, expert: int) -> torch.Tensor:
+    def product(rows: torch.Tensor, matrix: Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         one = matrix[expert : expert + 1]
-        if isinstance(one, BlockScaled):
-            wide = rows.float() if exact else quantise_reference(rows).expanded()
-            return (wide @ one.expanded()[0].T).to(x.dtype)
-        assert isinstance(one, torch.Tensor)
-        return (rows.float() @ one[0].float().T).to(x.dtype)
+        wide = rows.float() if exact else quantise_reference(rows).expanded()
+        result = wide @ (one.float() if isinstance(one, torch.Tensor) else one.expanded())[0].T
+        return (result if bias is None else result + bias[expert].float()).to(x.dtype)
 
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(len(gate_up)):
         token, choice = (experts == first + expert).nonzero(as_tuple=True)
-        part = product(swiglu_reference(product(x[token], gate_up, expert)), down, expert)
+        both = product(x[token], gate_up, gate_up_bias, expert)
+        gated = swiglu_reference(both) if limit is None else clamped_gate(both, limit)
+        part = product(gated, down, down_bias, expert)
         result.index_add_(0, token, part.float() * weights[token, choice].float().unsqueeze(1))
     return result.to(x.dtype)
 

@@ -25,11 +25,12 @@ from ...configs.arithmetic import ceil_div
 from ..index_spaces import HotPage, KvPage, LocalHotPage
 
 MAX_UNIT_PAGES = 128
-"""Units of more KvPages would seldom be wholly free. Shorter ones are used then, which waste part of a hot page at each
-end.
+"""Larger units would seldom be wholly free. If a unit of whole pages would be larger, a shorter one is used, which
+wastes part of a hot page at each end.
 """
 MIN_UNIT_USE = Fraction(7, 8)
-"""Shorter units are as short as possible with this share of their KvPages used, on the rank with the largest hot pages.
+"""A shorter unit is the shortest one in which hot pages use at least this share of the KvPages, on the rank with the
+largest hot pages.
 """
 
 
@@ -79,7 +80,7 @@ class PoolOverlay:
         return cast("list[HotPage]", numbers)
 
     def local_pages(self, hot_pages: Sequence[HotPage], agreed: "PoolOverlay") -> Sequence[LocalHotPage]:
-        """Where this rank, whose overlay this is, has HotPages of the `agreed` overlay."""
+        """The pages of this rank for HotPages of the `agreed` overlay."""
         if self == agreed:
             return cast("Sequence[LocalHotPage]", hot_pages)
         return [self._local_page(page, agreed) for page in hot_pages]

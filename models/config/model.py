@@ -90,6 +90,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
+    row_scaled_fp8: bool = False  # the checkpoint stores matrices in fp8 with a scale per row or per matrix
     int4: Int4Format | None = None  # the checkpoint stores matrices in 4 bits
     window: int | None = None  # tokens that a windowed layer sees
     windowed: tuple[bool, ...] = ()  # by layer; empty without `window`
@@ -108,6 +109,11 @@ class ModelConfig:
     def dsa(self) -> DsaConfig | None:
         """Latent attention with an indexer; None for other models."""
         return self.mla if isinstance(self.mla, DsaConfig) else None
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the checkpoint stores matrices in fp8."""
+        return self.weight_block is not None or self.row_scaled_fp8
 
     @property
     def rotary_dim(self) -> int:
@@ -228,6 +234,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
         weight_block=quantization.weight_block,
+        row_scaled_fp8=quantization.row_scaled_fp8,
         int4=quantization.int4,
         window=windows.window,
         windowed=windows.windowed,
@@ -240,7 +247,7 @@ def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
     shared = {"hidden_act": "silu", "layer_types": None, "rope_scaling": None, "rope_parameters": own.rope}
     shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     config = _dense_config(path, raw | shared, "gemma3_text")
-    if config.weight_block is not None or config.int4 is not None:
+    if config.has_fp8 or config.int4 is not None:
         raise StartupError(f"{path}: quantised weights are not supported for gemma3_text; supported are 16 and 32 bits")
     return replace(
         config,
@@ -324,6 +331,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         moe=read_grouped_moe(path, raw),
         mixed=grouped_moe_layers(path, raw, num_layers),
         weight_block=quantization.weight_block,
+        row_scaled_fp8=quantization.row_scaled_fp8,
         int4=quantization.int4,
     )
 

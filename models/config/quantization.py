@@ -8,8 +8,10 @@ from ...configs.errors import StartupError
 from ..formats.json_fields import Json
 
 SUPPORTED = (
-    "fp8 with a weight_block_size of rows and columns; 4-bit awq (gemm), gptq and compressed-tensors (pack-quantized)"
+    "fp8 with a weight_block_size of rows and columns, or with a scale per matrix; fbgemm_fp8; compressed-tensors in "
+    "fp8 (float-quantized); 4-bit awq (gemm), gptq and compressed-tensors (pack-quantized)"
 )
+_COMPRESSED_TENSORS = "compressed-tensors"
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,10 @@ class Int4Format:
 
 @dataclass(frozen=True)
 class Quantization:
-    """At most one of these; neither in a checkpoint of 16 or 32 bits."""
+    """At most one of these; none in a checkpoint of 16 or 32 bits."""
 
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in block-scaled fp8
+    row_scaled_fp8: bool = False  # fp8 with a scale per row or per matrix
     int4: Int4Format | None = None
 
 
@@ -40,12 +43,24 @@ def read_quantization(path: Path, raw: Json) -> Quantization:
         case "gptq":
             return Quantization(int4=_gptq(path, config))
         case "compressed-tensors":
-            return Quantization(int4=_compressed_tensors(path, config))
+            return _compressed_tensors(path, config)
+        case "fbgemm_fp8":
+            return Quantization(row_scaled_fp8=True)
     method, block = config.get("quant_method", "unknown"), config.get("weight_block_size")
     match block:
         case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
             return Quantization(weight_block=(rows, columns))
+        case None if method == "fp8":
+            _check_fp8(path, config)
+            return Quantization(row_scaled_fp8=True)
     raise _unsupported(path, method, f"weight_block_size {block}")
+
+
+def _check_fp8(path: Path, config: Json) -> None:
+    """fp8 with a scale per matrix. Scales of activations are not used: see row_scaled_checkpoint.py."""
+    _require(path, "fp8", config, "activation_scheme", ("dynamic", "static"), missing=True)
+    _require(path, "fp8", config, "fmt", ("e4m3",), missing=True)
+    _require(path, "fp8", config, "kv_cache_scheme", (None, {}), missing=True)
 
 
 def _awq(path: Path, config: Json) -> Int4Format:
@@ -65,24 +80,60 @@ def _gptq(path: Path, config: Json) -> Int4Format:
     return Int4Format("gptq", group, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
 
 
-def _compressed_tensors(path: Path, config: Json) -> Int4Format:
-    method = "compressed-tensors"
-    _require(path, method, config, "format", ("pack-quantized",))
+def _compressed_tensors(path: Path, config: Json) -> Quantization:
+    """Modules that `ignore` names have no scales, which shows what is quantised: the list is not read."""
+    method = _COMPRESSED_TENSORS
+    _require(path, method, config, "format", ("pack-quantized", "float-quantized", "naive-quantized"))
     for field in ("kv_cache_scheme", "transform_config"):
         _require(path, method, config, field, (None, {}), missing=True)
+    _require(
+        path, f"{method}, sparsity_config", config.get("sparsity_config") or {}, "format", ("dense",), missing=True
+    )
+    schemes: dict[str, Json] = config.get("config_groups") or {}
+    if config["format"] == "pack-quantized":
+        return Quantization(int4=_packed_scheme(path, schemes))
+    blocks = {_float_scheme(path, f"{method}, {name}", scheme) for name, scheme in schemes.items()}
+    if len(blocks) != 1:
+        raise _unsupported(path, method, f"config_groups with {len(blocks)} kinds of scales")
+    block = blocks.pop()
+    return Quantization(weight_block=block, row_scaled_fp8=block is None)
+
+
+def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Int4Format:
     groups: set[int | None] = set()
-    for name, scheme in (config.get("config_groups") or {}).items():
-        weights: Json = scheme.get("weights") or {}
+    for name, scheme in schemes.items():
+        method, weights = f"{_COMPRESSED_TENSORS}, {name}", scheme.get("weights") or {}
         for field in ("input_activations", "output_activations"):
-            _require(path, f"{method}, {name}", scheme, field, (None,), missing=True)
-        _require(path, f"{method}, {name}", weights, "num_bits", (4,))
-        _require(path, f"{method}, {name}", weights, "type", ("int",))
-        _require(path, f"{method}, {name}", weights, "strategy", ("group", "channel"))
-        _require(path, f"{method}, {name}", weights, "actorder", (None, False, "weight", "static"), missing=True)
-        groups.add(_group(path, method, weights.get("group_size") if weights["strategy"] == "group" else -1))
+            _require(path, method, scheme, field, (None,), missing=True)
+        _require(path, method, weights, "num_bits", (4,))
+        _require(path, method, weights, "type", ("int",))
+        _require(path, method, weights, "strategy", ("group", "channel"))
+        _require(path, method, weights, "actorder", (None, False, "weight", "static"), missing=True)
+        size = weights.get("group_size") if weights["strategy"] == "group" else -1
+        groups.add(_group(path, _COMPRESSED_TENSORS, size))
     if len(groups) != 1:
-        raise _unsupported(path, method, f"{len(groups)} group sizes")
+        raise _unsupported(path, _COMPRESSED_TENSORS, f"{len(groups)} group sizes")
     return Int4Format("compressed-tensors", groups.pop())
+
+
+def _float_scheme(path: Path, method: str, scheme: Json) -> tuple[int, int] | None:
+    """fp8 weights with activations in fp8 or 16 bits: rows and columns that share a scale; None for a scale per row or
+    per matrix.
+    """
+    weights: Json = scheme.get("weights") or {}
+    for part, values in (("weights", weights), ("input_activations", scheme.get("input_activations"))):
+        if values is not None:
+            _require(path, f"{method}, {part}", values, "num_bits", (8,))
+            _require(path, f"{method}, {part}", values, "type", ("float",))
+            _require(path, f"{method}, {part}", values, "symmetric", (True,), missing=True)
+    _require(path, method, scheme, "output_activations", (None,), missing=True)
+    _require(path, f"{method}, weights", weights, "strategy", ("tensor", "channel", "block"))
+    match weights["strategy"], weights.get("block_structure"):
+        case "block", [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case "block", found:
+            raise _unsupported(path, f"{method}, weights", f"block_structure {found}")
+    return None
 
 
 def _group(path: Path, method: str, size: object) -> int | None:

@@ -2,7 +2,7 @@
 
 Tensor parallelism divides attention heads, MLPs and experts (mlp_parameters.py) and the vocabulary. Every rank has the
 parts before the heads (compressions, indexer) whole. With data-parallel attention, every rank has all heads and the
-whole vocabulary. MLA's absorbed matrices are never in fp8.
+whole vocabulary. MLA's absorbed matrices are never in fp8, and no matrix of attention is in 4 bits.
 """
 
 from collections.abc import Collection
@@ -51,11 +51,13 @@ class LatentParameters:
         device: torch.device,
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
+        int4: Collection[str] = frozenset(),
     ) -> "LatentParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        are the checkpoint tensors to keep in block-scaled fp8 where possible.
+        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
         """
-        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8)
+        packed = frozenset(name for name in int4 if ".self_attn." not in name)
+        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=packed)
         rows = shard.attention.vocabulary_rows(config.vocab_size)
         return LatentParameters(
             config,

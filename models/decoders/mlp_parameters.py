@@ -2,7 +2,9 @@
 
 Tensor parallelism divides the width of MLPs and of every expert or, with expert parallelism, distributes whole experts.
 Every rank has the router whole. Matrices that a checkpoint stores in fp8 stay fp8 with their scales
-(kernels/linear/block_format.py), except those of which a rank's columns begin or end inside a block: they are expanded.
+(kernels/linear/block_format.py), except those with a scale per block of which a rank's columns begin or end inside a
+block: they are expanded. 4-bit matrices stay in 4 bits (kernels/int4/group_format.py) if a rank's columns are groups of
+at least 32; of experts both, or neither.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ...kernels.int4.group_format import GroupScaled, group_in_memory
+from ...kernels.int4.group_format import MXFP4_GROUP, GroupScaled, group_in_memory
 from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
 from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
@@ -58,7 +60,7 @@ class WeightMemory:
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
     ) -> None:
-        """`fp8` and `int4` are the checkpoint tensors to keep in block-scaled fp8 and in 4 bits where possible."""
+        """`fp8` and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible."""
         self.config, self.shard = config, shard
         self.device, self.dtype = device, dtype
         self._fp8, self._int4 = fp8, int4
@@ -70,17 +72,19 @@ class WeightMemory:
     def weight(
         self, *shape: int, names: Sequence[str], first_rows: Sequence[int] = (), first_column: int = 0
     ) -> Weight:
-        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 or, except for experts, in 4
-        bits if all of them are.
+        """A matrix, or one per expert, that is filled from the tensors `names`: in fp8 or in 4 bits if all of them are.
 
         `first_rows` are the rows where parts begin, in the matrix and in the checkpoint; its columns are those of the
         checkpoint from `first_column` on.
         """
-        if len(shape) == 2 and (packed := self._in_groups(*shape, names=names, first_column=first_column)) is not None:
-            return packed
+        if (group := self._group(shape[-1], names=names, first_column=first_column)) is not None:
+            return GroupScaled.allocate(*shape, group=group, dtype=self.dtype, device=self.device)
+        if not self.in_fp8(names):
+            return self.tensor(*shape)
+        if self.config.row_scaled_fp8:
+            return BlockScaled.allocate_by_row(*shape, device=self.device)
         offset, columns = first_column % BLOCK, shape[-1]
-        on_blocks = offset == 0 or offset + columns <= BLOCK
-        if not on_blocks or not self.in_fp8(names):
+        if offset and offset + columns > BLOCK:
             return self.tensor(*shape)
         return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self.device)
 
@@ -92,15 +96,12 @@ class WeightMemory:
         """The same in 4 bits."""
         return all(name in self._int4 for name in names)
 
-    def _in_groups(self, rows: int, columns: int, *, names: Sequence[str], first_column: int) -> GroupScaled | None:
-        """A matrix in 4 bits; None if it is not to be kept so, or if its columns cannot be divided into groups."""
+    def _group(self, columns: int, *, names: Sequence[str], first_column: int) -> int | None:
+        """Columns of a group of a matrix in 4 bits; None if it is not to be kept so or cannot be divided."""
         if self.config.int4 is None or not self.in_int4(names):
             return None
         # a scale per row is that of any number of columns
-        group = group_in_memory(self.config.int4.group or BLOCK, columns, first_column)
-        if group is None:
-            return None
-        return GroupScaled.allocate(rows, columns, group=group, dtype=self.dtype, device=self.device)
+        return group_in_memory(self.config.int4.group or BLOCK, columns, first_column)
 
     def mlp(self, layer: str) -> MlpParameters:
         """The MLP of a layer, whose checkpoint tensors begin with `layer`."""
@@ -111,12 +112,11 @@ class WeightMemory:
         """The mixture of experts of a layer."""
         hidden = self.config.hidden_size
         experts, size = moe.share(self.shard, hidden)
-        gate_up, down = self._gated(
-            [f"{layer}.{name}" for name in self._names.of_experts(experts)],
-            size,
-            len(experts),
-            whole=self.shard.whole_experts,
-        )
+        if moe.biases:
+            gate_up, down = self._stacked(layer, len(experts), size)
+        else:
+            prefixes = [f"{layer}.{name}" for name in self._names.of_experts(experts)]
+            gate_up, down = self._gated(prefixes, size, len(experts), whole=self.shard.whole_experts)
         shared = None
         if moe.shared_size:
             shared = MlpParameters(*self._gated([f"{layer}.{self._names.shared}"], moe.shared_share(self.shard)))
@@ -136,15 +136,29 @@ class WeightMemory:
     def _gated(self, prefixes: Sequence[str], size: int, *experts: int, whole: bool = False) -> tuple[Weight, Weight]:
         """The matrices of an MLP, or of several experts: a part of the width, `size` elements, or all of it."""
         names, hidden, start = self._names, self.config.hidden_size, 0 if whole else self.shard.tp_rank * size
-        gate_up = self.weight(
-            *experts,
-            2 * size,
-            hidden,
-            names=[f"{prefix}.{part}.weight" for prefix in prefixes for part in (names.gate, names.up)],
-            first_rows=(size, start),
-        )
+        gate_up = [f"{prefix}.{part}.weight" for prefix in prefixes for part in (names.gate, names.up)]
         down = [f"{prefix}.{names.down}.weight" for prefix in prefixes]
-        return gate_up, self.weight(*experts, hidden, size, names=down, first_column=start)
+        in_groups = [
+            self._group(columns, names=stored, first_column=first) is not None
+            for columns, stored, first in ((hidden, gate_up, 0), (size, down, start))
+        ]
+        if experts and any(in_groups) and not all(in_groups):
+            return self.tensor(*experts, 2 * size, hidden), self.tensor(*experts, hidden, size)
+        return (
+            self.weight(*experts, 2 * size, hidden, names=gate_up, first_rows=(size, start)),
+            self.weight(*experts, hidden, size, names=down, first_column=start),
+        )
+
+    def _stacked(self, layer: str, experts: int, size: int) -> tuple[Weight, Weight]:
+        """The matrices of the experts of gpt-oss: kept in MXFP4 if a rank's columns are whole blocks."""
+        gate_up, down = (experts, 2 * size, self.config.hidden_size), (experts, self.config.hidden_size, size)
+        names = [f"{layer}.{self._names.mixture}.experts.{part}" for part in ("gate_up_proj", "down_proj")]
+        if self.in_int4(names) and size % MXFP4_GROUP == 0 and self.config.hidden_size % MXFP4_GROUP == 0:
+            return (
+                GroupScaled.allocate_mxfp4(*gate_up, device=self.device),
+                GroupScaled.allocate_mxfp4(*down, device=self.device),
+            )
+        return self.tensor(*gate_up), self.tensor(*down)
 
 
 def mlp_slots(layer: MlpParameters | MoeParameters, config: ModelConfig, shard: Shard) -> dict[str, Slot]:
@@ -170,22 +184,21 @@ def _stacked_slots(layer: MoeParameters, config: ModelConfig, shard: Shard) -> d
     """Slots of a mixture of gpt-oss: all experts are one tensor, [E, in, out]; rows of gate and up alternate."""
     assert config.moe is not None
     assert layer.logit_bias is not None
-    assert isinstance(layer.gate_up, torch.Tensor)
-    assert isinstance(layer.down, torch.Tensor)
     slots = {"mlp.router.weight": Slot.whole(layer.router), "mlp.router.bias": Slot.whole(layer.logit_bias)}
     size, share = config.moe.expert_size, layer.down.shape[2]
     for name, target, dim, unit in (
-        ("gate_up_proj", layer.gate_up.transpose(1, 2), 2, 2),
+        ("gate_up_proj", layer.gate_up, 2, 2),
         ("gate_up_proj_bias", layer.gate_up_bias, 1, 2),
-        ("down_proj", layer.down.transpose(1, 2), 1, 1),
+        ("down_proj", layer.down, 1, 1),
         ("down_proj_bias", layer.down_bias, 0, 0),
     ):
         if target is None:
             continue
+        part = Slot.part if name.endswith("bias") else Slot.transposed_part
         if shard.whole_experts or not unit:
-            slot = Slot.part(target, dim=0, start=layer.experts.start, size=config.moe.num_experts)
+            slot = part(target, dim=0, start=layer.experts.start, size=config.moe.num_experts)
         else:
-            slot = Slot.part(target, dim=dim, start=unit * shard.tp_rank * share, size=unit * size)
+            slot = part(target, dim=dim, start=unit * shard.tp_rank * share, size=unit * size)
         slots[f"mlp.experts.{name}"] = slot
     return slots
 
@@ -215,6 +228,7 @@ def _each(experts: Weight) -> Iterator[Weight]:
     if isinstance(experts, BlockScaled):
         for values, scales in zip(experts.values, experts.scales, strict=True):
             yield BlockScaled(values, scales, experts.row_group)
+    elif isinstance(experts, GroupScaled):
+        yield from experts.experts()
     else:
-        assert isinstance(experts, torch.Tensor), "experts are not kept in 4 bits"
         yield from experts

@@ -18,6 +18,7 @@ class Slot:
     start: tuple[int, ...]
     block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
     int4: GroupScaled | None = None  # if given, it is filled, and `target` is its packed values
+    transposed: bool = False  # the matrices of `int4` are those of the tensor transposed
     offset: float = 0.0  # added to the values of the checkpoint
 
     @staticmethod
@@ -36,6 +37,17 @@ class Slot:
             return Slot(target.packed, tuple(shape), tuple(first), int4=target)
         return Slot(target, tuple(shape), tuple(first))
 
+    @staticmethod
+    def transposed_part(target: Weight, *, dim: int, start: int, size: int) -> "Slot":
+        """The same with the last two dimensions of the tensor exchanged; `dim` is one of the tensor."""
+        if isinstance(target, torch.Tensor):
+            return Slot.part(target.transpose(-1, -2), dim=dim, start=start, size=size)
+        assert isinstance(target, GroupScaled)
+        slot = Slot(target.packed, (), (), int4=target, transposed=True)
+        shape, first = list(slot.size), [0] * len(slot.size)
+        shape[dim], first[dim] = size, start
+        return replace(slot, shape=tuple(shape), start=tuple(first))
+
     @property
     def nbytes(self) -> int:
         if self.int4 is not None:
@@ -45,11 +57,17 @@ class Slot:
     @property
     def size(self) -> torch.Size:
         """Of the part of the tensor."""
-        return self.target.shape if self.int4 is None else self.int4.shape
+        if self.int4 is None:
+            return self.target.shape
+        shape = self.int4.shape
+        return torch.Size((*shape[:-2], shape[-1], shape[-2])) if self.transposed else shape
 
     def fill_scales(self, scales: torch.Tensor) -> None:
-        """Fill the scales of a block-scaled target from those of the whole checkpoint tensor."""
+        """Fill the scales of an fp8 target from those of the whole checkpoint tensor: of blocks, or [rows, 1]."""
         assert self.block_scaled is not None
+        if self.block_scaled.by_row:
+            self.block_scaled.scales.copy_(scales[self.start[0] : self.start[0] + len(self.target)])
+            return
         row_group, target = self.block_scaled.row_group, self.block_scaled.scales
         rows = (self.start[0] + row_group * torch.arange(len(target), device=scales.device)) // BLOCK
         first = self.start[1] // BLOCK

@@ -14,7 +14,7 @@ from typing import NoReturn, cast
 import msgspec
 
 from ...configs.sampling import Grammar
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ..loading.catalog import locate_model
 from .compiler import GrammarCompiler
 from .dialects import GrammarError

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.head_linear.head_linear import head_linear
 from ...kernels.linear.block_format import Weight
 from ...kernels.linear.linear import linear
 from ...kernels.mla.key_write import KeyWrite
@@ -123,8 +124,7 @@ def _expand(
     query = compressed.new_empty(tokens, heads, config.latent_dim)
     if heads:
         plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
-        absorbed = query[:, :, : config.kv_rank].transpose(0, 1)
-        torch.bmm(plain.transpose(0, 1), kv_b[:, : config.nope_dim], out=absorbed)
+        head_linear(plain, kv_b[:, : config.nope_dim], query[:, :, : config.kv_rank])
     indexer = config if isinstance(config, DsaConfig) else None
     index_query = rotate_queries(
         expanded,
@@ -143,5 +143,5 @@ def project_output(attended: torch.Tensor, parameters: MlaParameters, config: Ml
     """Project sums of latents [T, heads, kv_rank] to [T, hidden]: this rank's part of the sum over heads."""
     up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
     values = attended.new_empty(*attended.shape[:2], config.value_dim)
-    torch.bmm(attended.transpose(0, 1), up_value, out=values.transpose(0, 1))
+    head_linear(attended, up_value, values)
     return linear(values.flatten(1), parameters.o)

@@ -3,10 +3,9 @@
     weights, selected  =  select_experts(x @ router.T)      kernels/moe/selection.py
     mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x), if there is one
 
-With tensor parallelism a rank has a part of every expert's width
-or, with expert parallelism, whole experts; either way its result is a part of the sum. With experts in fp8 or bfloat16
-on CUDA, nothing here waits for the device, so a graph can capture it. For other dtypes torch's fallback of the grouped
-product waits.
+With tensor parallelism a rank has a part of every expert's width or, with expert parallelism, whole experts; either way
+its result is a part of the sum. With experts in fp8, 4 bits or bfloat16 on CUDA, nothing here waits for the device, so
+a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
 """
 
 from collections.abc import Iterable
@@ -25,13 +24,13 @@ from ..config.moe import MoeConfig
 
 @dataclass(frozen=True)
 class MlpParameters:
-    """A gated MLP; `size` is this rank's part of its width. Biases are not those of block-scaled weights."""
+    """A gated MLP; `size` is this rank's part of its width."""
 
     gate_up: Weight  # [2 * size, hidden]
     down: Weight  # [hidden, size]
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with block-scaled weights
+    gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with quantised weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class MoeParameters:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not block-scaled, does not
+        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not quantised, does not
         wait for the device in bfloat16 only.
         """
         return not isinstance(self.gate_up, torch.Tensor) or self.gate_up.dtype == torch.bfloat16
@@ -75,7 +74,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     """x [T, hidden] through one MLP."""
     gate_up, down = parameters.gate_up, parameters.down
     if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
-        return block_scaled_mlp(x, gate_up, down)
+        return block_scaled_mlp(x, gate_up, down, parameters.gate_up_bias, parameters.down_bias)
     gated = gated_linear(x, gate_up, parameters.gate_up_bias, gelu=parameters.gelu)
     return linear(gated, down, parameters.down_bias)
 

@@ -11,11 +11,12 @@ from ..config.model import ModelConfig
 from ..decoders.slots import Slot
 from .checkpoint import Checkpoint
 
-_SCALES = "_scale_inv"
+_SCALES = ("_scale_inv", "_scale")
+"""Of DeepSeek and of compressed-tensors."""
 
 
 class BlockScaledCheckpoint:
-    """Wraps a checkpoint. A tensor with a companion `<name>_scale_inv` is stored in blocks of fp8:
+    """Wraps a checkpoint. A tensor with a companion `<name>_scale_inv` or `<name>_scale` is stored in blocks of fp8:
 
         value[i, j] = stored[i, j] * scales[i // block rows, j // block columns]
 
@@ -28,6 +29,8 @@ class BlockScaledCheckpoint:
     def __init__(self, files: Checkpoint, config: ModelConfig) -> None:
         self._files = files
         self._block = config.weight_block
+        named = (suffix for suffix in _SCALES if any(name.endswith(suffix) for name in files.shapes))
+        self._suffix = next(named, _SCALES[0])
         self.shapes = {
             name: shape
             for name, shape in files.shapes.items()
@@ -39,11 +42,11 @@ class BlockScaledCheckpoint:
         """The tensors that can stay in fp8: matrices with a scale per block of 128 x 128."""
         if self._block != (BLOCK, BLOCK):
             return frozenset()
-        return frozenset(name for name in self.shapes if name + _SCALES in self._files.shapes)
+        return frozenset(name for name in self.shapes if name + self._suffix in self._files.shapes)
 
     def read_into(self, name: str, slot: Slot) -> None:
         """See `Checkpoint`; raises StartupError if the number of scales is not that of the blocks."""
-        scales_name = name + _SCALES
+        scales_name = name + self._suffix
         if self._block is None or scales_name not in self._files.shapes:
             self._files.read_into(name, slot)
             return
@@ -71,7 +74,7 @@ class BlockScaledCheckpoint:
         slot.target.copy_(values.mul_(scales[rows][:, columns]))
 
     def _is_scale(self, name: str) -> bool:
-        return self._block is not None and name.endswith(_SCALES)
+        return self._block is not None and name.endswith(self._suffix)
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...configs.errors import StartupError
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ..config.model import ModelConfig, read_config_file, read_gguf_config, read_hf_config
 from ..formats.gguf_file import GgufFile
 

@@ -7,11 +7,13 @@ with scales that differ by block, and no second copy of the model.
 """
 
 import hashlib
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
 from ...configs.arithmetic import ceil_div
+from ...kernels.int4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP
 from ...kernels.linear.block_format import BLOCK, FP8, LARGEST
 from ..decoders.slots import Slot
 
@@ -23,25 +25,31 @@ _INT4_SPREAD = 3.0
 """Standard deviation of 4-bit values; the largest is at 2.3 of them."""
 
 
-def fill_with_noise(slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: Collection[str] = ()) -> None:
+def fill_with_noise(
+    slots: Mapping[str, Slot], fp8: Collection[str] = (), int4: Collection[str] = (), *, row_scaled: bool = False
+) -> None:
     """Fill every slot (dense_parameters.py) on its device, a block of rows at a time, with values that include its
-    offset. `fp8` and `int4` are the tensors that a checkpoint would store in block-scaled fp8 and in 4 bits.
+    offset. `fp8` and `int4` are the tensors that a checkpoint would store in fp8, with a scale per block or per row
+    (`row_scaled`), and in 4 bits.
     """
     for name, slot in slots.items():
         mean, spread = _distribution(name, slot.shape)
         if name in fp8:
-            _fill_block_scaled(name, slot, spread)
+            _fill_fp8(name, slot, spread, row_scaled=row_scaled)
             continue
         if name in int4:
-            _fill_int4(name, slot, spread)
+            fill = _fill_int4 if len(slot.shape) == 2 else _fill_mxfp4
+            fill(name, slot, spread)
             continue
         for held, _, drawn in _draw(name, slot, mean, spread):
             slot.target[held].copy_(drawn)
 
 
-def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
+def _fill_fp8(name: str, slot: Slot, spread: float, *, row_scaled: bool) -> None:
     device = slot.target.device
-    scales = torch.empty([ceil_div(size, BLOCK) for size in slot.shape], dtype=torch.float32, device=device)
+    rows_per_scale, columns_per_scale = (1, slot.shape[1]) if row_scaled else (BLOCK, BLOCK)
+    groups = ceil_div(slot.shape[0], rows_per_scale), ceil_div(slot.shape[1], columns_per_scale)
+    scales = torch.empty(groups, dtype=torch.float32, device=device)
     scales.uniform_(0.75 * spread / _FP8_SPREAD, 1.25 * spread / _FP8_SPREAD, generator=_generator(name, "s", device))
     if slot.block_scaled is not None:
         slot.fill_scales(scales)
@@ -51,7 +59,7 @@ def _fill_block_scaled(name: str, slot: Slot, spread: float) -> None:
         values = drawn.clamp_(-LARGEST, LARGEST).to(FP8)
         if slot.block_scaled is None:
             rows = first_row + torch.arange(len(target), device=device)
-            target.copy_(values.float().mul_(scales[rows // BLOCK][:, columns // BLOCK]))
+            target.copy_(values.float().mul_(scales[rows // rows_per_scale][:, columns // columns_per_scale]))
         else:
             target.copy_(values)
 
@@ -67,6 +75,23 @@ def _fill_int4(name: str, slot: Slot, spread: float) -> None:
         part = slot.int4[held]
         scales = torch.full((len(values), part.columns // part.group), scale, device=values.device)
         part.fill(values.to(torch.uint8), scales, torch.full_like(scales, 8))
+
+
+def _fill_mxfp4(name: str, slot: Slot, spread: float) -> None:
+    """Experts [E, in, out], with the nearest numbers of MXFP4 and one scale, a power of two."""
+    exponent = math.floor(math.log2(spread))
+    table = torch.tensor(E2M1, device=slot.target.device)
+    steps = table[: len(table) // 2]
+    for held, _, drawn in _draw(name, slot, 0.0, spread * 2.0**-exponent):
+        for index, expert in zip(range(held.start, held.stop), drawn, strict=True):
+            values = torch.bucketize(expert.abs(), (steps[1:] + steps[:-1]) / 2) + 8 * (expert < 0)
+            if slot.int4 is None:
+                slot.target[index].copy_(table[values] * 2.0**exponent)
+                continue
+            (part,) = slot.int4[index : index + 1].experts()
+            rows = values.t().to(torch.uint8)
+            scales = torch.full((len(rows), rows.shape[1] // MXFP4_GROUP), exponent + MXFP4_BIAS, device=rows.device)
+            part.fill(rows, scales)
 
 
 def _draw(name: str, slot: Slot, mean: float, spread: float) -> Iterator[tuple[slice, int, torch.Tensor]]:

@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from ...configs.errors import StartupError
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ..formats.gguf_file import GgufFile
 from .catalog import ModelSource, safetensors_files
 

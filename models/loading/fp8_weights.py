@@ -1,4 +1,4 @@
-"""Which tensors of a model are stored in block-scaled fp8, and what expanding them costs."""
+"""Which tensors of a model are stored in fp8 with scales that kernels read, and what expanding them costs."""
 
 import functools
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ...kernels.linear.block_format import BLOCK, supports_fp8
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
@@ -15,20 +15,25 @@ from ..decoders.latent_parameters import LatentParameters
 from ..decoders.slots import Slot
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource
-from .weights import open_checkpoint
+from .row_scaled_checkpoint import RowScaledCheckpoint
+from .weights import SafetensorsCheckpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
 
-_IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+_IN_16_BITS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", "weights_proj.weight")
 """Matrices that checkpoints of these families do not quantise."""
 
 
 def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
-    """The tensors that are stored in blocks of 128 x 128; with dummy weights, those that a checkpoint would have."""
-    if source.config.weight_block != (BLOCK, BLOCK):
+    """The tensors with a scale per block of 128 x 128, per row or per matrix; with dummy weights, those that a
+    checkpoint would have.
+    """
+    if source.config.weight_block != (BLOCK, BLOCK) and not source.config.row_scaled_fp8:
         return frozenset()
     if load_format == "dummy":
         return usual_tensors(source.config)
+    if source.config.row_scaled_fp8:
+        return RowScaledCheckpoint(SafetensorsCheckpoint(source.path)).fp8
     checkpoint = open_checkpoint(source)
     return checkpoint.fp8 if isinstance(checkpoint, BlockScaledCheckpoint) else frozenset()
 
@@ -44,7 +49,7 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
     expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
     if not expanded:
         return
-    reason = "kv_b_proj, matrices with a bias, and parts of ranks that begin or end inside a block of columns"
+    reason = "kv_b_proj, and parts of ranks that begin or end inside a block of columns"
     log.info(
         "fp8 weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
         len(expanded),

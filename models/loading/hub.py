@@ -20,7 +20,7 @@ import httpx
 
 from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_architecture
 from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource
 

@@ -5,19 +5,24 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 from ...kernels.int4.group_format import supports_int4
 from ...memory.sizing import GIB
 from ..decoders.slots import Slot
 from .catalog import ModelSource
 from .fp8_weights import usual_tensors
-from .weights import int4_checkpoint
+from .mxfp4_checkpoint import Mxfp4Checkpoint, stacked_experts
+from .weights import SafetensorsCheckpoint, int4_checkpoint
 
 log = logging.getLogger(__name__)
 
 
 def int4_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
     """The tensors that are stored in 4 bits; with dummy weights, those that a checkpoint would have."""
+    if source.config.mxfp4_experts:
+        if load_format == "dummy":
+            return stacked_experts(source.config.num_layers)
+        return Mxfp4Checkpoint(SafetensorsCheckpoint(source.path)).packed
     if source.config.int4 is None:
         return frozenset()
     return usual_tensors(source.config) if load_format == "dummy" else int4_checkpoint(source).int4
@@ -34,7 +39,7 @@ def log_int4_expansion(slots: Mapping[str, Slot], stored: Collection[str], devic
     expanded = [slot.target for slot in all_targets if slot.int4 is None]
     if not expanded:
         return
-    reason = "experts, latent attention, and parts of ranks that are no multiple of 32 columns"
+    reason = "latent attention, and parts of ranks that are no multiple of 32 columns"
     log.info(
         "4-bit weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
         len(expanded),

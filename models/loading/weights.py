@@ -20,6 +20,7 @@ from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
 from .int4_checkpoint import Int4Checkpoint
 from .mxfp4_checkpoint import Mxfp4Checkpoint
+from .row_scaled_checkpoint import RowScaledCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,6 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
             + (f", nor are {len(unexpected) - 1} others" if len(unexpected) > 1 else "")
         )
-    if isinstance(checkpoint, Mxfp4Checkpoint):
-        checkpoint.log_expansion(slots)
     total_bytes = sum(slot.nbytes for slot in slots.values())
     progress = ProgressLog(log, "weights: %.1f of %.1f GiB are loaded", total_bytes / GIB)
     for name, slot in slots.items():
@@ -71,6 +70,8 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     files: Checkpoint = SafetensorsCheckpoint(source.path)
     if source.config.int4 is not None:
         files = int4_checkpoint(source)
+    if source.config.row_scaled_fp8:
+        files = RowScaledCheckpoint(files)
     if source.config.mxfp4_experts:
         return Mxfp4Checkpoint(files)
     plain = source.config.mla is None and source.config.weight_block is None

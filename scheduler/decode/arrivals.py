@@ -13,6 +13,7 @@ from ...transfer.protocol.messages import (
     StageArrived,
     StageRequest,
     StageStopped,
+    TransferFailed,
     TransferKey,
 )
 from ..chunking.chunk_queue import Chunk
@@ -52,6 +53,7 @@ class Arrivals:
         outbox: Outbox,
     ) -> None:
         self._dispatcher = dispatcher
+        self._remote = dispatcher.remote
         self._memory = memory
         self._run_queue = run_queue
         self._cache = cache
@@ -68,9 +70,8 @@ class Arrivals:
         has written (HiSparse). While the cached prefix is being copied into that buffer, nothing happens yet, and
         `prefix_loaded` follows.
         """
-        dispatcher = self._dispatcher
-        dispatcher.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
-        prompt = dispatcher.prefilling.get(done.key)
+        self._remote.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
+        prompt = self._remote.prompts.get(done.key)
         if prompt is None:
             self._counters["stale_messages"] += 1
             return None
@@ -79,15 +80,15 @@ class Arrivals:
         if self._memory.copies.of(attempt) is not None:
             attempt.held = done
             return None
-        problem = dispatcher.check_complete(prompt, done)
+        problem = self._remote.check_complete(prompt, done)
         if problem is not None:
-            self.transfer_failed(done.key, problem, retryable=True, late_writes=True, now=now)
+            self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
             return None
         samples = prompt.waiting
         path: KvPath = "gpu" if attempt.hot_pages or self._memory.hot is None else "host"
         self._count_transfer(attempt, prompt, done, path, now)
-        dispatcher.pace.served(now)
-        dispatcher.leave(prompt)
+        self._dispatcher.pace.served(now)
+        self._remote.leave(prompt)
         for request in samples:
             request.kv_path = path
         self._arrived(prompt, done, now, attempt if attempt.hot_pages else None)
@@ -147,48 +148,36 @@ class Arrivals:
         self._memory.pass_on_hot(local, heir)
         return heir
 
-    def transfer_failed(
-        self,
-        key: TransferKey,
-        reason: str,
-        *,
-        retryable: bool,
-        late_writes: bool,
-        now: float,
-        refused: bool = False,
-        full: bool = False,
-    ) -> None:
-        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down. Stale
-        keys are ignored.
-        """
-        prompt = self._dispatcher.prefilling.get(key)
+    def transfer_failed(self, failed: TransferFailed, now: float) -> None:
+        """The writer has stopped before the end, or has refused to begin. Stale keys are ignored."""
+        prompt = self._remote.prompts.get(failed.key)
         self._counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
-            self._dispatcher.give_up(prompt, reason, abort=False)
-        self._dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
+            self._remote.give_up(prompt, failed.reason, abort=False)
+        self._remote.writer_stopped(failed.key, late_writes=failed.late_writes, now=now)
         if prompt is None:
             return
-        if retryable and refused:
-            self._refused(prompt, now, full=full)
-        elif retryable:
+        if failed.retryable and failed.refused:
+            self._refused(prompt, now, full=failed.full)
+        elif failed.retryable:
             self._retry_or_fail(prompt, now)
         else:
-            self._endings.end_all(prompt, ServerError(f"prefill refused the request: {reason}"), now)
+            self._endings.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
         """Retry what a lost prefill server has not finished; it may still be writing."""
-        for prompt in self._dispatcher.of_peer(instance):
-            self._dispatcher.give_up(prompt, f"prefill server lost: {reason}", abort=True)
+        for prompt in self._remote.of_peer(instance):
+            self._remote.give_up(prompt, f"prefill server lost: {reason}", abort=True)
             self._retry_or_fail(prompt, now)
 
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
     ) -> None:
         """A message about a staged part. A request that breaks the protocol fails its transfer."""
-        problem = self._dispatcher.staging.receive(instance, message, now)
-        prompt = self._dispatcher.prefilling.get(message.part.key)
-        if problem is not None and prompt is not None and prompt in self._dispatcher.of_peer(instance):
-            self._dispatcher.give_up(prompt, problem, abort=True)
+        problem = self._remote.staging.receive(instance, message, now)
+        prompt = self._remote.prompts.get(message.part.key)
+        if problem is not None and prompt is not None and prompt in self._remote.of_peer(instance):
+            self._remote.give_up(prompt, problem, abort=True)
             self._endings.end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
     def _arrived(self, prompt: Prompt, done: PrefillDone, now: float, received: Attempt | None = None) -> None:
@@ -296,7 +285,7 @@ class Arrivals:
 
     def _queue_again(self, prompt: Prompt, now: float) -> None:
         self._counters["redispatches"] += 1
-        self._dispatcher.leave(prompt)
+        self._remote.leave(prompt)
         self._requeue(prompt, now)
 
     def _requeue(self, prompt: Prompt, now: float) -> None:

@@ -22,7 +22,7 @@ import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
+from ...configs.errors import AbortedError, RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import InsertedPrefix, PrefixCache
@@ -37,9 +37,9 @@ from ...transfer.protocol.messages import (
     StagePart,
     StageRequest,
     StageStopped,
+    TransferFailed,
     TransferKey,
 )
-from ..chunking.chunk_queue import Chunk
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect
 from ..messages.frontend import FinishReason, Submit
@@ -57,9 +57,10 @@ from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .requests.limits import DecodeLimits
-from .requests.request import Attempt, LocalPrompt, Prompt, Request
+from .requests.request import Attempt, LocalPrompt, Prompt
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
+from .steps import Steps
 from .submissions import Submissions
 
 
@@ -123,8 +124,16 @@ class DecodeScheduler:
             counters=self.counters,
             outbox=self._outbox,
         )
-        self._rows_waited = False
-        """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
+        self._steps = Steps(
+            dispatcher=self.dispatcher,
+            memory=self.memory,
+            run_queue=self.run_queue,
+            retracted=self.retracted,
+            admission=self.admission,
+            arrivals=self.arrivals,
+            endings=self.endings,
+            counters=self.counters,
+        )
         self._submissions = Submissions(
             limits,
             pages,
@@ -182,14 +191,13 @@ class DecodeScheduler:
             to._deadlines.watch(request)
         to.dispatcher.adopt(prompt, now)
 
-    @property
-    def accepted_call(self) -> str | None:
-        """The first prompt of the last call that was accepted (`Submit.follows`)."""
-        return self._submissions.accepted_call
+    def has_accepted(self, first_rid: str) -> bool:
+        """Whether a call was accepted whose first prompt has this rid (`Submit.follows`)."""
+        return self._submissions.has_accepted(first_rid)
 
-    @accepted_call.setter
-    def accepted_call(self, rid: str) -> None:
-        self._submissions.accepted_call = rid
+    def accept_call(self, first_rid: str) -> None:
+        """Accept further prompts of a call whose first prompt another data-parallel rank has accepted."""
+        self._submissions.decide_call(first_rid, accepted=True)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
@@ -237,48 +245,36 @@ class DecodeScheduler:
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
         """The connection to a prefill server is closed."""
-        self.dispatcher.peer_closed(instance, now)
+        self.dispatcher.remote.peer_closed(instance, now)
 
     def peers_unreachable(self, reasons: Mapping[str, str]) -> None:
         """Why no server is paired, by endpoint."""
         self.dispatcher.peers.unreachable = reasons
 
     def chunk_arrived(self, chunk: ChunkArrived) -> None:
-        self.counters["chunks" if self.dispatcher.chunk_arrived(chunk) else "stale_messages"] += 1
+        self.counters["chunks" if self.dispatcher.remote.chunk_arrived(chunk) else "stale_messages"] += 1
 
     def prompt_of(self, key: TransferKey) -> Prompt | None:
         """The prompt of this transfer; None for a stale or unknown key."""
-        return self.dispatcher.prefilling.get(key)
+        return self.dispatcher.remote.prompts.get(key)
 
     def prefill_written(self, done: PrefillDone) -> bool:
         """Prefill has written everything. Returns whether all of it is in its pages; if not, `part_scattered` returns
         `done` later.
         """
-        return self.dispatcher.written(done)
+        return self.dispatcher.remote.written(done)
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived."""
         self.admission.admit_received(self.arrivals.prefill_done(done, now), now)
         self.admission.admit_arrived(now)
 
-    def transfer_failed(
-        self,
-        key: TransferKey,
-        reason: str,
-        *,
-        retryable: bool,
-        late_writes: bool,
-        now: float,
-        refused: bool = False,
-        full: bool = False,
-    ) -> None:
-        """The writer has stopped before the end, or has `refused` to begin because it is `full` or shuts down."""
-        self.arrivals.transfer_failed(
-            key, reason, retryable=retryable, late_writes=late_writes, now=now, refused=refused, full=full
-        )
+    def transfer_failed(self, failed: TransferFailed, now: float) -> None:
+        """The writer has stopped before the end, or has refused to begin."""
+        self.arrivals.transfer_failed(failed, now)
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
-        self.dispatcher.writer_stopped(key, late_writes=late_writes, now=now)
+        self.dispatcher.remote.writer_stopped(key, late_writes=late_writes, now=now)
 
     def stage_message(
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
@@ -288,7 +284,7 @@ class DecodeScheduler:
 
     def part_scattered(self, part: StagePart) -> PrefillDone | None:
         """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
-        return self.dispatcher.staging.scattered(part)
+        return self.dispatcher.remote.staging.scattered(part)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -299,7 +295,7 @@ class DecodeScheduler:
             self._submissions.end_too_long(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
-        for quarantined in self.dispatcher.take_released(now):
+        for quarantined in self.dispatcher.remote.take_released(now):
             self.memory.release_grant(quarantined.grant)  # a page of it may still be copied
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
@@ -310,7 +306,7 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._make_step(now)
+        step = self._steps.next_step(now)
         if step is None:
             self.use_waiting_time()
         return step
@@ -323,70 +319,13 @@ class DecodeScheduler:
         """Do what can wait until no step can start."""
         self.arrivals.insert_some()
 
-    def _make_step(self, now: float) -> DecodeStep | None:
-        if not self.run_queue.may_start_step():
-            return None
-        for request in self.run_queue.fill_batch():
-            request.lifecycle.advance(State.RUNNING, now)
-        able: list[Request] = []
-        lacking: list[Request] = []
-        for request in self.run_queue.next_batch():
-            if request.state is State.RUNNING:  # room for another one may have retracted it
-                (able if self.retracted.make_room(request, now) else lacking).append(request)
-        self.admission.starving = any(request.state is State.RUNNING for request in lacking)
-        paused = self.run_queue.paused
-        batch = [request for request in able if request.state is State.RUNNING and request is not paused]
-        apart = self.memory.fetches(batch)
-        chunks = self._next_chunks(0 if apart else len(batch)) if not (apart and self._rows_waited) else []
-        self._rows_waited = apart and bool(chunks)
-        if self._rows_waited:
-            batch = []
-        if not batch and not chunks:
-            return None
-        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
-        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
-
-    def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
-        """Chunks of prompts that this server computes, for the next step, of `batch` running requests."""
-        queued = len(self.dispatcher.queue) if self.dispatcher.pace.is_busy(None) else 0
-        return self.dispatcher.local.next_chunks(batch, len(self.run_queue.running), queued)
-
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
-        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
-        are dropped.
-        """
-        step, seconds = self._finish_step(command_id, now)
-        self.counters["decode_steps"] += bool(step.rows)
-        for row, result in zip(step.rows, results, strict=False):
-            if row.request.state is not State.RUNNING:
-                continue
-            if result.problem is None:
-                self.endings.accept_token(row.request, result.drawn[0], now)
-            else:
-                self.endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
-        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
-                error = ServerError(f"the grammar cannot be followed: {result.problem}")
-                self.endings.end_all(chunk.prompt.prompt, error, now)
-            self.admission.admit_received(self.arrivals.computed(chunk, result, seconds, now), now)
-        if step.chunks:
-            self.admission.admit_arrived(now)
+        """Take the results of a step."""
+        self._steps.step_done(command_id, results, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
-        self.counters["steps_failed"] += 1
-        step, _ = self._finish_step(command_id, now)
-        for row in step.rows:
-            if row.request.state is State.RUNNING:
-                self.endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
-        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
-            self.endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
-
-    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
-        """The step that has ended, and how long it took."""
-        step = self.run_queue.finish_step(command_id)
-        self.memory.command_done(command_id)
-        return step, self.dispatcher.local.times.ended(now)
+        self._steps.step_failed(command_id, reason, now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""
@@ -438,7 +377,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or self.endings.draining or len(self.dispatcher.quarantine)
+        busy = self.requests or self.endings.draining or len(self.dispatcher.remote.quarantine)
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
@@ -450,11 +389,11 @@ class DecodeScheduler:
         """Occupancy, for the metrics."""
         return {
             **self.memory.gauges(),
-            **self.dispatcher.staging.gauges(),
+            **self.dispatcher.remote.staging.gauges(),
             **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
-            "quarantined_pages": self.dispatcher.quarantine.pages,
-            "quarantined_hot_pages": self.dispatcher.quarantine.hot_pages,
+            "quarantined_pages": self.dispatcher.remote.quarantine.pages,
+            "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.retracted),
             **(self.kv_store.gauges() if self.kv_store is not None else {}),
@@ -477,12 +416,12 @@ class DecodeScheduler:
     def check_integrity(self) -> None:
         """Raise unless every page is accounted for and every request is in exactly the queue of its state."""
         self.memory.check_integrity(self.requests, idle=self.idle)
-        self.dispatcher.staging.check_integrity(idle=self.idle)
+        self.dispatcher.remote.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
             queued_as = {
                 State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
-                State.PREFILLING: prompt in self.dispatcher.prefilling.values() and request in prompt.waiting,
+                State.PREFILLING: prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting,
                 State.COMPUTING: prompt in self.dispatcher.local and request in prompt.waiting,
                 State.ARRIVED: request in self.run_queue.arrived or self.memory.copies.is_in(request, "open"),
                 State.READY: request in self.run_queue.ready,

@@ -16,8 +16,11 @@ from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .requests.limits import DecodeLimits
-from .requests.request import Request
+from .requests.request import Prompt, Request
 from .responses import failed, overloaded, refusal, too_long
+
+MOST_CALLS = 256
+"""Calls of which further prompts may still come."""
 
 
 class Submissions:
@@ -42,8 +45,21 @@ class Submissions:
         self._counters = counters
         self._outbox = outbox
         self.accepting = True
-        self.accepted_call: str | None = None
-        """The first prompt of the last call that was accepted (`Submit.follows`)."""
+        self._calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
+        """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several
+        calls may alternate: each comes when its grammar is compiled.
+        """
+
+    def has_accepted(self, first_rid: str) -> bool:
+        """Whether a call was accepted whose first prompt has this rid."""
+        return self._calls.get(first_rid, False)
+
+    def decide_call(self, first_rid: str, *, accepted: bool) -> None:
+        """Accept or refuse the further prompts of a call, too."""
+        self._calls[first_rid] = accepted
+        self._calls.move_to_end(first_rid)
+        if len(self._calls) > MOST_CALLS:
+            self._calls.popitem(last=False)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
@@ -53,7 +69,8 @@ class Submissions:
             self.refuse(submit, error)
             return
         deadline = now + min(submit.timeout_s or math.inf, self._limits.request_timeout_s)
-        prompt = self._dispatcher.new_prompt(
+        prompt = Prompt(
+            self._dispatcher.next_prompt_id(),
             submit.prompt_ids,
             endpoint=submit.endpoint,
             room=submit.room,
@@ -108,10 +125,12 @@ class Submissions:
             window=self._limits.window,
             growth_tokens=self._limits.growth_tokens,
         )
-        if error is not None or (submit.follows is not None and submit.follows == self.accepted_call):
+        if error is not None:
             return error
-        if len(self._dispatcher.queue) >= self._limits.max_queued_requests:
-            self.accepted_call = None
-            return overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
-        self.accepted_call = submit.rid
-        return None
+        room = len(self._dispatcher.queue) < self._limits.max_queued_requests
+        if submit.follows is None:
+            accepted = room
+            self.decide_call(submit.rid, accepted=room)
+        else:
+            accepted = self._calls.get(submit.follows, room)
+        return None if accepted else overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))

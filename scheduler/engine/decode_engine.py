@@ -176,7 +176,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
             case PeerClosed(instance=instance):
                 scheduler.peer_closed(instance, now)
             case SendFailed(message=KvDestination() as message, reason=reason):
-                scheduler.transfer_failed(message.key, reason, retryable=True, late_writes=False, now=now)
+                scheduler.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
             case PeersUnreachable(reasons=reasons):
                 scheduler.peers_unreachable(reasons)
             case PeerRefused() | SendFailed():
@@ -211,15 +211,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     self._all_arrived(message, now)
             case TransferFailed(key=key, reason=reason):
                 log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
-                scheduler.transfer_failed(
-                    key,
-                    reason,
-                    retryable=message.retryable,
-                    late_writes=message.late_writes,
-                    refused=message.refused,
-                    full=message.full,
-                    now=now,
-                )
+                scheduler.transfer_failed(message, now)
             case AbortAck(key=key, late_writes=late_writes):
                 scheduler.abort_acked(key, late_writes, now)
             case _:
@@ -255,7 +247,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.scheduler.prefill_done(verification.done, now)
         else:
             self.scheduler.counters["checksum_errors"] += 1
-            self.scheduler.transfer_failed(report.key, verification.problem, retryable=True, late_writes=True, now=now)
+            failed = TransferFailed(report.key, verification.problem, retryable=True, late_writes=True)
+            self.scheduler.transfer_failed(failed, now)
 
     def perform(self, effect: Effect) -> None:
         match effect:

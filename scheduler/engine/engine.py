@@ -28,7 +28,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
         self.steps_in_flight: collections.deque[tuple[float, RunStep]] = collections.deque()
-        """The steps that the ranks have, and when each was sent."""
+        """The steps that the ranks have, and when each began: when it was sent, or when the step before it was done."""
         self.last_step: tuple[RunStep, float] | None = None
         """The last step that is done, and how long it took; replaced as a whole."""
         self.load = Load()
@@ -60,7 +60,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
     @abc.abstractmethod
     def writes(self) -> bool:
-        """Whether writes to peers are in flight, whose end the peers wait for."""
+        """Whether writes to peers are in flight: the peers wait for their end."""
 
     def start(self, step: RunStep | AssistStep, now: float) -> None:
         """Send a step to the ranks."""
@@ -80,6 +80,9 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     def take_step(self, done: StepDone, now: float) -> float:
         """Take the results of a step; returns how long it took."""
         started, step = self.steps_in_flight.popleft()
+        if self.steps_in_flight:
+            _, following = self.steps_in_flight[0]
+            self.steps_in_flight[0] = now, following
         self.last_step = step, now - started
         self._step_done(done, now)
         return now - started

@@ -28,7 +28,7 @@ FLUSH_S = 0.02
 BATCH_EVENTS = 512
 REPLAY_BATCHES = 10_000
 REPLAY_BYTES = 256 << 20
-"""Batches that are kept for subscribers that have missed some: at most so many, and so many bytes."""
+"""The newest batches are kept for subscribers that have missed some: up to this number, and this many bytes."""
 SEND_QUEUE = 100_000
 """Batches that wait for a slow subscriber; it misses later ones, and can ask for them."""
 END = (-1).to_bytes(8, "big", signed=True)

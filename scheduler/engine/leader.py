@@ -202,8 +202,8 @@ class Leader:
         self._run(loop, controls)
 
     def _decode_engine(self, config: DecodeConfig, limits: DecodeLimits, number: int) -> DecodeEngine:
-        """An engine with connections of its own to prefill servers, for which it is a decode server of its own: they
-        need not know about data-parallel attention.
+        """An engine with its own connections to prefill servers. Each engine is one decode server to them, so they need
+        no support for data-parallel attention.
         """
         single = config.dp_size == 1
         hello = Hello(
@@ -338,7 +338,8 @@ class Leader:
                 peers=peer_status(controls, loop.engines),
                 states=dict(snapshot.states),
                 taken_at=snapshot.taken_at,
-                loop_age_s=loop.stalled_s(),
+                loop_age_s=time.monotonic() - loop.turned_at,
+                step_age_s=loop.step_age_s(),
                 problems=(*watchdog.problems(), *loop.problems()),
                 dp_ranks=snapshot.dp_ranks,
                 hashed_page_sizes=hashed_page_sizes(loop.engines),

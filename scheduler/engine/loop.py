@@ -86,13 +86,13 @@ class EngineLoop(Generic[EngineT]):
             self._publish()
             self.turned_at = time.monotonic()
 
-    def stalled_s(self) -> float:
-        """Age of the last loop turn or of the oldest step in flight, whichever is older. Called from any thread."""
-        oldest = self.turned_at
+    def step_age_s(self) -> float:
+        """How long the ranks have computed the current step; 0 if there is none. Called from any thread."""
+        now = began = time.monotonic()
         for engine in self.engines:
             with contextlib.suppress(IndexError):  # the loop may take the last one at any time
-                oldest = min(engine.steps_in_flight[0][0], oldest)
-        return time.monotonic() - oldest
+                began = min(engine.steps_in_flight[0][0], began)
+        return now - began
 
     def problems(self) -> list[str]:
         """Why this server is unhealthy, as text. Called from another thread."""

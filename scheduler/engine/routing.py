@@ -65,8 +65,8 @@ class DecodeRouter:
             if submit.rid in scheduler.requests:
                 return number
         number = choose_for_submit(self._schedulers, submit)
-        if submit.follows is not None and any(one.accepted_call == submit.follows for one in self._schedulers):
-            self._schedulers[number].accepted_call = submit.follows
+        if submit.follows is not None and any(one.has_accepted(submit.follows) for one in self._schedulers):
+            self._schedulers[number].accept_call(submit.follows)
         return number
 
 
@@ -84,7 +84,7 @@ class PrefillRouter:
         if len(self._all) == 1:
             return self._all
         match event:
-            case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, _)):
+            case MessageReceived(message=KvDestination(key=key), instance=instance, arrays=(prompt, *_)):
                 known = self._holder((instance, key))
                 return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):

@@ -1,4 +1,4 @@
-"""What a scheduler returns: the actions that it wants done. The engine loop performs them, in order.
+"""What a scheduler returns: actions, which the engine loop performs in order.
 
 Three kinds: a message to a peer or to the frontend, a connection to a prefill server, or a command for the ranks
 (`ranks.py`), which is the effect itself.

@@ -216,10 +216,10 @@ class DpRankStatus(msgspec.Struct, frozen=True):
 class Status(FrontendMessage, frozen=True):
     """Gauges and counters of the leader by metric name, its peers, and the number of requests in each state.
 
-    Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop; `problems` make the server
-    unhealthy. `taken_at` is the Unix time of gauges, counters and states, which are those of all data-parallel ranks
-    together; `dp_ranks` has each of them, if there are several. Prompts are hashed for `hashed_page_sizes`, to find the
-    prefill server that has their prefix.
+    Sent a few times a second. `loop_age_s` is the age of the last turn of the engine loop, `step_age_s` that of the
+    step that the ranks compute; `problems` make the server unhealthy. `taken_at` is the Unix time of gauges, counters
+    and states, which are those of all data-parallel ranks together; `dp_ranks` has each of them, if there are several.
+    Prompts are hashed for `hashed_page_sizes`, to find the prefill server that has their prefix.
     """
 
     gauges: dict[str, float]
@@ -228,6 +228,7 @@ class Status(FrontendMessage, frozen=True):
     states: dict[str, int]
     taken_at: float
     loop_age_s: float
+    step_age_s: float = 0.0
     problems: tuple[str, ...] = ()
     dp_ranks: tuple[DpRankStatus, ...] = ()
     hashed_page_sizes: tuple[int, ...] = ()

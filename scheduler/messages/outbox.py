@@ -1,4 +1,4 @@
-"""Where a scheduler and its parts put what they want done."""
+"""The list to which a scheduler and its parts append their effects."""
 
 from .effects import Effect
 

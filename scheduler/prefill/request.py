@@ -62,7 +62,7 @@ class PrefillRequest:
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache, or loaded from the KV store."""
         self.stored = 0
-        """The last so many of these tokens came from the KV store."""
+        """The number of `cached` tokens, at their end, that came from the KV store."""
         self.chain: BlockChain | None = None
         """Its blocks in the KV store, if there is one."""
         self.scheduled = 0
@@ -82,7 +82,7 @@ class PrefillRequest:
         self.computed_at = now
         """When the last of these steps ended."""
         self.begun_reported = False
-        """Decode knows that the first step has begun."""
+        """Decode was informed that the first step has begun."""
         self.refused_at_chances: int | None = None
         """`PageAllocator.chances` when pages were short. Its prefix is looked up again, which is slow, after a change.
         """

@@ -10,9 +10,9 @@ message, only after all chunks in flight have reported their end.
 """
 
 import collections
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
@@ -48,17 +48,9 @@ from .transfers import Transfers
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""
 BEGUN_AFTER_S = 1.0
-"""Decode is told about a step that takes longer than this, so that its prompts do not count as waiting there."""
+"""If a step takes longer than this, decode is informed, so that it does not count the prompts as waiting."""
 ROUND_TRIP_S = 0.1
 """Within this time after the end of a prompt, the next one arrives from decode, also on a loaded machine."""
-
-
-class Refusal(NamedTuple):
-    """Why a request is refused, and whether a retry may succeed. With `full`, too many requests are queued."""
-
-    reason: str
-    retryable: bool
-    full: bool = False
 
 
 class PrefillScheduler:
@@ -109,7 +101,7 @@ class PrefillScheduler:
         self.staging.peer_lost(instance)
 
     def peer_load(self, instance: InstanceId, load: Load) -> None:
-        """A decode server has reported its load, and whether it wants to know what is cached here."""
+        """A decode server has reported its load, and whether it needs reports of the prefix cache."""
         if load.cache_reports and instance in self._transfers.spaces and self.limits.prefix_cache:
             self.reports.subscribe(instance)
         elif not load.cache_reports:
@@ -138,15 +130,7 @@ class PrefillScheduler:
         refusal = self._refusal(request)
         if refusal is not None:
             self.counters["requests_refused"] += 1
-            failed = TransferFailed(
-                request.key,
-                refusal.reason,
-                refusal.retryable,
-                refused=True,
-                leaving=self._transfers.leaving,
-                full=refusal.full,
-            )
-            self._transfers.reply(request, failed)
+            self._transfers.reply(request, refusal)
             return
         self.counters["requests"] += 1
         request.path = self._transfers.spaces[instance].path(destination)
@@ -359,16 +343,18 @@ class PrefillScheduler:
         """Requests that are in steps in flight."""
         return sum(request.state is PrefillState.COMPUTING for request in self._computing.running)
 
-    def _refusal(self, request: PrefillRequest) -> Refusal | None:
+    def _refusal(self, request: PrefillRequest) -> TransferFailed | None:
+        """The reply to a request that is refused. It is retryable if another server may take it, or this one later."""
+        refuse = functools.partial(TransferFailed, request.key, refused=True, leaving=self._transfers.leaving)
         if self._transfers.leaving:
-            return Refusal("the prefill server is shutting down", retryable=True)
+            return refuse(reason="the prefill server is shutting down", retryable=True)
         if len(self._waiting) >= self.limits.max_queued_requests:
             reason = f"prefill has {len(self._waiting)} requests queued (max_queued_requests)"
-            return Refusal(reason, retryable=True, full=True)
+            return refuse(reason=reason, retryable=True, full=True)
         if request.instance not in self._transfers.spaces:
-            return Refusal("the decode server is not paired", retryable=True)
+            return refuse(reason="the decode server is not paired", retryable=True)
         problem = self.limits.describe_problem(request, self._transfers.spaces[request.instance], self.pages.num_pages)
-        return Refusal(problem, retryable=False) if problem is not None else None
+        return refuse(reason=problem, retryable=False) if problem is not None else None
 
     def _expire(self, now: float) -> None:
         """End requests whose deadline has passed."""

@@ -19,7 +19,7 @@ from ..messages.step import StepRow
 
 FORGET_AFTER_STEPS: Final = 64
 """A table is dropped when no step has used it for this long. A request may skip steps, with several stages or between
-chunks of its prompt, but rarely so many; then its table is sent again.
+chunks of its prompt; if it skips that many, its table is sent again.
 """
 
 

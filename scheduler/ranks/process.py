@@ -1,6 +1,7 @@
 """Rank processes, seen from their parent: the leader or, on other machines, `pdserve` with --node-rank. No torch."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,21 @@ def leader_address(meet_at: tuple[str, int]) -> str:
     return f"tcp://{meet_at[0]}:{meet_at[1] + 1}"
 
 
+def rank_threads(config: AnyServerConfig) -> int | None:
+    """CPU threads of each rank of this machine; None: torch's default, all cores."""
+    if config.threads is None and len(config.local_ranks) > 1:
+        return max(1, (os.cpu_count() or 1) // len(config.local_ranks))
+    return config.threads
+
+
+def thread_environ(config: AnyServerConfig) -> dict[str, str]:
+    """Variables for processes that compute. On aarch64 torch's linear layers ignore `torch.set_num_threads`: the Arm
+    Compute Library takes the number of threads that OpenMP has when torch is imported.
+    """
+    threads = rank_threads(config)
+    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+
+
 class RankProcess:
     """A rank process that this process has started. It exits when we do: its stdin is a pipe that only we hold."""
 
@@ -33,7 +49,8 @@ class RankProcess:
         """`keys` as the leader has them. The rank gets their seeds: to derive them would take each rank 0.2 s."""
         self.rank = rank
         # its own process group: Ctrl-C in a terminal reaches only the frontend, which drains all processes
-        self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0)
+        environ = {**os.environ, **thread_environ(config)}
+        self._process = subprocess.Popen(self.COMMAND, stdin=subprocess.PIPE, process_group=0, env=environ)
         introduction = {
             "config": revealed_dict(config),
             "rank": rank,

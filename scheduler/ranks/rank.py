@@ -8,11 +8,9 @@ transfer  commands about complete KV, which do not wait for steps
 import collections
 import contextlib
 import logging
-import os
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -23,40 +21,24 @@ from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_
 from ...memory.device import resolve_device
 from ...memory.hisparse.cache import HiSparseCache, HiSparseError
 from ...memory.page_store import PageStore
-from ...memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ...memory.sizing import GIB
 from ...models.config.sharding import RankTokens
-from ...models.grammar.dialects import GrammarError
 from ...models.loading.catalog import ModelSource
-from ...transfer.data.chunk_writer import ChunkWriter
-from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite
+from ...transfer.data.chunks import PartScatter
 from ...transfer.data.local_pool import LocalPool
-from ...transfer.data.part_scatterer import PartScatterer
-from ...transfer.data.receivers import Receivers
-from ...transfer.mooncake.transports import machine_id
-from ...transfer.plan.staged_regions import STAGED_KIND
-from ...transfer.protocol.messages import Rank
 from ..messages.ranks import (
     AssistStep,
     CacheChecked,
-    CancelChunks,
     CheckCache,
-    ChunkReport,
-    ClosePeer,
     CommandDone,
     ComputeCommand,
     CopyDone,
     CopyPage,
     DropPages,
-    GrammarReady,
     HotCounters,
     KvVerified,
     LoadPages,
     OpenHot,
-    OpenPeer,
-    PartReport,
-    PartScattered,
-    PeerRoutes,
     PrepareGrammar,
     RankFailed,
     RankReady,
@@ -73,14 +55,16 @@ from ..messages.ranks import (
     VerifyKv,
     WriteBackRows,
 )
-from .announcement import announced_hot, announced_pool, announced_ring, layout_of
 from .builder import RankBuilder
-from .early_writes import EarlyWrites
 from .executor import PendingStep
-from .kv_check import verify_kv
+from .grammar_thread import GrammarThread
 from .page_mover import PageMover
+from .process import rank_threads
 from .rendezvous import join_ranks
 from .store import open_store
+from .transfers.announcement import announced_rank, layout_of
+from .transfers.kv_check import verify_kv
+from .transfers.rank_transfers import DecodeTransfers, PrefillTransfers
 
 log = logging.getLogger(__name__)
 
@@ -111,14 +95,11 @@ class RankEngine:
     ) -> None:
         """`meet_at` is the rendezvous address of the ranks, None for a single rank. Raises StartupError."""
         self._config = config
-        self._source = source
         self._report = report
         self._rank = rank
         local = rank - config.local_ranks.start
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        elif len(config.local_ranks) > 1:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(config.local_ranks)))
+        if (threads := rank_threads(config)) is not None:
+            torch.set_num_threads(threads)
         self._device = resolve_device(config.device, local, len(config.local_ranks))
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -129,7 +110,10 @@ class RankEngine:
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
-        self._grammar_thread = ThreadPoolExecutor(1, "grammar")
+        self._grammars: GrammarThread | None = None
+        if self._parallel.shard.samples:
+            assert self._executor.grammars is not None, "the builder sets it"
+            self._grammars = GrammarThread(self._executor.grammars.compiler, rank, report)
         self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._parallel.check()
@@ -142,30 +126,23 @@ class RankEngine:
         self._pools = [LocalPool(pool, layout_of(pool), pool.data) for pool in self._executor.cache.pools]
         shard = self._parallel.shard.attention
         self._store = open_store(config, source.config, shard, rank, self._executor.cache, report)
-        self._receivers: Receivers | None = None
-        self._writer: ChunkWriter | None = None
-        self._early_writes: EarlyWrites | None = None
-        self._ring: RingMemory | None = None
-        self._scatterer: PartScatterer | None = None
+        self._writes: PrefillTransfers | None = None
+        self._arrivals: DecodeTransfers | None = None
         match config:
-            case DecodeConfig():
-                self._make_ring(config)
-                self._receivers = Receivers(config, self._pools, local_rank=local, ring=self._ring)
             case PrefillConfig():
-
-                def on_written(written: ChunkWritten) -> None:
-                    report(ChunkReport(rank, written))
-
-                self._writer = ChunkWriter(
-                    self._peer_rank,
-                    self._pools,
-                    config,
-                    local_rank=local,
-                    on_written=on_written,
-                    on_part_written=lambda written: report(PartReport(rank, written)),
-                    on_routed=lambda *routes: report(PeerRoutes(rank, *routes)),
+                self._writes = PrefillTransfers(
+                    config, self._pools, rank, report, peer_rank=self._peer_rank, local_rank=local
                 )
-                self._early_writes = EarlyWrites(self._writer.write, on_written)
+            case DecodeConfig():
+                self._arrivals = DecodeTransfers(
+                    config,
+                    self._executor.cache,
+                    self._pools,
+                    rank,
+                    report,
+                    kv_heads=source.config.num_kv_heads,
+                    local_rank=local,
+                )
         self._pending: collections.deque[PendingCommand] = collections.deque()
         # on the CPU, and with gloo, `start` returns when the step is done: its tokens do not wait for the next step
         self._steps_ahead = 2 if self._device.type == "cuda" and self._parallel.on_device else 1
@@ -184,12 +161,13 @@ class RankEngine:
         second, on another thread.
         """
         self._watch.check()
-        found = self._writer.problems() if self._writer is not None and self._watch.is_steady else []
+        found = self._writes.writer.problems() if self._writes is not None and self._watch.is_steady else []
+        scatterer = self._arrivals.scatterer if self._arrivals is not None else None
         name, since = self._command or ("", None)
         for thread, busy_since in (
             (f"command {name}", since),
             ("the page store", self._mover.busy_since),
-            ("the scatter thread", self._scatterer.busy_since if self._scatterer is not None else None),
+            ("the scatter thread", scatterer.busy_since if scatterer is not None else None),
         ):
             if busy_since is not None and self._watch.is_stuck(age_s := time.monotonic() - busy_since):
                 found.append(f"rank {self._rank}: {thread} has made no progress for {age_s:.0f} s")
@@ -232,70 +210,32 @@ class RankEngine:
             self._report(RankFailed(self._rank, f"{name} failed: {type(error).__name__}: {error}"))
 
     def _transfer(self, command: TransferCommand) -> None:
-        if isinstance(command, PrepareGrammar):
-            self._prepare_grammar(command)
-            return
-        if self._store is not None and isinstance(command, StoreWrite | StorePing):
-            self._store.enqueue(command)
-            return
-        if isinstance(command, PartScatter):
-            assert self._scatterer is not None, "PartScatter for a rank without a staging ring"
-            self._scatterer.scatter(command)
-            return
-        assert self._writer is not None, "only prefill ranks write chunks"
-        assert self._early_writes is not None
         match command:
-            case PartWrite():
-                self._writer.write_part(command)
-            case ChunkWrite():
-                if command.after is None:
-                    self._writer.write(command)
-                else:
-                    self._early_writes.add(command)
-            case CancelChunks(instance=instance, key=key):
-                self._early_writes.cancel(instance, key)
-                self._writer.cancel(instance, key)
-            case OpenPeer(hello=hello, welcome=welcome):
-                self._writer.open(hello, welcome)
-            case ClosePeer(instance=instance):
-                self._writer.close(instance)
-
-    def _prepare_grammar(self, command: PrepareGrammar) -> None:
-        """Compile a grammar on a thread of its own, if this rank samples. A cached one is reported at once."""
-        if not self._parallel.shard.samples:
-            return
-        assert self._executor.grammars is not None, "the builder sets it"
-        compiler = self._executor.grammars.compiler
-
-        def prepare() -> None:
-            problem = None
-            try:
-                compiler.compile(command.grammar)
-            except GrammarError as error:
-                problem = str(error)
-            except Exception as error:
-                log.exception("a grammar cannot be compiled")
-                problem = f"cannot be compiled: {type(error).__name__}: {error}"
-            self._report(GrammarReady(self._rank, command.number, problem))
-
-        if compiler.is_cached(command.grammar):
-            prepare()
-        else:
-            self._grammar_thread.submit(prepare)
-            self._grammar_thread.submit(compiler.add_matchers, command.grammar)
+            case PrepareGrammar():
+                if self._grammars is not None:
+                    self._grammars.prepare(command)
+            case StoreWrite() | StorePing():
+                assert self._store is not None, "a command for a rank without a KV store"
+                self._store.enqueue(command)
+            case PartScatter():
+                scatterer = self._arrivals.scatterer if self._arrivals is not None else None
+                assert scatterer is not None, "PartScatter for a rank without a staging ring"
+                scatterer.scatter(command)
+            case _:
+                assert self._writes is not None, "only prefill ranks write chunks"
+                self._writes.run(command)
 
     def close(self) -> None:
         """Leave the process group and release all memory that peers could write."""
         if self._store is not None:
             self._store.close()
         self._mover.close()
-        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
-        if self._writer is not None:
-            self._writer.close_all()
-        if self._receivers is not None:
-            self._receivers.close()
-        if self._scatterer is not None:
-            self._scatterer.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._writes is not None:
+            self._writes.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._executor.cache.close()
         self._parallel.close()
 
@@ -335,13 +275,13 @@ class RankEngine:
         would wait for it in collectives.
         """
         started = time.monotonic()
-        if self._receivers is not None:
+        if self._arrivals is not None:
             wait_for_arrivals(self._device)
         try:
             step = self._executor.start(command.rows, command.ranks or None)
             self._pending.append(PendingCommand(command.command_id, step))
-            if self._early_writes is not None:
-                self._early_writes.step_started(command.command_id, step)
+            if self._writes is not None:
+                self._writes.early_writes.step_started(command.command_id, step.wait)
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
@@ -385,8 +325,8 @@ class RankEngine:
     def _step_failed(self, command_id: int, error: Exception) -> None:
         while self._pending:  # reports are sent in order
             self._finish_step()
-        if self._early_writes is not None:
-            self._early_writes.step_failed(command_id)
+        if self._writes is not None:
+            self._writes.early_writes.step_failed(command_id)
         log.exception("step %d failed", command_id, exc_info=error)
         self._report(StepDone(self._rank, command_id, (), f"{type(error).__name__}: {error}"))
 
@@ -431,39 +371,19 @@ class RankEngine:
             return str(error)
         return None
 
-    def _make_ring(self, config: DecodeConfig) -> None:
-        """Allocate the staging ring, if the KV has heads. It is registered before peers know this rank."""
-        dense = next((pool for pool in self._executor.cache.pools if pool.planes == STAGED_KIND), None)
-        if dense is None or not may_stage(config, self._source.config.num_kv_heads):
-            return
-        self._ring = RingMemory(ring_bytes(config, layout_of(dense).token_bytes), self._device)
-        self._scatterer = PartScatterer(
-            self._ring.data,
-            dense.data,
-            layout_of(dense),
-            on_scattered=lambda part: self._report(PartScattered(self._rank, part)),
-            on_failed=lambda reason: self._report(RankFailed(self._rank, reason)),
-        )
-
     def _ready(self) -> RankReady:
         cache = self._executor.cache
-        sessions = self._receivers.sessions if self._receivers is not None else {}
         hot = cache if isinstance(cache, HiSparseCache) else None
-        on_cpu = self._device.type == "cpu"
         return RankReady(
             self._rank,
-            peer_info=Rank(
-                rank=self._peer_rank,
-                session=sessions.get("tcp"),
-                pools=tuple(announced_pool(pool, hot) for pool in self._pools),
-                machine=machine_id(),
-                nvlink_session=sessions.get("nvlink"),
-                rdma_session=sessions.get("rdma"),
-                ring=announced_ring(self._ring) if self._ring is not None else None,
+            peer_info=announced_rank(
+                self._peer_rank,
+                self._pools,
+                hot,
+                sessions=self._arrivals.receivers.sessions if self._arrivals is not None else {},
+                ring=self._arrivals.ring if self._arrivals is not None else None,
                 staging=self._config.staging,
-                hot=announced_hot(hot) if hot is not None else None,
-                cpu_cores=tuple(sorted(os.sched_getaffinity(0))) if on_cpu else (),
-                cpu_threads=torch.get_num_threads() if on_cpu else 0,
+                on_cpu=self._device.type == "cpu",
             ),
             num_pages=cache.num_pages,
             step_limit=self._step_limit,

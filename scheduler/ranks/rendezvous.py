@@ -1,4 +1,4 @@
-"""How the ranks of a server meet."""
+"""The ranks of a server join their process group."""
 
 import logging
 

@@ -24,7 +24,7 @@ from ...transfer.store.channel import MOST_ITEMS, AgentChannel, Channel, NoReply
 from ...transfer.store.client import StoreError
 from ...transfer.store.staged_cells import StagedCells, StorePool
 from ..messages.ranks import RankReport, StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
-from .announcement import layout_of
+from .transfers.announcement import layout_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RankStore:
         open_channel: Callable[[int], Channel],
         loads: bool = True,
     ) -> None:
-        """`open_channel` makes a channel with so many bytes of staging memory. Without `loads`, it only writes."""
+        """`open_channel(n)` makes a channel with n bytes of staging memory. Without `loads`, the rank only writes."""
         self._rank = rank
         self._device = device
         self._report = report
@@ -262,13 +262,13 @@ class _Lookup:
 
 
 def _leading(outcomes: Sequence[int], cells: int) -> int:
-    """How many of the first blocks, of so many cells each, are complete."""
+    """The number of complete blocks before the first incomplete one; a block has `cells` cells."""
     lost = next((index for index, outcome in enumerate(outcomes) if outcome != FOUND), len(outcomes))
     return lost // cells
 
 
 def _complete(outcomes: Sequence[int], cells: int) -> int:
-    """How many blocks, of so many cells each, are complete."""
+    """The number of complete blocks; a block has `cells` cells."""
     parts = (outcomes[first : first + cells] for first in range(0, len(outcomes), cells))
     return sum(all(outcome == FOUND for outcome in part) for part in parts)
 

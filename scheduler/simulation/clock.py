@@ -1,10 +1,11 @@
-"""The time of a simulation: events in order, and work that shares the cores of a machine."""
+"""The time of a simulation: events in order, and steps that share the cores of a machine."""
 
 import dataclasses
 import heapq
 import itertools
-import math
 from collections.abc import Callable
+
+from .step_times import Role, StepTimes
 
 Event = Callable[[], None]
 
@@ -35,62 +36,64 @@ class Clock:
 
 @dataclasses.dataclass
 class _Work:
-    """Seconds that are left at full speed, cores that it uses, its slowdown beside other work, and what follows."""
+    """A step: the server's role, seconds that are left at full speed, cores that it uses, and what follows."""
 
+    role: Role
     left_s: float
     cores: int
-    slowdown: float
     done: Event
 
 
 class Cores:
-    """Runs work. With `cores`, pieces that need more cores than there are run slower, all by the same factor, and a
-    piece beside others runs slower by its own factor: they share caches and memory bandwidth. Without `cores`, each
-    server has a device of its own.
+    """Runs steps. With `cores`, all servers share a machine: while steps want more cores than there are, each gets the
+    same part of what it wants, and interference (`step_times.py`) slows it down further. Without `cores`, each server
+    has a device of its own.
     """
 
-    def __init__(self, clock: Clock, cores: int | None) -> None:
+    def __init__(self, clock: Clock, cores: int | None, times: StepTimes) -> None:
         self._clock = clock
         self._cores = cores
+        self._times = times
         self._work: dict[int, _Work] = {}
+        self._speeds: dict[Role, float] = {}
         self._numbers = itertools.count()
         self._updated_at = 0.0
         self._version = 0
 
-    def run(self, seconds: float, cores: int, done: Event, *, slowdown: float = 1.0) -> None:
-        """Call `done` when work of `seconds` on `cores` cores has ended; beside other work it takes `slowdown` times as
-        long.
-        """
+    def run(self, role: Role, seconds: float, cores: int, done: Event) -> None:
+        """Call `done` when a step has ended that alone on the machine takes `seconds` on `cores` cores."""
         if self._cores is None:
             self._clock.after(seconds, done)
             return
         self._progress()
-        self._work[next(self._numbers)] = _Work(seconds, cores, slowdown, done)
+        self._work[next(self._numbers)] = _Work(role, seconds, cores, done)
         self._plan()
-
-    def _speed(self, work: "_Work") -> float:
-        if len(self._work) == 1:
-            return min(1.0, (self._cores or math.inf) / work.cores)
-        wanted = sum(each.cores for each in self._work.values())
-        return min(1.0, (self._cores or math.inf) / wanted) / work.slowdown
 
     def _progress(self) -> None:
         """Account for the time since the last change."""
         passed_s = self._clock.now - self._updated_at
         self._updated_at = self._clock.now
         for work in self._work.values():
-            work.left_s -= passed_s * self._speed(work)
+            work.left_s -= passed_s * self._speeds[work.role]
 
     def _plan(self) -> None:
-        """Schedule the end of the piece that ends first, unless the set changes before."""
+        """Set the speeds and schedule the end of the step that ends first, unless the set changes before."""
         self._version += 1
         if not self._work:
             return
+        self._speeds = self._current_speeds()
         version = self._version
         after_s, number = min(
-            (max(0.0, work.left_s) / self._speed(work), number) for number, work in self._work.items()
+            (max(0.0, work.left_s) / self._speeds[work.role], number) for number, work in self._work.items()
         )
         self._clock.after(after_s, lambda: self._end(number, version))
+
+    def _current_speeds(self) -> dict[Role, float]:
+        assert self._cores is not None, "only steps that share cores are planned"
+        share = min(1.0, self._cores / sum(work.cores for work in self._work.values()))
+        roles = [work.role for work in self._work.values()]
+        computing = roles.count("prefill"), roles.count("decode")
+        return {role: share / self._times.interference_factor(role, *computing) for role in roles}
 
     def _end(self, number: int, version: int) -> None:
         if version != self._version:

@@ -111,14 +111,14 @@ class Cluster:
         cores: int | None = None,
         hashes: bool = False,
     ) -> None:
-        """With `cores`, all servers share a machine of so many. `hashes`: prompts share prefixes, so decode servers
-        compare them with what prefill servers have cached.
+        """With `cores`, all servers share a machine with that many cores. With `hashes`, prompts share prefixes, and
+        decode servers compare them with what prefill servers have cached.
         """
         self._settings = settings
         self._times = times
         self._hashes = hashes
         self._clock = Clock()
-        self._cores = Cores(self._clock, cores)
+        self._cores = Cores(self._clock, cores, times)
         self._prefills = [_Prefill(number, settings) for number in range(prefills)]
         self._decodes = [_Decode(number, settings) for number in range(decodes)]
         self._open = 0
@@ -207,12 +207,7 @@ class Cluster:
                     contexts = [row.position + 1 for row in step.rows]
                     seconds = self._times.decode_s(contexts, ((chunk.start, chunk.end) for chunk in step.chunks))
                     server.computing, server.step_started = True, self._clock.now
-                    self._cores.run(
-                        seconds,
-                        self._settings.cores,
-                        lambda: self._end_decode_step(server),
-                        slowdown=self._times.decode_slowdown,
-                    )
+                    self._cores.run("decode", seconds, self._settings.cores, lambda: self._end_decode_step(server))
                     return
                 case CopyPage(command_id=command_id):
                     server.commands.popleft()
@@ -259,15 +254,7 @@ class Cluster:
                     if scheduler.prefill_written(message):
                         scheduler.prefill_done(message, now)
                 case TransferFailed():
-                    scheduler.transfer_failed(
-                        message.key,
-                        message.reason,
-                        retryable=message.retryable,
-                        late_writes=message.late_writes,
-                        refused=message.refused,
-                        full=message.full,
-                        now=now,
-                    )
+                    scheduler.transfer_failed(message, now)
                 case AbortAck(key=key, late_writes=late_writes):
                     scheduler.abort_acked(key, late_writes, now)
                 case CachedPrefixes():
@@ -290,12 +277,7 @@ class Cluster:
         if server.steps and not server.computing:
             server.computing, server.step_started = True, now
             seconds = self._times.prefill_s((row.start, row.end) for row in server.steps[0].rows)
-            self._cores.run(
-                seconds,
-                self._settings.cores,
-                lambda: self._end_prefill_step(server),
-                slowdown=self._times.prefill_slowdown,
-            )
+            self._cores.run("prefill", seconds, self._settings.cores, lambda: self._end_prefill_step(server))
 
     def _perform_prefill(self, server: _Prefill) -> None:
         for effect in server.scheduler.take_effects():

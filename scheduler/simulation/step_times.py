@@ -2,8 +2,37 @@
 
 import bisect
 from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
 
 import msgspec
+
+Role = Literal["prefill", "decode"]
+Servers = Annotated[int, msgspec.Meta(ge=0)]
+Factor = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How steps slow each other down while so many prefill and decode servers of one machine compute at once.
+
+    The factors are how many times longer a step takes than its share of the cores explains: servers share memory
+    bandwidth and caches, and their frontends and clients need CPU time too.
+    """
+
+    prefills: Servers
+    decodes: Servers
+    prefill: Factor = 1.0
+    decode: Factor = 1.0
+
+    def factor(self, role: Role) -> float:
+        return self.prefill if role == "prefill" else self.decode
+
+    def has(self, role: Role) -> bool:
+        return bool(self.prefills if role == "prefill" else self.decodes)
+
+    def distance(self, prefills: int, decodes: int) -> tuple[float, int]:
+        """From so many servers: the difference between the shares of prefill servers, then that of the numbers."""
+        ours, theirs = self.prefills + self.decodes, prefills + decodes
+        return abs(self.prefills / ours - prefills / theirs), abs(ours - theirs)
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,12 +57,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A control message, one way."""
     response_s: float = 0.0
     """From the sampled token to the client, and from the client to the scheduler, together."""
-
-    prefill_slowdown: float = 1.0
-    """How many times longer a prompt step takes while another server computes on the same machine, on cores of its own:
-    they share memory bandwidth and caches, and frontends and clients need CPU time too."""
-    decode_slowdown: float = 1.0
-    """The same of decode steps."""
+    interference: tuple[Interference, ...] = ()
+    """Of servers that share a machine, as measured."""
 
     def prefill_s(self, spans: Iterable[tuple[int, int]]) -> float:
         """A step that computes these spans of tokens, [start, end) each."""
@@ -45,6 +70,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not contexts:
             return self.prefill_step_s + prompts_s
         return self._batch_s(len(contexts)) + self.decode_pair_s * sum(contexts) + prompts_s
+
+    def interference_factor(self, role: Role, prefills: int, decodes: int) -> float:
+        """How many times longer a step takes than its share of the cores explains, while so many servers compute. Of
+        numbers that were not measured, that of the most similar ones.
+        """
+        if prefills + decodes == 1:
+            return 1.0
+        measured = [each for each in self.interference if each.has(role)]
+        return min(measured, key=lambda each: each.distance(prefills, decodes)).factor(role) if measured else 1.0
 
     def _tokens_s(self, spans: Iterable[tuple[int, int]]) -> float:
         seconds = 0.0

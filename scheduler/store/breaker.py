@@ -11,8 +11,6 @@ class Breaker:
     def __init__(self) -> None:
         self.problem: str | None = "not connected yet"
         """Why the store is not used; None if it is."""
-        self.opened = 0
-        """How often it has opened after a failure."""
         self._wait_s = FIRST_WAIT_S
         self._ping_at = 0.0
         self._pinging = False
@@ -27,7 +25,6 @@ class Breaker:
         opens = self.closed
         self.problem = problem
         if opens:
-            self.opened += 1
             self._wait_s = FIRST_WAIT_S
             self._ping_at = now + self._wait_s
         return opens

@@ -57,7 +57,7 @@ class StoreLimits:
     timeout_s: float
     """Longest time that a prompt waits for a load."""
     lookup_timeout_s: float = 0.05
-    """Longest time that the store may take to say what it has."""
+    """Longest time that a lookup in the store may take."""
 
 
 class BlockChain:
@@ -326,7 +326,7 @@ class KvStore(Generic[OwnerT]):
         self._outbox.append(command)
 
     def _drop(self, blocks: int) -> None:
-        """So many blocks leave the queue without being written."""
+        """Count blocks that leave the queue without being written."""
         self._queued -= blocks
         self._counters["store_blocks_dropped"] += blocks
 
@@ -360,7 +360,7 @@ class KvStore(Generic[OwnerT]):
         problem = next((ping.problem for ping in self._pings if ping.problem is not None), None)
         self._pings.clear()
         if self.breaker.pinged(problem, now):
-            log.info("the KV store answers")
+            log.info("the KV store is available")
 
     def _failed(self, problem: str, now: float) -> None:
         if self.breaker.failed(problem, now):

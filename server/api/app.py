@@ -286,10 +286,11 @@ class Routes:
         """Drain this server and give it the other role, in the same process and on the same port."""
         check_may_switch(request, self.config)
         body = parse_body(RoleBody, await read_body(request, self.config.max_body_bytes))
+        waits = wants_to_wait(request, body)
         switch = await self._roles.request(body.role, body.settings or {}, drain=body.drain is True)
         if switch is None:
             return json_response(self._roles.report())
-        if not wants_to_wait(request, body):
+        if not waits:
             return json_response(self._roles.report(), 202)
         await switch.wait()
         return json_response(self._roles.report())

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...scheduler.messages.frontend import Finished, FinishReason, Submit
-from ..engine.leader_client import Inbox, LeaderClient, Progress
+from ..engine.inbox import Inbox, Progress
+from ..engine.leader_client import LeaderClient
 from ..engine.prompt_hashes import hash_prompts
 from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header

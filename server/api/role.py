@@ -1,4 +1,4 @@
-"""`/role`: its body and reply, who may change the role, and the interface to what changes it."""
+"""`/role`: its body and reply, the check of permissions, and the interface to what changes the role."""
 
 import ipaddress
 from collections.abc import Iterable, Mapping

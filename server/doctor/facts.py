@@ -1,4 +1,4 @@
-"""What `pdserve doctor` knows of a machine. Plain data: tests use facts of other machines, and `--json` prints them."""
+"""What `pdserve doctor` found on a machine. Plain data: tests use facts of other machines, and `--json` prints them."""
 
 from typing import Literal
 

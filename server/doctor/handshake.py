@@ -1,4 +1,4 @@
-"""A handshake with the control port of a running prefill server, that pairs with nothing.
+"""A handshake with the control port of a running prefill server, without pairing.
 
 doctor introduces itself like a decode server, with the cluster key and the protocol version, but with a model that no
 server has. Prefill answers that the models differ. So everything before that works: address, firewall, key, version.

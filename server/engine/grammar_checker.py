@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import select
 import subprocess
@@ -14,7 +15,7 @@ import msgspec
 
 from ...configs.errors import ServerError
 from ...configs.sampling import Grammar
-from ...configs.schema import LoadFormat
+from ...configs.setting_types import LoadFormat
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,10 @@ MAX_COMPILE_S = 3.0
 START_S = 120.0
 """Longest start of the process: it reads the vocabulary."""
 MAX_REMEMBERED = 1024
+MAX_REMEMBERED_CHARACTERS = 32 << 20
+"""Total length of the remembered grammars. Those that are too long to be compiled are remembered too."""
+TIMEOUT_REMEMBERED_S = 60.0
+"""How long a grammar that took too long is refused without another try: the machine may have been overloaded."""
 
 
 class GrammarChecker:
@@ -34,20 +39,34 @@ class GrammarChecker:
         self._max_compile_s = max_compile_s
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
-        self._known: OrderedDict[Grammar, str | None] = OrderedDict()
+        self._known: OrderedDict[Grammar, tuple[str | None, float]] = OrderedDict()
+        """Why a grammar is refused, and until when this is remembered."""
+        self._known_characters = 0
 
     async def check(self, grammar: Grammar) -> str | None:
         """Why this grammar is refused; None if it is accepted. Answers are cached. Raises ServerError."""
-        if grammar in self._known:
+        problem, until = self._known.get(grammar, (None, -math.inf))
+        if time.monotonic() < until:
             self._known.move_to_end(grammar)
-            return self._known[grammar]
-        problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-        self._known[grammar] = problem
-        if len(self._known) > MAX_REMEMBERED:
-            self._known.popitem(last=False)
+            return problem
+        try:
+            problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+            self._remember(grammar, problem, math.inf)
+        except TimeoutError:
+            problem = f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
+            self._remember(grammar, problem, time.monotonic() + TIMEOUT_REMEMBERED_S)
         return problem
 
+    def _remember(self, grammar: Grammar, problem: str | None, until: float) -> None:
+        if self._known.pop(grammar, None) is None:
+            self._known_characters += len(grammar.text)
+        self._known[grammar] = problem, until
+        while len(self._known) > MAX_REMEMBERED or self._known_characters > MAX_REMEMBERED_CHARACTERS:
+            oldest, _ = self._known.popitem(last=False)
+            self._known_characters -= len(oldest.text)
+
     def _compile(self, grammar: Grammar) -> str | None:
+        """The answer of the process; raises TimeoutError or ServerError."""
         try:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -56,7 +75,7 @@ class GrammarChecker:
             return self._answer(process, self._max_compile_s)
         except TimeoutError:
             self._kill()
-            return f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
+            raise
         except OSError as error:
             self._kill()
             raise ServerError(f"the grammar compiler has failed: {error}") from error
@@ -64,7 +83,11 @@ class GrammarChecker:
     def _start(self) -> "subprocess.Popen[bytes]":
         started = time.monotonic()
         self._process = process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._answer(process, START_S)
+        try:
+            self._answer(process, START_S)
+        except TimeoutError:
+            self._kill()
+            raise ServerError(f"the grammar compiler has not started within {START_S:g} s") from None
         log.info("grammar compiler started in %.1f s", time.monotonic() - started)
         return process
 

@@ -1,7 +1,7 @@
 """The frontend's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
 
-Every request ends in exactly one terminal event, also when the leader dies. When a caller
-leaves early, the leader gets Cancel, and the request id stays in use until the leader has confirmed.
+Every request ends in exactly one terminal event, also when the leader dies. When a caller leaves early, the leader gets
+Cancel, and the request id stays in use until the leader has confirmed.
 """
 
 import asyncio
@@ -11,14 +11,12 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 import zmq
 
 from ...configs.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
-from ...configs.sampling import TokenLogprob
 from ...configs.schema import AnyServerConfig, DecodeConfig
 from ...configs.stuck import Watch
 from ...scheduler.messages.frontend import (
@@ -43,93 +41,18 @@ from ..observability.recent_requests import PROBE_PREFIX, RecentRequests
 from ..observability.request_log import end_line, request_name
 from ..observability.stats_log import StatsLog
 from ..observability.tracing import Tracing
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+from .inbox import Inbox, OpenRequest, RequestEvent
 
 log = logging.getLogger("pdserve.frontend")
 
 LeaderState = Literal["starting", "ready", "stopping", "dead"]
-RequestEvent = Tokens | Prefilled | Finished | Failed
 BATCHES_PER_TURN = 64
 RETRY_AFTER_S = 2.0
 WATCH_INTERVAL_S = 0.25
 OVERDUE_S = 0.5
-"""A request whose leader has sent no end so long after the deadline fails here: the leader may hang."""
+"""The frontend fails a request this long after its deadline if the leader has not: the leader may hang."""
 LOGGED_STATUSES = (500, 504)
 """Failures that are logged one by one. A 503 affects many requests at once, and its cause has a log line."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """New events of one request: tokens in order, and its end if it has ended.
-
-    `logprobs` has one entry per token, or none at all.
-    """
-
-    rid: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prefilled: Prefilled | None = None
-    terminal: Finished | Failed | None = None
-
-
-@dataclass(slots=True)
-class OpenRequest:
-    """A request that the leader has not ended. `submitted_as` is the id of its first sample, which the Submit names."""
-
-    rid: str
-    submitted_as: str
-    inbox: "Inbox"
-    opened_at: float
-    overdue: asyncio.TimerHandle | None = None
-    last_token_at: float | None = None
-    stopped_early: bool = False
-    span: "tuple[Span, int] | None" = None
-    """Of a traced request, with the time of its begin."""
-
-    @property
-    def log_fields(self) -> dict[str, str | None]:
-        """For log lines in JSON."""
-        return {"rid": self.rid, "request_id": self.inbox.request_id}
-
-
-class Inbox:
-    """The events of the open requests of one HTTP call.
-
-    Events that arrive while the caller is busy are merged per request, so a slow client costs only the memory of its
-    tokens.
-    """
-
-    def __init__(self, group: str | None, request_id: str | None) -> None:
-        self.group = group
-        self.request_id = request_id
-        self.open_rids: set[str] = set()
-        self._unread: dict[str, Progress] = {}
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def receive(self) -> list[Progress]:
-        """Wait for events and take all of them, one Progress per request with events. For one caller at a time."""
-        if not self._unread:
-            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event needs a second coroutine
-            await self._waiter
-        unread, self._unread = self._unread, {}
-        return list(unread.values())
-
-    def put(self, message: RequestEvent) -> None:
-        progress = self._unread.get(message.rid)
-        if progress is None:
-            progress = self._unread[message.rid] = Progress(message.rid)
-        match message:
-            case Tokens():
-                progress.token_ids.extend(message.token_ids)
-                progress.logprobs.extend(message.logprobs)
-            case Prefilled():
-                progress.prefilled = message
-            case Finished() | Failed():
-                progress.terminal = message
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class LeaderClient:
@@ -294,6 +217,8 @@ class LeaderClient:
         age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
         if age_s > limit_s:
             reasons.insert(0, f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+        if self.status is not None and (age_s := self.status.step_age_s) > limit_s:
+            reasons.insert(0, f"step stalled: no result for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
         return reasons
 
     def check_healthy(self) -> None:

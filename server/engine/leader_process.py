@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
+from ...scheduler.ranks.process import thread_environ
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -44,7 +45,8 @@ class LeaderProcess:
     ) -> None:
         # Its own process group: Ctrl-C in a terminal reaches only the frontend, which then drains the leader.
         spin_count = SPIN_COUNTS.get(platform.machine(), SPIN_COUNTS["x86_64"])
-        environment = {"GOMP_SPINCOUNT": spin_count, **(os.environ if env is None else env)}
+        inherited = os.environ if env is None else env
+        environment = {"GOMP_SPINCOUNT": spin_count, **inherited, **thread_environ(config)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
         self._exited = asyncio.Event()
         loop = asyncio.get_running_loop()

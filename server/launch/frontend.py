@@ -255,7 +255,7 @@ class Frontend:
                 return await self._replace_leader(config, sampling)
             except (StartupError, LeaderLostError, OSError) as error:
                 log.error("cannot become %s again: %s", config.role, error)
-        log.error("no leader starts; the server exits")
+        log.error("no leader could be started; the server exits")
         return EXIT_UNCLEAN
 
     async def _replace_leader(self, config: AnyServerConfig, sampling: SamplingParams) -> int | None:

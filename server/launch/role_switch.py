@@ -1,4 +1,4 @@
-"""Role switches of a running server: which are accepted, and how the current one stands. The frontend executes them."""
+"""Role switches of a running server: which are accepted, and the state of the current one. The frontend makes them."""
 
 import asyncio
 import time

@@ -75,7 +75,7 @@ def parse_memory(text: str, flag: str) -> int:
 
 
 def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
-    """`pdserve up --kv-store 4GiB` starts a store with so much memory on this machine: its options; None if the flag is
+    """`pdserve up --kv-store 4GiB` starts a store on this machine that lends 4 GiB: its options. None if the flag is
     absent or names a store. The flag is replaced by the URL of the store.
     """
     given = flags.get("kv_store")

@@ -21,7 +21,7 @@ VERSIONS = {"version": ("pdserve",), "torch": ("torch",), "mooncake": WHEELS}
 
 
 class LeaderView(Protocol):
-    """What is known of a leader. None until it has reported."""
+    """What a leader has reported. None until its first report."""
 
     @property
     def ready(self) -> Ready | None: ...
@@ -47,9 +47,11 @@ class LeaderCollector(Collector):
             return
         age = GaugeMetricFamily(PREFIX + "loop_age_seconds", "How long ago the engine loop last turned.")
         age.add_metric([], leader.loop_age_s)
-        yield age
+        step_age = GaugeMetricFamily(PREFIX + "step_age_seconds", "How long the current step has run; 0 without one.")
+        step_age.add_metric([], status.step_age_s)
+        yield from (age, step_age)
         yield from _router_families(status)
-        taken = {*self._taken(), age.name}
+        taken = {*self._taken(), age.name, step_age.name}
         yield from (family for family in _reported_families(status) if family.name not in taken)
         states = GaugeMetricFamily(PREFIX + "requests_in_state", "Live requests by state.", labels=["state"])
         for state, count in status.states.items():

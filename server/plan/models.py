@@ -21,8 +21,9 @@ KV of 1,000 tokens; weights and KV in 16 bits, weights in fp8 where the
 checkpoint has them. A server also needs about 4 GiB on each GPU:
 'pdserve plan --model NAME --gpus 8xH200' computes what fits.
 
-Quantised safetensors: block-scaled fp8, and 4 bits of AWQ, GPTQ and
-compressed-tensors; gpt_oss has MXFP4 experts instead, gemma3_text none.
+Quantised safetensors: fp8 with a scale per block, row or matrix, and 4 bits
+of AWQ, GPTQ and compressed-tensors; gpt_oss has MXFP4 experts instead,
+gemma3_text none.
 
   pdserve serve --model ORG/NAME           a model of the Hugging Face Hub
   pdserve serve --model ORG/NAME:Q4_K_M    a GGUF file there, or a part of its name
@@ -57,9 +58,8 @@ def listing() -> Group:
 
 def weight_bytes(config: ModelConfig) -> int:
     """Of one copy of the weights: the embeddings of fp8 checkpoints have 16 bits."""
-    in_fp8 = config.weight_block is not None
     embeddings = config.parameters - config.layer_parameters
-    return (1 if in_fp8 else 2) * config.layer_parameters + 2 * embeddings
+    return (1 if config.has_fp8 else 2) * config.layer_parameters + 2 * embeddings
 
 
 def kv_token_bytes(config: ModelConfig) -> int:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.errors import StartupError
-from ...configs.schema import DecodeConfig, IndexDtypeSetting, KvDtypeSetting
+from ...configs.schema import DecodeConfig
+from ...configs.setting_types import IndexDtypeSetting, KvDtypeSetting
 from ...kernels.hisparse.slot_tables import buffer_pages
 from ...memory.auto_settings import ALONE_KV_FRACTION, KvShare
 from ...memory.hisparse.cache import HiSparseCache
@@ -44,7 +45,7 @@ class Sizes:
     requests: int
     requests_per_rank: int  # those whose KV, or part of it, one rank holds
     limit: str  # of `requests`: weights, GPU memory, host memory or a setting
-    max_running_requests: int  # with which so many fit; with data-parallel attention, of each rank
+    max_running_requests: int  # the setting with which `requests` fit; with data-parallel attention, of each rank
     num_pages: int
     own_hot_pages: int  # pages of hot rows that do not overlap keys; 0 without HiSparse
     device_kv_bytes: int  # allocated at start

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...configs.schema import ReasoningParserName, ToolParserName
+from ...configs.setting_types import ReasoningParserName, ToolParserName
 from .parsers.call_parser import Tools
 from .parsers.families import FAMILIES, CallFamily, family_of_template
 from .parsers.output_parser import OutputParser

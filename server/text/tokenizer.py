@@ -21,6 +21,7 @@ import jinja2.sandbox
 import tokenizers
 
 from ...configs.errors import ClientError, StartupError
+from ...configs.words import whole_characters
 from ...models.formats.gguf_file import GgufFile
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
@@ -158,7 +159,7 @@ class Tokenizer:
         if template is None:
             raise ClientError("messages: this model has no chat template; send a text prompt instead")
         try:
-            return template.render(
+            rendered = template.render(
                 {
                     **self.special_tokens,
                     **(variables or {}),
@@ -171,6 +172,7 @@ class Tokenizer:
             )
         except Exception as error:  # a template is foreign code on the client's values: it can raise anything
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
+        return whole_characters(rendered)
 
 
 class TextStream:

@@ -64,8 +64,8 @@ INTERVALS = {
 CLI = "pdserve.server.cli:main"
 NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
 """In the environment of a server that has its own network namespace: the name of the namespace."""
-HOOKS_VARIABLE = "PDSERVE_TEST_HOOKS"
-"""In the environment of a server that `tests/faults` pauses: the path of the test's socket."""
+HOOKS_VARIABLE, ROLE_VARIABLE = "PDSERVE_TEST_HOOKS", "PDSERVE_TEST_ROLE"
+"""In the environment of a server that `tests/faults` pauses: the path of the test's socket, and the server's role."""
 FIRST_SCRIPT = "PDSERVE_TEST_FIRST_SCRIPT"
 """Environment variable: a Python file to execute first. Leaders and ranks are forked afterwards."""
 MAX_REQUEST_BYTES = 1 << 20

@@ -1,11 +1,15 @@
 """`pdserve plan` measures a running pair and predicts with what it measured."""
 
+import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from pdserve.server.cli import main
+from pdserve.server.plan.ratio.interference import measure_interference
 from pdserve.server.plan.ratio.pair import read_pair
 from tests.cluster.servers import Cluster
 
@@ -34,3 +38,9 @@ def test_plan_measures_a_running_pair(
 
     assert main(["plan", *load, "--url", decode.url, "--prefill-url", decode.url]) == 2
     assert f"{decode.url} is not a prefill server" in capsys.readouterr().err
+
+    alone = msgspec.structs.replace(pair, machine_cores=2)
+    shared = asyncio.run(measure_interference(alone, (decode.url,), Console(quiet=True)))
+    (together,) = shared.times.interference
+    assert (together.prefills, together.decodes) == (1, 1)
+    assert min(together.prefill, together.decode) >= 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 import threading
 import time
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
-from tests.cluster.forkserver import HOOKS_VARIABLE
-from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
+from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
+from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
 from tests.faults.clients import Bystander, StreamClient
 from tests.faults.hooks import Hooks
@@ -31,6 +32,8 @@ PRESSURE_TOKENS = 360
 """With its prompt of 140 tokens, such a request alone takes almost the whole pool of decode."""
 PREFILL_TOKENS = 160
 DECODE_TOKENS = 512
+STARTED = Path(__file__).parent / "started"
+"""Has the module that Python imports when it starts."""
 COMMON = ("--page-size", "8", "--no-prefix-cache", "--shutdown-timeout-s", "3")
 PREFILL = (*COMMON, "--kv-tokens", str(PREFILL_TOKENS), "--chunk-size", "32")
 DECODE = (*COMMON, "--kv-tokens", str(DECODE_TOKENS), "--growth-tokens", "8", "--quarantine-s", "1.5")
@@ -101,15 +104,19 @@ class Rig:
         self._stack.close()
 
     def _start(self, servers: Cluster) -> None:
-        env = {HOOKS_VARIABLE: str(self.hooks.path)}
         config = self.config
         flags: Sequence[str] = (*DECODE, *config.decode_flags)
         if not config.local:
-            prefill = servers.add("prefill", self._model, *PREFILL, *config.prefill_flags, env=env)
+            prefill = servers.add("prefill", self._model, *PREFILL, *config.prefill_flags, env=self._env("prefill"))
             self.servers["prefill"] = prefill
             self.control = self._stack.enter_context(Link(lambda: ("127.0.0.1", prefill.bootstrap_port)))
             flags = (*flags, "--prefill", f"127.0.0.1:{self.control.port}")
-        self.servers["decode"] = servers.add("decode", self._model, *flags, env=env)
+        self.servers["decode"] = servers.add("decode", self._model, *flags, env=self._env("decode"))
+
+    def _env(self, role: Side) -> dict[str, str]:
+        """Variables with which the processes of a server install the hooks."""
+        path = os.pathsep.join([str(STARTED), python_path(), str(REPOSITORY)])
+        return {HOOKS_VARIABLE: str(self.hooks.path), ROLE_VARIABLE: role, "PYTHONPATH": path}
 
     # -- for injections ----------------------------------------------------------------------------------------
 

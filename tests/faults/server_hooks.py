@@ -1,7 +1,8 @@
-"""Runs in the processes of a forked server: pauses the engine loop at a state and injects faults, on command of a test.
+"""Runs in the processes of a server: pauses the engine loop at a state and injects faults, on command of a test.
 
 The fork server installs the hooks if the environment of the server has `HOOKS_VARIABLE`, the path of the socket of
-`tests/faults/hooks.py`. The product has no code for this. Messages are JSON objects, one per packet:
+`tests/faults/hooks.py`. In servers that are not forked (on a GPU), `started/sitecustomize.py` installs them. The
+product has no code for this. Messages are JSON objects, one per packet:
 
 test to server    arm, release, clock_s, oom, fail_writes, block, announce
 server to test    role, process and pid once; then done, hit, fired, session
@@ -12,7 +13,6 @@ import json
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from pdserve.scheduler.ranks.executor import Executor
 from pdserve.transfer.control.thread import Control
 from pdserve.transfer.data.receivers import Receivers
 from pdserve.transfer.mooncake.engine import SendEngine, WriteState
-from tests.cluster.forkserver import HOOKS_VARIABLE
+from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 
 ENTERED, TURNED = "entered", "turned"
 """When a pause begins: at the transition, inside a turn of the engine loop, or at the end of that turn."""
@@ -39,7 +39,7 @@ BLOCKED_S = 60.0
 def install(process: str) -> None:
     """Install the hooks in this process: a frontend, leader or rank."""
     faulthandler.enable()  # a crash of native code leaves a traceback in the log
-    ServerHooks(os.environ[HOOKS_VARIABLE], sys.argv[1], process)
+    ServerHooks(os.environ[HOOKS_VARIABLE], os.environ[ROLE_VARIABLE], process)
 
 
 def _replace(owner: type, name: str, function: object) -> None:

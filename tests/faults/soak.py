@@ -1,4 +1,5 @@
 """Mixed traffic with random faults: `make soak MINUTES=60 SEED=1`. The same seed gives the same faults and requests.
+With ARGS="--config hisparse --device cuda:0", the servers use HiSparse on a GPU.
 
 Prints the outcomes with their longest times, the faults, and how memory, open files and threads of processes that lived
 long enough have grown. Fails if a response is missing, if greedy tokens differ from those of transformers, or if memory
@@ -22,7 +23,7 @@ from typing import Any
 import httpx
 
 from tests.cluster.servers import HTTP, body
-from tests.faults.catalog import CONFIGS, FAULTS, Fault, Side
+from tests.faults.catalog import CONFIGS, FAULTS, Config, Fault, Side
 from tests.faults.injections import INJECTIONS, NothingToStrikeError
 from tests.faults.rig import Rig
 
@@ -222,6 +223,8 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
                 break
             else:
                 struck[strike.fault.label] += 1
+    except KeyboardInterrupt:  # the report is about the time until then
+        wrong.append("interrupted")
     finally:
         stopping.set()
     for client in clients:
@@ -247,14 +250,25 @@ def _report(clients: list[Traffic], struck: collections.Counter[str], growth: Gr
     print("growth of the processes that lived longest:", *growth.lines(), sep="\n")
 
 
+def _on(device: str, config: Config) -> Config:
+    """The configuration on a device. On a GPU, KV goes through TCP: the faults of the data link need it."""
+    if device == "cpu":
+        return config
+    flags = ("--device", device, "--dtype", "float32", "--transport", "tcp")
+    return dataclasses.replace(
+        config, prefill_flags=config.prefill_flags + flags, decode_flags=config.decode_flags + flags
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", default="dense", choices=[config.name for config in CONFIGS])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda:0"])
     options = parser.parse_args()
-    config = next(config for config in CONFIGS if config.name == options.config)
-    print(f"seed {options.seed}, {options.minutes:g} minutes, {config.name}", flush=True)
+    config = _on(options.device, next(config for config in CONFIGS if config.name == options.config))
+    print(f"seed {options.seed}, {options.minutes:g} minutes, {config.name}, {options.device}", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as directory, Rig(config, Path(directory)) as rig:
         wrong = soak(rig, options.seed, 60 * options.minutes)
     print(*wrong, f"{len(wrong)} problems", sep="\n")

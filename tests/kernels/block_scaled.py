@@ -1,4 +1,4 @@
-"""Random block-scaled weights for kernel tests."""
+"""Random fp8 weights for kernel tests."""
 
 import torch
 
@@ -13,6 +13,14 @@ def draw_block_scaled(*shape: int, generator: torch.Generator, row_group: int = 
     drawn = torch.rand(*weight.scales.shape[:-1], blocks, generator=generator) + 0.5
     weight.scales[..., :blocks] = drawn / 64 / shape[-1] ** 0.5
     weight.scales[..., blocks:] = torch.nan  # padding is not read
+    return weight
+
+
+def draw_row_scaled(*shape: int, generator: torch.Generator) -> BlockScaled:
+    """The same with a scale per row."""
+    weight = BlockScaled.allocate_by_row(*shape, device=torch.device("cpu"))
+    weight.values.copy_((torch.randn(shape, generator=generator) * 64).clamp(-448, 448).to(FP8))
+    weight.scales.copy_((torch.rand(weight.scales.shape, generator=generator) + 0.5) / 64 / shape[-1] ** 0.5)
     return weight
 
 

@@ -7,7 +7,7 @@ import torch
 
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.page_store import PageStore
-from pdserve.scheduler.ranks.announcement import layout_of
+from pdserve.scheduler.ranks.transfers.announcement import layout_of
 from pdserve.transfer.plan.copy_runs import expand_runs, expand_token_runs
 from pdserve.transfer.protocol.checksum import block_sum
 

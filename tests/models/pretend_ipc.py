@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pdserve.kernels.collectives import ipc_collectives
-from pdserve.kernels.collectives.all_reduce import all_reduce_reference, gather_reference
 from pdserve.kernels.collectives.ipc_collectives import IpcCollectives
 from pdserve.kernels.collectives.ipc_memory import Exchange
 from tests.kernels import cuda_sources
+from tests.kernels.collectives.references import all_reduce_reference, gather_reference
 from tests.models.pretend_gpu import PretendGpu
 
 _FIRST_ADDRESS, _DISTANCE = 1 << 40, 1 << 30

@@ -27,7 +27,7 @@ class Timing:
 
     @property
     def silent_s(self) -> float:
-        """A connection of a living peer is not silent for so long: two heartbeats are missing."""
+        """A peer that is silent for this long may be dead: two heartbeats are missing."""
         return min(2.5 * self.heartbeat_interval_s, self.peer_timeout_s)
 
     @property

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
-from ...configs.schema import ServerConfig, TransportSetting
+from ...configs.schema import ServerConfig
+from ...configs.setting_types import TransportSetting
 from ..protocol.messages import Pool, Rank
 from .engine import ReceiveEngine
 from .infiniband import devices_for_rank

@@ -35,7 +35,7 @@ from typing import Literal, NewType
 import msgspec
 
 from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
-from ...configs.schema import StagingSetting
+from ...configs.setting_types import StagingSetting
 from .layout import KvLayout
 
 PROTOCOL_VERSION = 3

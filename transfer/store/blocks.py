@@ -59,9 +59,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PoolShard:
-    """One pool of a rank. `stage_layers` gives the layers of every stage if there are so many stages, in the numbering
-    of the pool; an empty list if the model cannot be divided so. `writes` is set on one of the ranks that hold the same
-    heads.
+    """One pool of a rank. `stage_layers(n)` gives the layers of every stage if there are n stages, in the numbering of
+    the pool; an empty list if the model cannot be divided into n stages. `writes` is set on one of the ranks that hold
+    the same heads.
     """
 
     layout: KvLayout

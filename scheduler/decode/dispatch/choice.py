@@ -7,11 +7,11 @@ shown for each prefill server in /server_info.
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ....configs.schema import DispatchSetting
+from ....configs.setting_types import DispatchSetting
 
 REUSE_WEIGHT = 3
-"""A token that would be computed again counts as so many tokens in the queue of a server. More than one, because a move
-costs the other server time and a second copy of the prefix in its cache.
+"""A cached token that another server would compute again counts as this many tokens in the queue of a server. More than
+one, because the other server needs time for it, and memory for a second copy of the prefix.
 """
 
 Reason = Literal["prefix", "load"]
@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
     ahead: int
     """Tokens that it computes before the prompt."""
     cached: int = 0
-    """Tokens of the prompt that are in its prefix cache, as far as known here."""
+    """Tokens of the prompt that are in its prefix cache, by its reports."""
     fullness: float = 0.0
     """The part of its memory that cached prefixes take."""
     is_open: bool = True
@@ -40,9 +40,9 @@ class Choice(NamedTuple):
 
 
 def choose(mode: DispatchSetting, tokens: int, candidates: Sequence[Candidate]) -> Choice | None:
-    """The server for a prompt of so many tokens; None if no server takes it now and none is worth waiting for.
+    """The server for a prompt of `tokens` tokens; None if no server takes it now and none is worth waiting for.
 
-    By `load`, it is the one with the fewest tokens ahead of those that are open. By `prefix`, cached tokens
+    By `load`, it is the open server with the fewest tokens ahead of the prompt. By `prefix`, cached tokens
     count as well, and a prompt waits for a server that is not open if its prefix there is worth it.
 
     Servers should fill evenly: together they hold more prefixes then. So between equals the emptier one is chosen, and

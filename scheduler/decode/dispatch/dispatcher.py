@@ -1,36 +1,34 @@
-"""Sends prompts to prefill servers, or starts them here: takes them from the queue, reserves memory, and tracks them
-until their KV arrives.
+"""Takes prompts from the queue, decides where each is computed, reserves its memory, and sends it there.
 
-It knows prompts, pages and peers. It ends no request: the scheduler decides what to do after a failed attempt.
+It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator, pages_for
+from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
 from ....transfer.plan.staged_regions import StagedRegion
-from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
-from ...messages.effects import ConnectPeer, SendToPeer
+from ....transfer.protocol.messages import InstanceId
+from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
 from ...messages.outbox import Outbox
 from ...rates import Rates
 from ...store.kv_store import KvStore
 from ..memory.request_memory import RequestMemory
 from ..requests.limits import DecodeLimits
-from ..requests.request import Attempt, LocalPrompt, Prompt, Request
+from ..requests.request import LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
-from .kv_path import PathInputs, choose_path
 from .local_prefill import LocalLimits, LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
+from .prefill_peers import PrefillPeers, Selection
 from .prompt_queue import PromptQueue
-from .quarantine import Quarantine, QuarantinedPages
 from .queue_pace import QueuePace
-from .staging import RankRing, StagedArrivals
+from .remote_prefill import RemotePrefill
+from .staging import RankRing
 
 MAX_OVERTAKES = 16
 """How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
@@ -39,7 +37,7 @@ MAX_MISFITS = 8
 
 
 class PrefillDispatcher:
-    """Owns the queue, the prefill servers, the transfers in flight and the quarantine of those that were given up."""
+    """Owns the queue, the prefill servers, and the prompts that they (`remote`) and this server (`local`) compute."""
 
     def __init__(
         self,
@@ -49,8 +47,8 @@ class PrefillDispatcher:
         memory: RequestMemory,
         counters: "collections.Counter[str]",
         outbox: Outbox,
-        rings: Sequence[RankRing] = (),
-        kv_store: KvStore[LocalPrompt] | None = None,
+        rings: Sequence[RankRing],
+        kv_store: KvStore[LocalPrompt] | None,
     ) -> None:
         self.limits = limits
         self._kv_store = kv_store
@@ -78,37 +76,18 @@ class PrefillDispatcher:
             kv_store=kv_store,
             counters=counters,
         )
-        self.quarantine = Quarantine(limits.quarantine_s)
-        self.prefilling: dict[TransferKey, Prompt] = {}
-        self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
+        self.remote = RemotePrefill(
+            limits, rings, peers=self.peers, placer=self.placer, memory=memory, counters=counters, outbox=outbox
+        )
         self._outbox = outbox
         self._pages = pages
         self._cache = cache
         self._memory = memory
         self._prompt_ids = itertools.count(1)
 
-    def new_prompt(
-        self,
-        token_ids: tuple[int, ...],
-        *,
-        endpoint: str | None = None,
-        room: int | None = None,
-        priority: int = 0,
-        output_tokens: int = 0,
-        page_hashes: Mapping[int, Sequence[int]] | None = None,
-        now: float,
-    ) -> Prompt:
-        """A prompt that is not in the queue yet. Prompt ids are unique on this server."""
-        return Prompt(
-            next(self._prompt_ids),
-            token_ids,
-            endpoint=endpoint,
-            room=room,
-            priority=priority,
-            output_tokens=output_tokens,
-            page_hashes=page_hashes,
-            now=now,
-        )
+    def next_prompt_id(self) -> int:
+        """An id for a new prompt, unique on this server."""
+        return next(self._prompt_ids)
 
     def enqueue(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
         """Queue a prompt; `again` if it was dispatched before."""
@@ -124,7 +103,7 @@ class PrefillDispatcher:
 
     def adopt(self, prompt: Prompt, now: float) -> None:
         """Queue a prompt that another scheduler has released."""
-        prompt.prompt_id = next(self._prompt_ids)
+        prompt.prompt_id = self.next_prompt_id()
         prompt.refusal = prompt.cached_estimate = prompt.awaited = None
         self.enqueue(prompt, now)
         if prompt.endpoint is not None:
@@ -133,7 +112,8 @@ class PrefillDispatcher:
     def recompute(self, request: Request, now: float) -> None:
         """Queue a request whose KV was dropped, before new ones. Its output becomes part of the prompt."""
         old = request.prompt
-        request.prompt = self.new_prompt(
+        request.prompt = Prompt(
+            self.next_prompt_id(),
             (*request.prompt_ids, *request.output_ids),
             endpoint=old.endpoint,
             priority=request.priority,
@@ -159,60 +139,9 @@ class PrefillDispatcher:
     ) -> None:
         """A prefill server paired; see PrefillPeer."""
         self.peers.up(instance, endpoint, capacity, writes_both=writes_both, shares_cpu=shares_cpu)
-        self.staging.peer_up(instance, staged)
+        self.remote.staging.peer_up(instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
-
-    def peer_closed(self, instance: InstanceId, now: float) -> None:
-        """The connection to a prefill server is closed."""
-        self.quarantine.writer_closed(instance, now)
-        self.staging.peer_closed(instance, now)
-
-    def take_released(self, now: float) -> list[QuarantinedPages]:
-        """The pages whose quarantine is over; the caller releases their grants."""
-        self.staging.due(now)
-        return self.quarantine.take_due(now, in_use=self.staging.scattering | self._memory.copies.keys)
-
-    def of_peer(self, instance: InstanceId) -> list[Prompt]:
-        """Prompts that this prefill server has and has not finished."""
-        attempts = ((prompt, _attempt(prompt)) for prompt in self.prefilling.values())
-        return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
-
-    def chunk_arrived(self, chunk: ChunkArrived) -> bool:
-        """Record a chunk; False if its transfer is not in flight."""
-        prompt = self.prefilling.get(chunk.key)
-        if prompt is None:
-            return False
-        attempt = _attempt(prompt)
-        attempt.begun = True
-        if chunk.token_start < chunk.token_end:
-            attempt.chunks.append(chunk)
-        computed = chunk.token_end - max(chunk.token_start, attempt.expected_cached or 0)
-        tokens = min(attempt.tokens_left, max(0, computed))
-        window = self.peers.window(attempt.instance)
-        if tokens and window is not None:
-            attempt.tokens_left -= tokens
-            window.computed(attempt.kind, tokens)
-        return True
-
-    def written(self, done: PrefillDone) -> bool:
-        """Prefill has written everything. Returns whether all of it is in its pages; if not, `staging.scattered()`
-        returns `done` later.
-        """
-        prompt = self.prefilling.get(done.key)
-        if prompt is not None and not (attempt := _attempt(prompt)).written:
-            attempt.written = True
-            self._leave_prefill(attempt)
-        return not self.staging.hold(done)
-
-    def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
-        """What is missing, if anything, from a transfer that prefill reports as done."""
-        arrived = _attempt(prompt).tokens_arrived()
-        if arrived != prompt.tokens:
-            return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
-        if len(done.first_tokens) < prompt.samples:
-            return f"prefill sent {len(done.first_tokens)} first tokens for {prompt.samples} samples"
-        return None
 
     def expected_wait_s(self, now: float) -> float:
         """Expected time in the queue of a prompt that arrives now; at most `queue_timeout_s`."""
@@ -285,7 +214,8 @@ class PrefillDispatcher:
                     self.start_local(local)
             else:
                 assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
-                self._send(prompt, reservation, selection, now)
+                self._reserved(prompt, reservation, State.PREFILLING, now)
+                self.remote.send(prompt, reservation, selection, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
         return sent
@@ -313,7 +243,7 @@ class PrefillDispatcher:
         )
 
     def can_compute(self, tokens: int) -> bool:
-        """Whether this server may compute prompts, and can compute one of so many tokens."""
+        """Whether this server may compute prompts, and can compute one of `tokens` tokens."""
         return tokens <= self.largest_local
 
     @property
@@ -322,7 +252,7 @@ class PrefillDispatcher:
         return self._memory.largest_prompt if self.limits.local_prefill != "never" else 0
 
     def can_prefill(self, endpoint: str | None, tokens: int) -> bool:
-        """Whether there is a server that may compute prompts of so many tokens for this endpoint."""
+        """Whether there is a server that may compute a prompt of `tokens` tokens for this endpoint."""
         return self.can_compute(tokens) or (
             self.limits.local_prefill != "always" and self.peers.absent_since(endpoint) is None
         )
@@ -352,129 +282,9 @@ class PrefillDispatcher:
             request.lifecycle.advance(State.RESERVED, now)
             request.lifecycle.advance(state, now)
 
-    def _send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
-        peer, expected = selection.peer, selection.cached
-        self._reserved(prompt, reservation, State.PREFILLING, now)
-        prompt.attempts += 1
-        key = TransferKey(prompt.prompt_id, prompt.attempts)
-        kind = prompt_kind(prompt, expected)
-        cached = reservation.prefix_tokens - reservation.unseen_tokens
-        tokens = max(1, prompt.tokens - max(cached, expected or 0))
-        members = prompt.waiting
-        first = members[0]
-        choice = choose_path(self._path_inputs(prompt, peer))
-        prompt.attempt = attempt = Attempt(
-            key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
-        )
-        attempt.unseen_tokens = reservation.unseen_tokens
-        self.counters[f"dispatch_{selection.reason}"] += 1
-        if expected is not None:
-            self.counters["dispatch_tokens_expected"] += expected
-            peer.cache.sent(prompt.page_hashes[peer.cache.page_size or 0], expected, now)
-        first_new, within = divmod(reservation.prefix_tokens, self.limits.page_size)
-        new_pages = reservation.prompt.pages[first_new:]
-        if reservation.copied is not None:
-            (source,) = reservation.copied.pages
-            self._memory.copy_page(source, new_pages[0], tokens=within)
-            self._memory.release_grant(reservation.copied)
-        destinations: list[Sequence[int]] = [new_pages]
-        if self._memory.hot is not None:
-            self.counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
-            if choice.path == "gpu":
-                self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
-                destinations.append(self._memory.hot.announced(attempt.hot_pages[first_new:]))
-        if within:
-            count = prompt.tokens - reservation.prefix_tokens
-            destinations = [self._rows(pages, within, count) for pages in destinations]
-        self.prefilling[key] = prompt
-        self.placer.sent(prompt, attempt)
-        peer.window.sent(kind, tokens)
-        message = KvDestination(
-            key=key,
-            rid=first.rid,
-            sampling=prompt.first_sampling,
-            timeout_s=min(self.limits.prefill_timeout_s, max(request.deadline for request in members) - now),
-            granularity="token" if within else "page",
-            prefix_tokens=reservation.prefix_tokens,
-            room=prompt.room,
-            verify=self.limits.verify_kv,
-            samples=prompt.samples,
-            output_tokens=prompt.output_tokens,
-            logprobs=first.logprobs,
-            priority=prompt.priority,
-            enable_hisparse=choice.path == "host",
-            traceparent=prompt.traceparent,
-        )
-        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
-        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
-
-    def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
-        """Rows of a pool for `count` tokens, from offset `first` of the first page on."""
-        size = self.limits.page_size
-        return [pages[at // size] * size + at % size for at in range(first, first + count)]
-
-    def _path_inputs(self, prompt: Prompt, peer: PrefillPeer) -> PathInputs:
-        """What the path of a prompt to this server depends on."""
-        hot, members = self._memory.hot, prompt.waiting
-        return PathInputs(
-            hisparse=hot is not None,
-            peer_writes_both=peer.writes_both,
-            samples=len(members),
-            new_tokens=max(request.sampling.max_new_tokens - len(request.output_ids) for request in members),
-            pages=pages_for(prompt.tokens + 1, self.limits.page_size),
-            first_pages=hot.limits.buffer_pages if hot is not None else 0,
-            free_pages=hot.pages.available if hot is not None else 0,
-            free_slots=hot.free_slots if hot is not None else 0,
-            ahead=sum(len(other.waiting) for other in self.prefilling.values() if not _attempt(other).hot_pages),
-            settled=hot is None or hot.settled,
-        )
-
-    def give_up(self, prompt: Prompt, reason: str, *, abort: bool) -> None:
-        """Quarantine the pages of an attempt. With `abort`, tell its writer to stop."""
-        attempt = _attempt(prompt)
-        prompt.last_problem = reason
-        attempt.given_up = True
-        if abort:
-            self._outbox.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
-        hot = self._memory.hot if attempt.hot_pages else None
-        self.quarantine.put(prompt, hot.quarantine(prompt.prompt_id) if hot is not None else None)
-
-    def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
-        """The writer of a transfer issues no more writes, neither into its pages nor into the staging rings."""
-        self.quarantine.writer_stopped(key, late_writes=late_writes, now=now)
-        self.staging.writer_stopped(key, late_writes=late_writes, now=now)
-
-    def leave(self, prompt: Prompt) -> None:
-        """The transfer is done or given up: nothing more of it is scattered."""
-        attempt = _attempt(prompt)
-        self.staging.close(attempt.key)
-        del self.prefilling[attempt.key]
-        self.placer.returned(attempt)
-        if not attempt.written:
-            self._leave_prefill(attempt)
-
-    def _leave_prefill(self, attempt: Attempt) -> None:
-        """Prefill has nothing more to do for this attempt: remove it from the dispatch window, if the server is still
-        paired.
-        """
-        window = self.peers.window(attempt.instance)
-        if window is not None:
-            window.returned(attempt.kind, attempt.tokens_left)
-        attempt.tokens_left = 0
-
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """No request needs this prompt any more: remove it from the queue, or stop its writer."""
         if prompt in self.queue:
             self.queue.remove(prompt)
             return
-        attempt = _attempt(prompt)
-        if prompt.grant is not None:  # not in quarantine yet
-            self.give_up(prompt, reason, abort=not attempt.written)
-            if attempt.written:
-                self.writer_stopped(attempt.key, late_writes=False, now=now)
-        self.leave(prompt)
-
-
-def _attempt(prompt: Prompt) -> Attempt:
-    assert prompt.attempt is not None, f"prompt {prompt.prompt_id} has no attempt"
-    return prompt.attempt
+        self.remote.withdraw(prompt, reason, now)

@@ -122,8 +122,8 @@ class LocalPrefill:
         return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
-        """A step has computed this chunk. Returns whether the prompt is still wanted; then the caller adds the chunk to
-        the prefix cache.
+        """A step has computed this chunk. Returns whether a request still needs the prompt; then the caller adds the
+        chunk to the prefix cache.
         """
         local = chunk.prompt
         if local.prompt.local is not local:

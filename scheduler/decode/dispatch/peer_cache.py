@@ -1,4 +1,4 @@
-"""What a prefill server has cached, as far as this decode server knows: by its reports, and by the prompts sent to it.
+"""What a prefill server has cached, estimated from its reports and from the prompts that were sent to it.
 
 Both are approximations: reports are late, and a prompt that was sent may not be computed. A wrong entry costs time, not
 correctness: the prefill server looks up its own cache.
@@ -18,7 +18,7 @@ class PeerCache:
 
     def __init__(self) -> None:
         self.page_size: int | None = None
-        """None before the first report: then nothing is known."""
+        """None before the first report."""
         self.version = 0
         """Changes with the content."""
         self._stride = 1

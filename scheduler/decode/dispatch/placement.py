@@ -7,7 +7,7 @@ inputs are gauges there and in /server_info.
 import dataclasses
 from typing import Literal, NamedTuple
 
-from ....configs.schema import LocalPrefillSetting
+from ....configs.setting_types import LocalPrefillSetting
 
 Where = Literal["local", "remote", "wait"]
 

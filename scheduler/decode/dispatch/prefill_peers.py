@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ....configs.schema import DispatchSetting
+from ....configs.setting_types import DispatchSetting
 from ....transfer.control.events import describe_absence
 from ....transfer.protocol.messages import CachedPrefixes, InstanceId, Load
 from ..requests.dispatch_window import DispatchWindow, PromptKind
@@ -174,7 +174,7 @@ class PrefillPeers:
         selection.peer.held_tokens += prompt.tokens - (selection.cached or 0)
 
     def release_held(self) -> None:
-        """Forget which prompts wait for which server; a new turn finds out."""
+        """Drop the record of which prompts wait for which server; every turn makes a new one."""
         for peer in self._peers.values():
             peer.held_tokens = 0
 

@@ -56,7 +56,7 @@ class Quarantine:
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer issues no more writes; with `late_writes`, bytes may be in flight. Unknown keys are ignored.
 
-        Only the first report counts: the AbortAck of a transfer that failed before does not know of its late writes.
+        Only the first report counts: the AbortAck of a transfer that failed before does not include its late writes.
         """
         quarantined = self._pages.get(key)
         if quarantined is not None and quarantined.release_at == math.inf:

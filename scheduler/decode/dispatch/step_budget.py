@@ -13,7 +13,7 @@ PROMPT_PART = 0.7
 LEAST_PART = 96
 """A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
 REMEASURE_STEPS = 32
-"""After so many steps with prompt tokens, one step has none: it shows how long a decode step takes now."""
+"""After this many steps with prompt tokens, one step has none, to measure how long a decode step takes now."""
 LEAST_EXTRA = 0.05
 """Prompt tokens take at least this part of a step: measured times vary, and their difference may be negative."""
 
@@ -68,8 +68,8 @@ class StepTimes:
         """Steps with prompt tokens since the last one without."""
 
     def idle_step_s(self, running: int) -> float | None:
-        """The time of a step of so many running requests without prompt tokens; of fewer, or of more, if there was none
-        of so many. None if there was none at all.
+        """The time of a step of `running` requests without prompt tokens. If none was measured, that of the nearest
+        smaller number of requests, else of a larger one; None without any measurement.
         """
         size = running.bit_length()
         for _, rate in sorted(self._decode_steps.items(), key=lambda item: (item[0] > size, abs(item[0] - size))):
@@ -79,7 +79,7 @@ class StepTimes:
 
     def tokens_per_s(self, most: int) -> float | None:
         """Prompt tokens per second beside running requests: as in the last steps, but not more than up to `most` tokens
-        alone. Few tokens beside many requests take hardly any time, which says nothing about more of them.
+        alone. Few tokens beside many requests take hardly any time, so they do not predict the time of many tokens.
         """
         beside = statistics.median(self._beside) if self._beside else None
         return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
@@ -95,7 +95,7 @@ class StepTimes:
         return len(self._steps)
 
     def remeasure(self, running: int) -> bool:
-        """Whether the next step of so many running requests should have no prompt tokens."""
+        """Whether the next step, of `running` requests, should have no prompt tokens."""
         return self._mixed >= REMEASURE_STEPS or running.bit_length() not in self._decode_steps
 
     def started(self, running: int, tokens: int, now: float) -> None:

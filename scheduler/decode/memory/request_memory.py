@@ -1,7 +1,7 @@
 """The memory of requests: KV pages and, with HiSparse, a hot buffer for each running request."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages
@@ -93,16 +93,7 @@ class RequestMemory:
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
         self._outbox += [_resized(other) for other in shrunk]
         copy = self.copies.begin("open", request) if buffer.loading else None
-        self._outbox.append(
-            OpenHot(
-                copy.number if copy is not None else None,
-                buffer.slot,
-                tuple(buffer.pages),
-                tuple(request.pages),
-                request.kv_tokens,
-                buffer.capacity,
-            )
-        )
+        self._outbox.append(_opened(buffer, copy, request.pages, request.kv_tokens))
         return copy is None
 
     @property
@@ -139,16 +130,7 @@ class RequestMemory:
         buffer = self.hot.of(local.prompt.prompt_id)
         copy = self.copies.begin("prefix", local) if local.cached else None
         buffer.loading = copy is not None
-        self._outbox.append(
-            OpenHot(
-                copy.number if copy is not None else None,
-                buffer.slot,
-                tuple(buffer.pages),
-                tuple(local.pages),
-                local.cached,
-                buffer.capacity,
-            )
-        )
+        self._outbox.append(_opened(buffer, copy, local.pages, local.cached))
         return copy is None
 
     def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> None:
@@ -162,10 +144,7 @@ class RequestMemory:
         cached = attempt.prefix_tokens
         copy = self.copies.begin("prefix", attempt) if cached else None
         buffer.loading = copy is not None
-        number = copy.number if copy is not None else None
-        self._outbox.append(
-            OpenHot(number, buffer.slot, attempt.hot_pages, tuple(pages), cached, buffer.capacity, exact=True)
-        )
+        self._outbox.append(_opened(buffer, copy, pages, cached, exact=True))
 
     def receive_rows(self, prompt: Prompt, attempt: Attempt, request: Request) -> None:
         """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run, and copy
@@ -379,9 +358,9 @@ class RequestMemory:
         return self.hot.gauges() if self.hot is not None else {}
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
-        """Raise PageLeakError or AssertionError unless all pages are accounted for, and exactly those of `requests`
-        that are admitted, or whose rows are being copied, and their prompts that are computed here, or whose rows go to
-        the GPU, have hot buffers.
+        """Raise PageLeakError or AssertionError unless all pages are accounted for, and hot buffers have the right
+        owners: requests that are admitted or whose rows are being copied, and prompts that are computed here or
+        received on the GPU.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
@@ -403,6 +382,14 @@ def _prompt_has_buffer(request: Request) -> bool:
     attempt = request.prompt.attempt
     receives = request.state is State.PREFILLING and attempt is not None and bool(attempt.hot_pages)
     return request.state is State.COMPUTING or receives
+
+
+def _opened(
+    buffer: HotBuffer, copy: Copy | None, pages: Sequence[KvPage], tokens: int, *, exact: bool = False
+) -> OpenHot:
+    """`copy` is that of the first `tokens` rows in `pages` of host memory, if they are copied."""
+    number = copy.number if copy is not None else None
+    return OpenHot(number, buffer.slot, tuple(buffer.pages), tuple(pages), tokens, buffer.capacity, exact)
 
 
 def _resized(buffer: HotBuffer) -> ResizeHot:

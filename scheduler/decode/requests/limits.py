@@ -3,7 +3,8 @@
 import dataclasses
 
 from ....configs.arithmetic import ceil_div
-from ....configs.schema import DecodeConfig, DispatchSetting, LocalPrefillSetting
+from ....configs.schema import DecodeConfig
+from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
 
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""

@@ -49,7 +49,7 @@ class Attempt:
     """What other prompts share with it, while prefill computes it."""
     given_up: bool = False
     unseen_tokens: int = 0
-    """So many of the `prefix_tokens` were not in the prefix cache."""
+    """The number of `prefix_tokens` that were not in the prefix cache."""
     held: PrefillDone | None = None
     """It has arrived, but its cached prefix is still being copied into its hot buffer."""
 
@@ -79,7 +79,7 @@ class LocalPrompt:
         self.hot_slot: RequestSlot | None = None
         """The slot of its hot buffer (HiSparse)."""
         self.stored = 0
-        """The last so many of its `cached` tokens came from the KV store."""
+        """The number of `cached` tokens, at their end, that came from the KV store."""
         self.inserted = InsertedPrefix()
         """The part in the prefix cache."""
         self.progress: PrefixInProgress | None = None
@@ -141,7 +141,7 @@ class Prompt:
         self.waits_since = now
         """Since when it waits for a prefill server to begin; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
-        """The last so many of `token_ids` are output of a request whose KV is computed again."""
+        """The number of `token_ids`, at their end, that are output of a request whose KV is computed again."""
         self.traceparent: str | None = None
         """The span of its first request, if it is traced."""
         self.members: list[Request] = []

@@ -19,7 +19,7 @@ class Reservation:
     one, or no step will see it.
     """
     unseen_tokens: int = 0
-    """So many of them are not cached: they are behind the window of the first step."""
+    """The number of these tokens that are not cached: they are behind the window of the first step."""
     copied: PageGrant[KvPage] | None = None
     """Holds the cached page whose first tokens are copied to the first new page of the prompt."""
 

@@ -7,11 +7,12 @@ import msgspec
 
 from ...text.chat_format import ChatFormat
 from ...text.tokenizer import Tokenizer
-from ..common.fields import FieldError, parse_body, validate, validate_item
+from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
 from ..native.requests import Call, check_text
 from ..openai.chat_requests import check_known_format, encode_chat, make_chat_call, renamed_grammars, render_chat
 from ..openai.models import ChatBody
+from ..openai.tool_models import FLAT_TOOL
 from .models import (
     BLOCKS_OF_ROLE,
     CountTokensBody,
@@ -29,6 +30,8 @@ SAME_FIELDS = (
     *("rid", "priority", "timeout_s", "timeout", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
 )
 """Fields with the same name and meaning in a chat."""
+OTHER_NAMES = (FLAT_TOOL, ("continue_final_message", "messages"))
+"""Names of fields in a chat, and here."""
 LONG_TEXT_CHARACTERS = 1 << 20
 
 
@@ -36,16 +39,20 @@ def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatF
     fields = parse_body(MessagesBody, body)
     others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
     same = {name: getattr(fields, name) for name in SAME_FIELDS}
-    body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)
-    return renamed_grammars(make_chat_call(body_of_chat, limits, tokenizer, chat), "output_config.format")
+    with fields_named(*OTHER_NAMES):
+        body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)
+        call = make_chat_call(body_of_chat, limits, tokenizer, chat)
+    return renamed_grammars(call, "output_config.format")
 
 
 def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> CountTokensReply:
     """Count the tokens of a prompt. It may be longer than the context, but not longer than a million characters."""
-    fields = validate(ChatBody, _chat_fields(parse_body(CountTokensBody, body)))
-    tools = fields.offered_tools()
-    check_known_format(tools, chat)
-    text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
+    given = parse_body(CountTokensBody, body)
+    with fields_named(*OTHER_NAMES):
+        fields = validate(ChatBody, _chat_fields(given))
+        tools = fields.offered_tools()
+        check_known_format(tools, chat)
+        text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
     if len(text) > LONG_TEXT_CHARACTERS:
         check_text(text, "messages", limits, tokenizer)
     return {"input_tokens": len(encode_chat(text, tokenizer))}

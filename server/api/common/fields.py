@@ -6,7 +6,9 @@ or would change the response.
 """
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -43,6 +45,21 @@ class FieldError(ClientError):
     def __init__(self, param: str, problem: str) -> None:
         super().__init__(f"{param} {problem}")
         self.param = param
+        self.problem = problem
+
+
+@contextmanager
+def fields_named(*names: tuple[str, str]) -> Iterator[None]:
+    """Errors of a body that was translated to another dialect name the fields that the client has sent. `names` are
+    regular expressions for the beginning of a name, and their replacements.
+    """
+    try:
+        yield
+    except FieldError as error:
+        for pattern, replacement in names:
+            if re.match(pattern, error.param):
+                raise type(error)(re.sub(pattern, replacement, error.param, count=1), error.problem) from None
+        raise
 
 
 class BodyError(ClientError):

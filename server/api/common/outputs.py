@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ....configs.errors import AbortedError
 from ....configs.sampling import LogprobParams, TokenLogprob
 from ....scheduler.messages.frontend import Failed, Finished, Prefilled
-from ...engine.leader_client import Progress
+from ...engine.inbox import Progress
 from ...text.output_text import OutputText
 from ...text.parsers.events import Event, merged
 from .parsed_output import ParsedOutput

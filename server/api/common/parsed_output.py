@@ -37,7 +37,7 @@ class ParsedOutput:
         return "".join(self._reasoning)
 
     def push(self, text: str, tokens: int = 0) -> list[Event]:
-        """The events of more text, which came with so many tokens."""
+        """The events of more text, which came with `tokens` tokens."""
         was_open = self._parser.in_reasoning
         events = self._parser.feed(text) if text else []
         if was_open or self._parser.in_reasoning:

@@ -112,6 +112,8 @@ def render_chat(
         last = messages.pop()
         if last["role"] != "assistant":
             raise FieldError("continue_final_message", f"needs an assistant's message at the end, not {last['role']}'s")
+        if "tool_calls" in last:
+            raise FieldError("continue_final_message", "cannot continue a message that calls tools")
         begun, add_generation_prompt = last["content"] or "", True
     listed = [tool.model_dump(exclude_none=True) for tool in tools] or None
     if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):

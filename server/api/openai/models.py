@@ -87,7 +87,7 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: Boolean | None = optional("Token ids of the prompt and of the output (vLLM). Default false.")
     prompt_logprobs: Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None = optional(
-        "Log-probabilities of the prompt, with so many alternatives (vLLM). Not in streams."
+        "Log-probabilities of the prompt, with this many alternatives (vLLM). Not in streams."
     )
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
@@ -123,7 +123,7 @@ class CompletionBody(OpenAiBody):
     logprobs: Annotated[
         Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None,
         BeforeValidator(lambda value: None if value is False else value),
-    ] = optional("Log-probabilities, with so many alternatives; false: none.")
+    ] = optional("Log-probabilities, with this many alternatives; false: none.")
 
 
 class TextPart(Body):

@@ -12,6 +12,8 @@ from ...text.parsers.call_parser import LONGEST_NAME
 from ..common.fields import EACH, ONE, Body, Boolean, FieldError, FirstError, Text, optional, problem
 
 MAX_TOOLS = 1024
+FLAT_TOOL = (r"(tools\[\d+\])\.function\.", r"\1.")
+"""Fields of a function in dialects without `function`, for `fields_named`."""
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 

@@ -26,7 +26,7 @@ class ResponsesRendering:
         self._rid = submit.rid
         self._stream = BlockStream()
         self._sequence = 0
-        given = fields.model_dump(mode="json", exclude_none=True, by_alias=True)
+        given = fields.model_dump(include={"tool_choice", "tools", "text"}, exclude_none=True, by_alias=True)
         self._settings: Json = {
             "id": f"resp_{submit.rid}",
             "object": "response",

@@ -5,11 +5,12 @@ from typing import Any
 
 from ...text.chat_format import ChatFormat
 from ...text.tokenizer import Tokenizer
-from ..common.fields import FieldError, parse_body, validate, validate_item
+from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
 from ..native.requests import Call
 from ..openai.chat_requests import make_chat_call, renamed_grammars
 from ..openai.models import MAX_MESSAGES, ChatBody
+from ..openai.tool_models import FLAT_TOOL
 from .models import (
     ITEMS,
     FunctionCallItem,
@@ -39,7 +40,8 @@ class ResponsesChat(ChatBody):
 def parse_response(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[Call, ResponsesBody]:
     """The call, and the body, whose settings the response repeats."""
     fields = parse_body(ResponsesBody, body)
-    call = make_chat_call(_chat_of(fields, limits), limits, tokenizer, chat)
+    with fields_named((r"messages.*", "input"), FLAT_TOOL):
+        call = make_chat_call(_chat_of(fields, limits), limits, tokenizer, chat)
     return renamed_grammars(call, "text.format"), fields
 
 

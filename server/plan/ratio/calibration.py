@@ -5,7 +5,6 @@ requests show the time of decode steps. Nothing else may use the two servers mea
 """
 
 import asyncio
-import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -23,36 +22,42 @@ from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
 REPEATS = 3
-BATCH_REPEATS = 2
-DECODE_STEPS = 24
-SHARED_PROMPTS = 6
-MOST_SHARED_STEPS = 256
+DECODE_STEPS = 40
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHORT_PROMPT = 16
 INFO_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 300.0
 
 
+class RandomRequests:
+    """Sends prompts of random tokens to a decode server, others for each `seed`: cached prompts take no time."""
+
+    def __init__(
+        self, client: BenchClient, vocab_size: int, special: frozenset[int] = frozenset(), *, seed: int = 0
+    ) -> None:
+        self._client = client
+        self._random = random.Random(seed)
+        self._vocabulary = [token for token in range(vocab_size) if token not in special]
+
+    async def send(self, prompt: int, output: int) -> RequestRecord:
+        """So many tokens in and out. Raises StartupError if the request fails."""
+        sampling = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
+        tokens = self._random.choices(self._vocabulary, k=prompt)
+        body = msgspec.json.encode({"input_ids": tokens, "sampling_params": sampling, "stream": True})
+        record = await self._client.generate(body, 0.0, expected_tokens=output)
+        if not record.ok:
+            raise StartupError(f"a request of the calibration failed: {record.failure}: {record.detail}")
+        return record
+
+
 class Calibration:
     """The measurements of one pair."""
 
-    def __init__(
-        self,
-        client: BenchClient,
-        pair_info: "PairInfo",
-        most_running: int,
-        screen: Console,
-        *,
-        sharing: float | None = None,
-    ) -> None:
-        """`sharing`: the share of its cores that a step has while both servers compute, if they share a machine."""
-        self._client = client
-        self._sharing = sharing
+    def __init__(self, client: BenchClient, pair_info: "PairInfo", most_running: int, screen: Console) -> None:
+        self._send = RandomRequests(client, pair_info.vocab_size, pair_info.special).send
         self._info = pair_info
         self._most_running = most_running
         self._screen = screen
-        self._random = random.Random(0)
-        self._vocabulary = [token for token in range(pair_info.vocab_size) if token not in pair_info.special]
 
     async def measure(self) -> StepTimes:
         await self._send(SHORT_PROMPT, DECODE_STEPS)  # warm-up
@@ -68,7 +73,7 @@ class Calibration:
             [(1, tokens) for tokens in last], [record.timeline["transfer"] for record in samples]
         )
         steps, pair_s = await self._decode_steps()
-        times = StepTimes(
+        return StepTimes(
             prefill_token_s=prefill_token_s,
             prefill_step_s=prefill_step_s,
             prefill_pair_s=prefill_pair_s,
@@ -79,10 +84,6 @@ class Calibration:
             message_s=statistics.median(record.timeline["control"] for record in samples) / 2,
             response_s=max(0.0, statistics.median(_outside_s(record) for record in samples)),
         )
-        if self._sharing is None:
-            return times
-        prefill_slowdown, decode_slowdown = await self._slowdowns(times, self._sharing)
-        return msgspec.structs.replace(times, prefill_slowdown=prefill_slowdown, decode_slowdown=decode_slowdown)
 
     async def _prompts(self) -> list[RequestRecord]:
         """Prompts of several lengths that prefill computed, one at a time."""
@@ -101,10 +102,10 @@ class Calibration:
     async def _decode_steps(self) -> tuple[list[tuple[int, float]], float]:
         """Times of batches of short contexts, and the time per request and token of context."""
         steps: list[tuple[int, float]] = []
-        context = SHORT_PROMPT + DECODE_STEPS
+        context = SHORT_PROMPT + DECODE_STEPS // 2  # on average
         for size in BATCHES:
             if size <= self._most_running:
-                step_s = min([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(BATCH_REPEATS)])
+                step_s = statistics.median([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(REPEATS)])
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
         # one request: of several long prompts, the first would end before the last is computed
@@ -122,46 +123,6 @@ class Calibration:
         found = mean_step_s(records, *running_together(records))
         # none if the first has ended before the last began: take what there is
         return found or statistics.median(record.tpot_s or 0.0 for record in records)
-
-    async def _slowdowns(self, alone: StepTimes, sharing: float) -> tuple[float, float]:
-        """How many times longer steps of prefill and of decode take while the other server computes too."""
-        size = max(1, min(4, self._most_running - 1))
-        prompt = max(1, min(self._info.chunk_size // 2, self._info.max_total_tokens - DECODE_STEPS))
-        prompt_s, step_s = alone.prefill_s([(0, prompt)]), alone.decode_s([SHORT_PROMPT] * size)
-        steps = max(DECODE_STEPS, math.ceil(SHARED_PROMPTS * prompt_s / max(step_s, 1e-6)))
-        steps = min(steps, MOST_SHARED_STEPS, self._info.max_total_tokens - SHORT_PROMPT)
-        step_s = alone.decode_s([SHORT_PROMPT + steps // 2] * size)
-        factors: list[tuple[float, float]] = []
-        for _ in range(BATCH_REPEATS):
-            running = [asyncio.create_task(self._send(SHORT_PROMPT, steps)) for _ in range(size)]
-            prompts: list[RequestRecord] = []
-            while not all(task.done() for task in running):
-                prompts.append(await self._send(prompt, 1))
-            records = [await task for task in running]
-            begin, end = running_together(records)
-            beside = [each for each in prompts if begin <= each.started_s and each.started_s + each.e2e_s <= end]
-            if not beside:
-                continue
-            begin, end = beside[0].started_s, beside[-1].started_s + beside[-1].e2e_s
-            if shared_step_s := mean_step_s(records, begin, end):
-                shared_prompt_s = statistics.median(each.timeline["prefill"] for each in beside)
-                factors.append((sharing * shared_prompt_s / prompt_s, sharing * shared_step_s / step_s))
-        if not factors:
-            return 1.0, 1.0
-        prefill, decode = (max(1.0, min(column)) for column in zip(*factors, strict=True))
-        self._screen.print(
-            f"while both compute: prompts take {prefill:.2f} times as long, decode steps {decode:.2f} times"
-        )
-        return prefill, decode
-
-    async def _send(self, prompt: int, output: int) -> RequestRecord:
-        sampling = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
-        tokens = self._random.choices(self._vocabulary, k=prompt)
-        body = msgspec.json.encode({"input_ids": tokens, "sampling_params": sampling, "stream": True})
-        record = await self._client.generate(body, 0.0, expected_tokens=output)
-        if not record.ok:
-            raise StartupError(f"a request of the calibration failed: {record.failure}: {record.detail}")
-        return record
 
 
 class PairInfo(msgspec.Struct):
@@ -194,17 +155,15 @@ async def calibrate(
     device = str(decode_info["ranks"][0]["device"])
     threads = decode_info["config"]["threads"]
     step_cores = min(threads or machine_cores or 1, machine_cores or threads or 1)
-    shared = device == "cpu" and machine_cores is not None
-    sharing = min(1.0, (machine_cores or 1) / (2 * step_cores)) if shared else None
     client = BenchClient(url, api_key=api_key, timeout_s=REQUEST_TIMEOUT_S)
     try:
         most_running = decode.settings["max_running_requests"]
-        times = await Calibration(client, pair_info, most_running, screen, sharing=sharing).measure()
+        times = await Calibration(client, pair_info, most_running, screen).measure()
     finally:
         client.close()
     return MeasuredPair(
         model=decode_info["served_model_name"],
-        device="cpu" if device == "cpu" else device.partition(":")[0],
+        device=device.partition(":")[0],
         context_length=pair_info.max_total_tokens,
         vocab_size=pair_info.vocab_size,
         prefill=prefill,

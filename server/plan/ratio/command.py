@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,8 +18,9 @@ from ...launch.children import ChildEndedError
 from ...launch.pair import PairConfig
 from ...launch.up import NotReadyError, base_url, running_pair
 from .calibration import calibrate
+from .interference import measure_interference
 from .load import Load, random_load, read_trace
-from .options import RatioOptions
+from .options import Ratio, RatioOptions
 from .pair import MeasuredPair, read_pair, write_pair
 from .predict import Prediction, best_of, predict
 
@@ -50,36 +52,47 @@ def _pair(options: RatioOptions, screen: Console) -> MeasuredPair:
         measured = asyncio.run(calibrate(options.bench.url, options.prefill_url, screen, api_key=options.bench.api_key))
     else:
         assert options.pair is not None, "checked with the flags"
-        measured = measure_own_pair(options.pair, screen)
+        measured = measure_own_pair(options.pair, screen, options.ratios)
     if options.save_rates is not None:
         write_pair(options.save_rates, measured)
     return measured
 
 
-def measure_own_pair(config: PairConfig, screen: Console) -> MeasuredPair:
-    """Start a pair on free ports, measure it, and end it. Prefill computes all prompts meanwhile."""
-    free = {role: _free_ports() for role in ("prefill", "decode")}
-    prefill = config.prefill.model_copy(update={"port": free["prefill"][0], "bootstrap_port": free["prefill"][1]})
-    decode = config.decode.model_copy(
-        update={
-            "port": free["decode"][0],
-            "prefill": (f"127.0.0.1:{prefill.bootstrap_port}",),
-            "local_prefill": "never",
-        }
-    )
+def measure_own_pair(config: PairConfig, screen: Console, ratios: Sequence[Ratio]) -> MeasuredPair:
+    """Start a pair on free ports, measure it, and end it. Prefill computes all prompts meanwhile. On a CPU, servers of
+    the `ratios` share the machine: how they slow each other down is measured too, with a second pair if there are more
+    than two.
+    """
+    key = config.decode.api_key.get_secret_value() if config.decode.api_key is not None else None
     screen.print("starting a prefill and a decode server to measure them")
     try:
-        with running_pair(PairConfig(prefill, decode), screen) as pair:
+        with running_pair(_on_free_ports(config), screen) as pair:
             pair.wait_ready()
-            key = decode.api_key.get_secret_value() if decode.api_key is not None else None
             cores = len(os.sched_getaffinity(0))
-            measured = asyncio.run(calibrate(pair.url, base_url(prefill), screen, api_key=key, machine_cores=cores))
+            prefill_url = base_url(pair.config.prefill)
+            measured = asyncio.run(calibrate(pair.url, prefill_url, screen, api_key=key, machine_cores=cores))
+            if measured.device != "cpu":
+                measured = msgspec.structs.replace(measured, machine_cores=None)
+            elif max(ratio.prefills + ratio.decodes for ratio in ratios) > 2:
+                screen.print("starting two more servers: all share this machine")
+                with running_pair(_on_free_ports(config), screen) as other:
+                    other.wait_ready()
+                    urls = (pair.url, other.url)
+                    measured = asyncio.run(measure_interference(measured, urls, screen, api_key=key))
+            else:
+                measured = asyncio.run(measure_interference(measured, (pair.url,), screen, api_key=key))
     except (ChildEndedError, NotReadyError) as error:
         raise StartupError(str(error)) from None
-    if measured.device != "cpu":
-        measured = msgspec.structs.replace(measured, machine_cores=None)
     settings = {**measured.decode.settings, "local_prefill": config.decode.local_prefill}
     return msgspec.structs.replace(measured, decode=msgspec.structs.replace(measured.decode, settings=settings))
+
+
+def _on_free_ports(config: PairConfig) -> PairConfig:
+    ports, decode_ports = _free_ports(), _free_ports()
+    prefill = config.prefill.model_copy(update={"port": ports[0], "bootstrap_port": ports[1]})
+    address = f"127.0.0.1:{prefill.bootstrap_port}"
+    update = {"port": decode_ports[0], "prefill": (address,), "local_prefill": "never"}
+    return PairConfig(prefill, config.decode.model_copy(update=update))
 
 
 def _free_ports() -> tuple[int, int]:

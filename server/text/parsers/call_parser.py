@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from ....configs.words import whole_characters
 from .events import CallArguments, CallBegin, CallEnd, Content
 from .text_parser import TextParser, held_back
 
@@ -102,12 +103,12 @@ class CallParser(TextParser):
         return text, found[1]
 
     def _begin(self, name: str) -> None:
-        self._events.append(CallBegin(self._calls, name))
+        self._events.append(CallBegin(self._calls, whole_characters(name)))
         self._calls += 1
         self._in_call, self._unsure = True, ""
 
     def _argue(self, text: str) -> None:
-        self._events.append(CallArguments(self._calls - 1, text))
+        self._events.append(CallArguments(self._calls - 1, whole_characters(text)))
 
     def _end(self) -> None:
         self._events.append(CallEnd(self._calls - 1))

@@ -25,8 +25,8 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallFamily:
-    """A format of calls. `in_template` are texts that all stand in the chat templates of the family. Ids of calls have
-    `id_prefix` and so many letters: the templates of Mistral accept no others than theirs.
+    """A format of calls. `in_template` are texts that every chat template of the family contains. The id of a call is
+    `id_prefix` and `id_letters` letters: the templates of Mistral accept only ids of their own form.
     """
 
     name: str

@@ -8,7 +8,7 @@ from .json_scanner import JsonCall, JsonValue
 
 
 class JsonCallParser(CallParser):
-    """The steps that parse JSON in a call. A subclass says with `_after_json` what comes after the JSON."""
+    """The steps that parse JSON in a call. A subclass defines with `_after_json` what comes after the JSON."""
 
     only_known_names = False
     """For formats without a marker: an object with any other name is content."""
@@ -16,6 +16,10 @@ class JsonCallParser(CallParser):
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
         self._scanner: JsonCall | JsonValue | None = None
+
+    def _marker(self, marker: str) -> Callable[[], bool]:
+        self._consume(len(marker))
+        return self._object
 
     @abstractmethod
     def _after_json(self) -> bool:
@@ -64,10 +68,6 @@ class HermesParser(JsonCallParser):
     markers = ("<tool_call>",)
     tags = ("<tool_call>", "</tool_call>")
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._object
-
     def _after_json(self) -> bool:
         return self._close("</tool_call>", "<tool_call>")
 
@@ -89,22 +89,11 @@ class Llama3Parser(JsonCallParser):
             self._give_up()
         return True
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._object
-
     def _after_json(self) -> bool:
-        character = self._skip_space()
-        if character == ";":
+        if self._skip_space() == ";":
             self._consume(1)
             return True
-        if not character:
-            return False
-        if character == "{":
-            self._step = self._object
-        else:
-            self._give_up()
-        return True
+        return self._start()
 
 
 class MistralParser(JsonCallParser):

@@ -92,7 +92,7 @@ class PythonicParser(CallParser):
             if keyword.arg is None:
                 raise ValueError("not a named argument")
             arguments[keyword.arg] = _value(keyword.value)
-        return name, json.dumps(arguments, ensure_ascii=False)
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 
 def _value(node: ast.expr) -> object:

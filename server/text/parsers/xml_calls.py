@@ -7,7 +7,7 @@ import ast
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from .call_parser import LONGEST_NAME, CallParser, Tools
 from .text_parser import partial_marker
@@ -29,14 +29,19 @@ def is_text(schema: object) -> bool | None:
 def to_json(text: str) -> str:
     """The JSON of a value that may be anything but is written as text: JSON, Python's spelling of it, or a string."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse_constant)
         return text.strip()
     except (ValueError, RecursionError):
         pass
     try:
-        return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False)
+        return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """NaN and Infinity, which Python's parser accepts."""
+    raise ValueError(f"{name} is not JSON")
 
 
 class XmlCallParser(CallParser):

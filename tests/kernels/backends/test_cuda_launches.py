@@ -14,6 +14,8 @@ from pdserve.kernels.hisparse import write_back
 from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
+from pdserve.kernels.int4 import int4_linear_cuda
+from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.kernels.mla import sparse_mla_cuda
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
@@ -76,6 +78,23 @@ def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyP
     assert launched == ["prefill_attention"]
 
 
+@pytest.mark.parametrize("rows", [1, 9, 32, 100])
+@pytest.mark.parametrize(("outputs", "group"), [(64, 32), (4096, 128), (24_576, 128)])
+def test_int4_launches_match_their_kernel(rows: int, outputs: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any number of rows and tiles, the rings fit into shared memory."""
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(int4_linear_cuda, "load_kernel", cuda_sources.load_kernel)
+    monkeypatch.setattr(int4_linear_cuda, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(int4_linear_cuda, "shared_memory", lambda _: 227 << 10)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        weight = GroupScaled.allocate(outputs, 2 * group, group=group, dtype=torch.bfloat16, device=DEVICE)
+        x, out = (torch.zeros(rows, size, dtype=torch.bfloat16, device=DEVICE) for size in (2 * group, outputs // 2))
+        bias, tiles = torch.zeros(outputs, dtype=torch.bfloat16, device=DEVICE), int4_linear_cuda.Tiles()
+        int4_linear_cuda.launch_int4_linear_cuda(x, weight, bias, out, gated=True, tiles=tiles)
+    assert launched == ["int4_linear"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -106,7 +125,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"copy_misses", "keep_top_p", "prefill_attention", "select_top", "swap_in", "write_back"}
+    kernels = {"copy_misses", "int4_linear", "keep_top_p", "prefill_attention", "select_top", "swap_in", "write_back"}
     kernels |= {"all_reduce", "dense_mla", "sparse_mla"}
     sources = {name: name for name in kernels} | {"gather_shares": "all_reduce"}
     assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == set(sources.values())

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.collectives.all_reduce import all_reduce_reference, gather_reference
 from pdserve.kernels.collectives.ipc_collectives import HALF_BYTES, CollectiveTimeoutError, IpcCollectives
 from tests.kernels.collectives.rank_group import DEVICE, GONE, run_ranks, vanish
+from tests.kernels.collectives.references import all_reduce_reference, gather_reference
 
 pytestmark = pytest.mark.gpu
 

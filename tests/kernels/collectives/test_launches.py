@@ -9,10 +9,10 @@ import torch
 
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.collectives import ipc_collectives, ipc_memory
-from pdserve.kernels.collectives.all_reduce import all_reduce_reference, gather_reference
 from pdserve.kernels.collectives.ipc_collectives import HALF_BYTES, CollectiveTimeoutError, IpcCollectives
 from pdserve.kernels.collectives.ipc_memory import IpcError, IpcMemory
 from tests.kernels import cuda_sources
+from tests.kernels.collectives.references import all_reduce_reference, gather_reference
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
 from tests.models.pretend_ipc import PretendIpcMemory

@@ -17,18 +17,20 @@ from triton.compiler import ASTSource
 
 from pdserve.kernels.int4.expand_triton import _expand
 from pdserve.kernels.int4.int4_linear_triton import _int4_linear
+from pdserve.kernels.moe.packed_experts_triton import _packed_experts
 
-TYPES = {"packed_ptr": "*u8", "sums_ptr": "*fp32", "counters_ptr": "*i32"}
+TYPES = {"packed_ptr": "*u8", "sums_ptr": "*fp32", "counters_ptr": "*i32", "limit": "fp32"}
+TYPES |= {f"{name}_ptr": "*i32" for name in ("order", "ends", "expert", "first")}
 
 
-def compile_kernel(kernel, dtype, warps, **constants):
+def compile_kernel(kernel, dtype, warps, types=None, **constants):
     signature, values, attributes = {}, {}, {}
     for number, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[number,] = "constexpr", constants[name]
             continue
-        signature[name] = TYPES.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
-        if name not in ("rows", "splits"):
+        signature[name] = (TYPES | (types or {})).get(name, f"*{dtype}" if name.endswith("_ptr") else "i32")
+        if name not in ("rows", "splits", "limit"):
             attributes[number,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": warps, "num_stages": 3}
@@ -47,6 +49,18 @@ many = compile_kernel(
 )
 assert "fma.rn.f16x2" in many
 compile_kernel(_expand, "bf16", 4, GROUP=128, ROWS=32, OVERLAP=True)
+
+common = {"GATHER": True, "SCATTER": False, "PER_TOKEN": 8, "WHOLE": True, "PRECISION": "tf32", "OVERLAP": True}
+of_integers = {"GROUP": 128, "MXFP4": False, "CLAMPED": False, "BIAS": False, "bias_ptr": None}
+few = compile_kernel(_packed_experts, "bf16", 2, ROWS=16, OUTPUTS=64, GATED=True, SPLIT=True, **of_integers, **common)
+assert "fma.rn.bf16x2" in few
+assert "cp.async.cg.shared.global" in few, "loads of weights are not pipelined"
+of_mxfp4 = {"types": {"scales_ptr": "*u8"}, "GROUP": 32, "MXFP4": True, "CLAMPED": True, "BIAS": True}
+of_mxfp4 |= {"zeros_ptr": None}
+many = compile_kernel(
+    _packed_experts, "bf16", 8, ROWS=64, OUTPUTS=128, GATED=True, SPLIT=False, **of_mxfp4, **common
+)
+assert "fma.rn.bf16x2" in many
 """
 
 

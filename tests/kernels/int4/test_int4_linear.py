@@ -7,7 +7,14 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
-from pdserve.kernels.int4.int4_linear import Tiles, choose_method, expanded_rows, int4_gated_linear, int4_linear
+from pdserve.kernels.int4.int4_linear import (
+    Method,
+    choose_method,
+    expanded_rows,
+    int4_gated_linear,
+    int4_linear,
+)
+from pdserve.kernels.int4.int4_linear_cuda import Tiles, suits_cuda
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -36,6 +43,17 @@ def drawn(place: Place, rows: int, out_size: int, in_size: int, group: int) -> t
     return x, weight, bias
 
 
+def fused_methods(
+    impl: Impl, x: torch.Tensor, weight: GroupScaled, tiles: Tiles | None
+) -> list[tuple[Method, Tiles | None]]:
+    """The fused kernels that take them, with the tiles that each is to use."""
+    methods: list[tuple[Method, Tiles | None]] = [("fused", tiles)]
+    if impl == "triton" and suits_cuda(x, weight):
+        assert choose_method(x, weight) == "cuda"
+        methods += [("cuda", None), ("cuda", Tiles(outputs=32, warps=4, stages=3))]
+    return methods
+
+
 def tolerance(place: Place) -> dict[str, Any]:
     return {"rtol": TOLERANCES[place[2]], "atol": TOLERANCES[place[2]]}
 
@@ -48,26 +66,39 @@ def tolerance(place: Place) -> dict[str, Any]:
         (3, 130, 384, 128, Tiles(splits=2)),  # an odd number of groups, and a partial block of outputs
         (16, 66, 64, 32, Tiles(splits=1)),
         (33, 96, 192, 64, Tiles(outputs=64)),
-        (70, 32, 256, 128, None),  # two tiles of rows
+        (70, 32, 256, 128, None),  # several tiles of rows
+        (2, 48, 1056, 32, None),
+        (20, 96, 1152, 128, None),
     ],
 )
 def test_fused_products(here: Place, rows: int, out_size: int, in_size: int, group: int, tiles: Tiles | None) -> None:
     x, weight, bias = drawn(here, rows, out_size, in_size, group)
     expected = x.double() @ weight.expanded().double().T
-    assert choose_method(rows) == "fused"
     impl = here[0]
-    with poisoned(impl):
-        plain = int4_linear(x, weight, tiles=tiles, impl=impl)
-        biased = int4_linear(x, weight, bias, tiles=tiles, impl=impl)
-    torch.testing.assert_close(plain.double(), expected, **tolerance(here))
-    torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
-    if impl == "reference":
-        return
-    with poisoned(impl):
-        gated = int4_gated_linear(x, weight, bias, tiles=tiles)
-    gate, up = (expected + bias.double()).chunk(2, dim=-1)
-    limits = {name: 4 * value for name, value in tolerance(here).items()}
-    torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
+    for method, chosen in fused_methods(impl, x, weight, tiles):
+        with poisoned(impl):
+            plain = int4_linear(x, weight, method=method, tiles=chosen, impl=impl)
+            biased = int4_linear(x, weight, bias, method=method, tiles=chosen, impl=impl)
+        torch.testing.assert_close(plain.double(), expected, **tolerance(here))
+        torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
+        if impl == "reference":
+            return
+        with poisoned(impl):
+            gated = int4_gated_linear(x, weight, bias, method=method, tiles=chosen)
+        gate, up = (expected + bias.double()).chunk(2, dim=-1)
+        limits = {name: 4 * value for name, value in tolerance(here).items()}
+        torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 20])
+def test_blocks_take_several_tiles(rows: int) -> None:
+    """With more tiles of outputs than a GPU runs at a time."""
+    place: Place = ("triton", torch.device("cuda"), torch.bfloat16)
+    x, weight, bias = drawn(place, rows, 24_000, 640, 128)
+    found = int4_linear(x, weight, bias, method="cuda")
+    expected = x.double() @ weight.expanded().double().T + bias.double()
+    torch.testing.assert_close(found.double(), expected, **tolerance(place))
 
 
 @pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (33, 64, 32), (70, 128, 64)])

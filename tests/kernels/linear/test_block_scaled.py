@@ -17,7 +17,7 @@ from pdserve.kernels.linear.block_scaled import (
 )
 from pdserve.kernels.linear.quantise import quantise, quantise_reference, swiglu_quantise
 from pdserve.kernels.linear.swiglu import swiglu_reference
-from tests.kernels.block_scaled import draw_block_scaled, moved
+from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled, moved
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -40,19 +40,28 @@ def tolerance(place: Place, method: Method) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("rows", "out_size", "in_size", "row_group"),
-    [(1, 64, 1152, 128), (3, 200, 576, 64), (16, 130, 72, 16), (33, 192, 256, 128), (FEW_ROWS, 64, 128, 8)],
+    [
+        (1, 64, 1152, 128),
+        (3, 200, 576, 64),
+        (16, 130, 72, 16),
+        (33, 192, 256, 128),
+        (FEW_ROWS, 64, 128, 8),
+        (2, 130, 1096, None),
+    ],
 )
-def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int, row_group: int) -> None:
-    """With several programs per block of weights, partial blocks, and rows of scales that repeat."""
+def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int, row_group: int | None) -> None:
+    """With several programs per block of weights, partial blocks, rows of scales that repeat, and a scale per row."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, in_size, generator=generator).to(device, dtype)
-    weight = moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
+    weight = _drawn(out_size, in_size, row_group, generator, device)
     expected = x.double() @ _expanded(weight).T
     assert choose_method(rows, weight) == "exact"
+    bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        plain = block_scaled_linear(x, weight, impl=impl)
-        gated = block_scaled_gated_linear(x, weight, impl=impl)
+        plain = block_scaled_linear(x, weight, bias, impl=impl)
+        gated = block_scaled_gated_linear(x, weight, bias, impl=impl)
+    expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(plain.double(), expected, **tolerance(here, "exact"))
     gate, up = expected.chunk(2, dim=-1)
     limits = {name: 2 * value for name, value in tolerance(here, "exact").items()}
@@ -61,19 +70,21 @@ def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int,
 
 @pytest.mark.parametrize(
     ("rows", "out_size", "in_size", "row_group"),
-    [(65, 128, 256, 128), (70, 200, 200, 64), (130, 136, 72, 8), (1, 64, 128, 128)],
+    [(65, 128, 256, 128), (70, 200, 200, 64), (130, 136, 72, 8), (1, 64, 128, 128), (66, 130, 200, None)],
 )
 def test_many_rows_multiply_quantised_activations(
-    here: Place, rows: int, out_size: int, in_size: int, row_group: int
+    here: Place, rows: int, out_size: int, in_size: int, row_group: int | None
 ) -> None:
     """Quantised by the reference: the interpreter rounds to fp8 differently."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     x = quantise_reference(torch.randn(rows, in_size, generator=generator).to(device, dtype))
-    weight = moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
+    weight = _drawn(out_size, in_size, row_group, generator, device)
     expected = x.expanded().double() @ _expanded(weight).T
+    bias = torch.randn(out_size, generator=generator).to(device, dtype) if rows % 2 else None
     with poisoned(impl):
-        found = block_scaled_linear(x, weight, method="triton", impl=impl)
+        found = block_scaled_linear(x, weight, bias, method="triton", impl=impl)
+    expected = expected if bias is None else expected + bias.double()
     torch.testing.assert_close(found.double(), expected, **tolerance(here, "triton"))
 
 
@@ -149,6 +160,19 @@ def test_unsuitable_arguments_are_refused() -> None:
         block_scaled_linear(x[:, :64].contiguous(), weight)
     with pytest.raises(ValueError, match="at most 64 rows"):
         block_scaled_linear(x, weight, method="exact")
+    with pytest.raises(ValueError, match="an element for each row"):
+        block_scaled_linear(x, weight, torch.zeros(63))
+    with pytest.raises(ValueError, match="cuBLAS takes no bias"):
+        block_scaled_linear(x, weight, torch.zeros(64), method="cublas")
+
+
+def _drawn(
+    out_size: int, in_size: int, row_group: int | None, generator: torch.Generator, device: torch.device
+) -> BlockScaled:
+    """With a scale per row if there is no `row_group`."""
+    if row_group is None:
+        return moved(draw_row_scaled(out_size, in_size, generator=generator), device)
+    return moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)
 
 
 def _expanded(weight: BlockScaled) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_layers_that_share_a_selection_are_read(
         ("deepseek_v32", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must say 'dense' or 'sparse' for each of 4"),
         ("deepseek_v32", {"index_head_dim": 8}, "qk_rope_head_dim = 16 must be at most index_head_dim = 8"),
         ("deepseek_v32", {"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq"),
-        ("deepseek_v32", {"quantization_config": {"quant_method": "fp8"}}, r"\(fp8, weight_block_size None\)"),
+        ("deepseek_v32", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, r"\(fp8, fmt e5m2\)"),
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, "the first one 'full'"),
         ("glm_moe_dsa", {"indexer_types": ["full", "half", "full", "full"]}, "indexer_types must say 'full' or"),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": -1}, "an integer of at least 0, got -1"),

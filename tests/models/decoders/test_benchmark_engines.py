@@ -11,11 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import dsa_engine, engine, fp8_linear, grammar, int4_linear, mla_engine, one_rank, rank_of_eight, ttft
+from benchmarks import (
+    dsa_engine,
+    engine,
+    fp8_linear,
+    grammar,
+    int4_linear,
+    mla_engine,
+    one_rank,
+    packed_experts,
+    rank_of_eight,
+    ttft,
+)
 from benchmarks.gpu_timing import PRODUCT_RATE
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.dense_mla import tile_plan
-from pdserve.kernels.int4.int4_linear import Tiles
+from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.quantization import Int4Format
 from pdserve.models.config.sharding import WHOLE
@@ -194,7 +205,8 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
 def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
 
-    def fill(slots: Mapping[str, Slot], *_: object) -> None:
+    def fill(slots: Mapping[str, Slot], *_: object, row_scaled: bool) -> None:
+        del row_scaled
         for slot in slots.values():
             values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
             slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)
@@ -281,10 +293,30 @@ def test_fp8_benchmark_counts_what_is_read_and_multiplied(rows: int, monkeypatch
     assert [row.method for row in gated] == [*exact, "triton" if exact else "triton*", "cublas"]
     assert plain[0].read_us == pytest.approx((192 * 256 + 3 * 4 * 4) / 1e6)
     assert plain[0].product_us == pytest.approx(2 * rows * 192 * 256 / 1e6)
+    (*_, by_row) = fp8_linear.measure_linear("plain", rows, rates, by_row=True)
+    assert by_row.read_us == pytest.approx((192 * 256 + 192 * 4) / 1e6)
     gate_up, down = fp8_linear.draw_weight(2, 256, 256), fp8_linear.draw_weight(2, 256, 128)
     row = fp8_linear.measure_experts("experts", gate_up, down, rows, rates)
     assert 0 < row.product_us <= 2 * rows * 2 * (gate_up.nbytes + down.nbytes) / 1e6
     assert row.share == max(row.read_us, row.product_us) / 2.0
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_benchmark_of_packed_experts_counts_what_is_read(monkeypatch: pytest.MonkeyPatch, mxfp4: bool) -> None:
+    def run(calls: Any) -> float:
+        for call in calls:
+            assert call().isfinite().all()
+        return 2.0
+
+    small = packed_experts.Mixture(hidden=128, size=128, experts=4, per_token=4, mxfp4=mxfp4)
+    for name, value in {"DEVICE": CPU, "time_us": run, "REPEATS": 1, "MIXTURES": {"small": small}}.items():
+        monkeypatch.setattr(packed_experts, name, value)
+    row = packed_experts.Layer("small", 1e12).measure(3)
+    matrices = 4 * 3 * 128 * 128
+    # the odd group of 128 columns is padded with another one
+    assert row.read_us == pytest.approx((matrices * 17 / 32 if mxfp4 else matrices + matrices * 8 / 128) / 1e6)
+    assert row.product_us == pytest.approx(2 * 3 * matrices / PRODUCT_RATE * 1e6)
+    assert (row.time_us, row.bfloat16_us) == (2.0, 2.0)
 
 
 def test_int4_benchmark_counts_what_is_read_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

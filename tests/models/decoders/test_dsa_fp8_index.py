@@ -11,7 +11,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from pdserve.configs.errors import StartupError
-from pdserve.configs.schema import IndexDtypeSetting
+from pdserve.configs.setting_types import IndexDtypeSetting
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner, uses_fp8_index

@@ -17,7 +17,7 @@ from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
-from pdserve.scheduler.ranks.announcement import layout_of
+from pdserve.scheduler.ranks.transfers.announcement import layout_of
 from pdserve.transfer.plan.copy_regions import plan_regions
 from pdserve.transfer.plan.copy_runs import expand_runs
 from pdserve.transfer.plan.pairing import check_pair

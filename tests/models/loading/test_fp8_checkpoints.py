@@ -1,12 +1,13 @@
 """Block-scaled fp8 checkpoints of models with full attention: expanded, and kept in fp8."""
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.config.sharding import Shard
@@ -20,7 +21,7 @@ from pdserve.models.runner import ModelRunner
 from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, quantise_checkpoint
 
 CPU = torch.device("cpu")
-SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": ("qwen3", SIZES),
     "biased": ("qwen2", {"hidden_size": 128, "intermediate_size": 192}),
@@ -78,8 +79,30 @@ def test_ranks_hold_their_parts_in_fp8(model: tuple[ModelSource, Any], tp_size: 
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             torch.testing.assert_close(values, expected[name][part], rtol=1e-6, atol=0, msg=name)
             kept |= {name} if slot.block_scaled is not None else set()
-    assert ("model.layers.0.self_attn.q_proj.weight" in kept) == (not source.config.qkv_bias)
+    assert "model.layers.0.self_attn.q_proj.weight" in kept
     assert "model.layers.1.mlp.up_proj.weight" in kept
+
+
+def test_blocks_of_compressed_tensors_are_those_of_deepseek(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **SIZES)
+    expected = quantise_checkpoint(directory, (128, 128))
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    tensors = {name.replace("_scale_inv", "_scale"): tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    activations = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+    groups = {"group_0": {"weights": weights, "input_activations": activations}}
+    scheme = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    source = locate_model(str(directory))
+    fp8 = fp8_tensors(source, "auto")
+    assert "model.layers.0.mlp.down_proj.weight" in fp8
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, fp8=fp8)
+    load_weights(source, parameters.slots())
+    for name, slot in parameters.slots().items():
+        values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+        assert (slot.block_scaled is not None) == (name in fp8)
+        torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=0, msg=name)
 
 
 def test_other_quantisation_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.layers.moe import MoeParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.int4_weights import int4_tensors
@@ -31,6 +32,7 @@ CASES: dict[str, tuple[Any, Int4Method, int]] = {
     "gptq per row": ("llama", "gptq_v2", -1),
     "compressed-tensors": ("qwen3", "compressed-tensors", 32),
     "asymmetric": ("qwen3_moe", "compressed-tensors-asymmetric", 32),
+    "experts of Mixtral": ("mixtral", "awq", 32),
 }
 
 
@@ -44,6 +46,7 @@ class Model(NamedTuple):
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     architecture, method, group = CASES[request.param]
     sizes = SIZES | ({"moe_intermediate_size": 64, "mlp_only_layers": [1]} if architecture == "qwen3_moe" else {})
+    sizes |= {"num_hidden_layers": 1} if architecture == "mixtral" else {}
     root = tmp_path_factory.mktemp("int4")
     directory, plain = (make_checkpoint(root / name, architecture, **sizes) for name in ("packed", "plain"))
     expanded = pack_checkpoint(directory, method, group)
@@ -59,7 +62,9 @@ def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -
     parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, int4=kept)
     load_weights(source, parameters.slots())
     runner = ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
-    assert isinstance(parameters.layers[1].qkv, GroupScaled) == keep
+    assert isinstance(parameters.layers[-1].qkv, GroupScaled) == keep
+    experts = [layer.mlp for layer in parameters.layers if isinstance(layer.mlp, MoeParameters)]
+    assert all(isinstance(part, GroupScaled) == keep for each in experts for part in (each.gate_up, each.down))
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
     prompt, out = list(range(5, 25)), list[int]()
     slices = [SequenceSlice(tuple(prompt), 0, pages)]
@@ -88,12 +93,26 @@ def test_ranks_hold_their_parts(model: Model, keep: bool) -> None:
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
             torch.testing.assert_close(values, model.expanded[name][part], rtol=1e-6, atol=0, msg=name)
             packed |= {name} if slot.int4 is not None else set()
-    experts = {name for name in kept if ".experts." in name}
-    assert packed == (kept - experts if keep else set())
+    assert packed == (kept if keep else set())
+
+
+def test_experts_are_expanded_if_one_matrix_has_no_groups(tmp_path: Path) -> None:
+    """A rank has 48 columns of `down`."""
+    directory = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=96)
+    pack_checkpoint(directory, "gptq", 32)
+    source = locate_model(str(directory))
+    kept = int4_tensors(source, "auto")
+    for tp_size, packed in ((1, True), (2, False)):
+        slots = allocate_parameters(
+            source.config, Shard(0, tp_size), device=CPU, dtype=torch.float32, int4=kept
+        ).slots()
+        assert all((slot.int4 is not None) == packed for name, slot in slots.items() if ".experts." in name)
 
 
 def test_latent_attention_is_expanded(tmp_path: Path) -> None:
-    directory = make_dsa_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    """Its experts and MLPs stay in 4 bits."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "moe_intermediate_size": 64, "intermediate_size": 128}
+    directory = make_dsa_checkpoint(tmp_path, "deepseek_v3", **sizes)
     expanded = pack_checkpoint(directory, "compressed-tensors", -1)
     source = locate_model(str(directory))
     kept = int4_tensors(source, "auto")
@@ -101,8 +120,10 @@ def test_latent_attention_is_expanded(tmp_path: Path) -> None:
     parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, int4=kept)
     load_weights(source, parameters.slots(), parameters.names(source.config))
     for name, slot in parameters.slots().items():
+        values = slot.target if slot.int4 is None else slot.int4.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
-        torch.testing.assert_close(slot.target, expanded[name][part], rtol=1e-6, atol=0, msg=name)
+        torch.testing.assert_close(values, expanded[name][part], rtol=1e-6, atol=0, msg=name)
+        assert (slot.int4 is not None) == (name in kept and ".self_attn." not in name), name
 
 
 def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 """Loading: sharded files, conversions, and tensors that are missing, extra or misshapen."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -9,12 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.configs.errors import StartupError
-from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.fingerprint import fingerprint
 from pdserve.models.loading.weights import load_weights
-from tests.checkpoints import load_reference, make_checkpoint, pack_experts
+from tests.checkpoints import load_reference, make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -41,23 +39,6 @@ def test_every_tensor_is_loaded_into_its_slot(architecture: str, shard_size: str
         assert slot.target.equal(expected[name]), name
     covered = sum(slot.target.numel() for slot in slots.values())
     assert covered == sum(parameter.numel() for parameter in expected.values())
-
-
-def test_mxfp4_experts_are_expanded_to_what_transformers_expands(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = pack_experts(make_checkpoint(tmp_path, "gpt_oss", intermediate_size=64))
-    source = locate_model(str(tmp_path))
-    for shard in (WHOLE, Shard(1, 2), Shard(1, 2, whole_experts=True)):
-        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
-        slots = parameters.slots()
-        with caplog.at_level(logging.INFO, logger="pdserve.models.loading"):
-            load_weights(source, slots, parameters.names(source.config))
-        assert "experts in MXFP4 are expanded to float32: 0.0 GiB instead of 0.0 GiB" in caplog.text
-        for name, tensor in expected.items():
-            held = slots[name].target
-            part = tuple(slice(start, start + size) for start, size in zip(slots[name].start, held.shape, strict=True))
-            assert held.equal(tensor[part]), name
 
 
 def test_16_bit_checkpoint_is_converted(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def transitions_into(state: str) -> list[str]:
 
 def test_admit_is_the_only_transition_into_ready() -> None:
     assert transitions_into("READY") == ["admit"]
-    assert transitions_into("RUNNING") == ["_make_step"]
+    assert transitions_into("RUNNING") == ["next_step"]
     into_running = [state for state, targets in DECODE_TRANSITIONS.items() if State.RUNNING in targets]
     assert into_running == [State.READY]
 

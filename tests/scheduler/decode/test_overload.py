@@ -198,6 +198,14 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
     assert len(simulator.decode.dispatcher.queue) < 16 + 8
 
 
+def test_prompts_of_two_calls_may_alternate() -> None:
+    """As they do when each has to wait until its grammar is compiled."""
+    simulator = TimedSimulator(tokens_per_s=10_000, limits=decode_limits(max_queued_requests=2))
+    for rid, first in (("a", None), ("b", None), ("c", None), ("a 1", "a"), ("c 1", "c"), ("b 1", "b")):
+        simulator.ask(rid, 500, follows=first)
+    assert set(simulator.failures) == {"c", "c 1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [True, False])
 def test_retry_after_is_the_expected_wait_in_the_queue(full: bool) -> None:

@@ -126,7 +126,7 @@ def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
     sent = 0
 
     def push(tokens: int, priority: int = 0) -> Prompt:
-        prompt = dispatcher.new_prompt(tuple(range(tokens)), priority=priority, now=0.0)
+        prompt = Prompt(dispatcher.next_prompt_id(), tuple(range(tokens)), priority=priority, now=0.0)
         prompt.members.append(
             Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=math.inf, now=float(prompt.prompt_id))
         )

@@ -87,7 +87,7 @@ def test_loss_of_prefill_after_prefill_done_is_harmless(comes_back: bool) -> Non
         simulator.rank_turn(eos=False)
         simulator.check()
     assert simulator.decode.counters["requests_finished"] == 1
-    assert (simulator.decode.counters["redispatches"], simulator.decode.dispatcher.quarantine.pages) == (0, 0)
+    assert (simulator.decode.counters["redispatches"], simulator.decode.dispatcher.remote.quarantine.pages) == (0, 0)
     simulator.finish()
 
 
@@ -103,9 +103,9 @@ def test_abort_after_prefill_done_leaves_nothing_in_quarantine(killed: bool) -> 
         simulator.kill(0)
     simulator.cancel(0, stopped=False)
     assert not server.to_prefill
-    assert simulator.decode.dispatcher.quarantine.pages > 0
+    assert simulator.decode.dispatcher.remote.quarantine.pages > 0
     simulator.decode_turn()
-    assert simulator.decode.dispatcher.quarantine.pages == 0
+    assert simulator.decode.dispatcher.remote.quarantine.pages == 0
     simulator.rank_turn(eos=False)
     simulator.finish()
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.configs.schema import LocalPrefillSetting
+from pdserve.configs.setting_types import LocalPrefillSetting
 from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator

@@ -3,9 +3,11 @@
 import collections
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+from pdserve.scheduler.engine.prefill_engine import PrefillEngine
 from pdserve.scheduler.engine.watchdog import Watchdog
-from pdserve.scheduler.messages.ranks import RunStep
+from pdserve.scheduler.messages.ranks import RunStep, StepDone
 from pdserve.scheduler.messages.step import StepRow
 
 
@@ -67,6 +69,20 @@ def test_long_step_of_a_slow_machine_is_not_stuck() -> None:
     server.engine.last_step = step(1), 0.01
     server.engine.steps_in_flight.append((server.now, step(2048)))
     assert server.run_for(60.0) == []
+
+
+def test_step_begins_when_the_one_before_it_is_done() -> None:
+    """The second step is sent ahead; it is not stuck while it waits for a long one."""
+    server = Server()
+    engine = server.loop.engines[0] = PrefillEngine(Mock(), Mock(), control=Mock(), welcome=Mock())
+    server.run_for(10.0)
+    engine.last_step = step(1), 0.01
+    engine.start(step(2048), server.now)
+    engine.start(step(1), server.now)
+    assert server.run_for(20.0) == []
+    assert engine.take_step(StepDone(0, 7, ()), server.now) == 20.0
+    assert server.run_for(4.0) == []
+    assert server.run_for(0.5) == ["step 7 has been on the ranks for 4 s"]
 
 
 def test_first_step_of_a_server_is_not_judged() -> None:

@@ -71,3 +71,14 @@ def test_messages_find_the_rank_of_their_transfer_and_peers_are_known_to_all() -
         assert list(router.route(event)) == [0, 1, 2]
     failed = TransferFailed(TransferKey(5, 1), "too large", retryable=False)
     assert list(router.route(SendFailed(DECODE, failed, "full"))) == [0], "one answer is enough"
+
+
+def test_prompt_whose_rows_go_to_a_hot_pool_goes_to_the_rank_with_the_fewest_tokens() -> None:
+    ranks = schedulers(2)
+    router = PrefillRouter(ranks)
+    give(ranks[0], 1, [1] * 40)
+    prompt, pages, hot_pages = (np.zeros(length, dtype=np.int32) for length in (10, 3, 3))
+    assert list(router.route(MessageReceived(DECODE, destination(2), (prompt, pages, hot_pages)))) == [1]
+    give(ranks[1], 2, [0] * 10)
+    give(ranks[1], 3, [2] * 60)
+    assert list(router.route(MessageReceived(DECODE, destination(2), (prompt, pages, hot_pages)))) == [1], "sent again"

@@ -12,8 +12,8 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.kv_pool import KvPool
 from pdserve.models.config.sharding import Shard
 from pdserve.scheduler.messages.ranks import RankReport, StoreLoad, StoreLoaded, StorePing, StoreWrite, StoreWritten
-from pdserve.scheduler.ranks.announcement import layout_of
 from pdserve.scheduler.ranks.store import RankStore
+from pdserve.scheduler.ranks.transfers.announcement import layout_of
 from pdserve.transfer.store.blocks import BLOCK_TOKENS, PoolShard
 from pdserve.transfer.store.staged_cells import StorePool
 from tests.transfer.store.fake_store import FakeChannel, FakeStore

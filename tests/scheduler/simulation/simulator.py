@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
-from pdserve.configs.schema import LocalPrefillSetting
+from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
@@ -610,7 +610,7 @@ class Simulator:
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
         for peer in self.decode.dispatcher.peers._peers.values():
-            prompts = self.decode.dispatcher.of_peer(peer.instance)
+            prompts = self.decode.dispatcher.remote.of_peer(peer.instance)
             left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
             assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
             assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
@@ -858,15 +858,7 @@ class Simulator:
             case TransferFailed() as failed:
                 if failed.leaving:
                     self.decode.peer_leaving(server.instance, self.now)
-                self.decode.transfer_failed(
-                    failed.key,
-                    failed.reason,
-                    retryable=failed.retryable,
-                    late_writes=failed.late_writes,
-                    refused=failed.refused,
-                    full=failed.full,
-                    now=self.now,
-                )
+                self.decode.transfer_failed(failed, self.now)
             case AbortAck() as ack:
                 self.decode.abort_acked(ack.key, ack.late_writes, self.now)
             case CachedPrefixes() as report:
@@ -890,7 +882,7 @@ class Simulator:
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """The pages of this transfer, which must still be reserved when a write starts."""
         prompt = self.decode.prompt_of(key)
-        grant = prompt.grant if prompt is not None else self.decode.dispatcher.quarantine._pages[key].grant
+        grant = prompt.grant if prompt is not None else self.decode.dispatcher.remote.quarantine._pages[key].grant
         assert grant is not None
         return grant
 

@@ -91,7 +91,7 @@ class StagedSimulator(Simulator):
         super().start(endpoint)
         for instance in set(self.servers) - known:
             self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
-            self.decode.dispatcher.staging.peer_up(instance, REGIONS)
+            self.decode.dispatcher.remote.staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -145,7 +145,7 @@ class StagedSimulator(Simulator):
     def finish(self) -> None:
         self.healing = True
         super().finish()
-        self.decode.dispatcher.staging.check_integrity(idle=True)
+        self.decode.dispatcher.remote.staging.check_integrity(idle=True)
         for server in self.servers.values():
             assert not server.scheduler.staging._parts
 

@@ -1,21 +1,32 @@
 """The clock of simulations, and work that shares cores."""
 
+import functools
+
+import msgspec
 import pytest
 
 from pdserve.scheduler.simulation.clock import Clock, Cores
+from pdserve.scheduler.simulation.step_times import Interference, Role, StepTimes
+
+ALONE = StepTimes(prefill_token_s=0.001, decode_steps=((1, 0.01),))
+MEASURED = msgspec.structs.replace(
+    ALONE, interference=(Interference(1, 1, 1.5, 1.25), Interference(2, 0, 1.1), Interference(2, 1, 1.2, 0.9))
+)
 
 
-def run(cores: int | None, work: list[tuple[float, float, int]]) -> list[tuple[float, int]]:
-    """(end, number) of each (start, seconds, cores), in the order of their ends."""
+def run(
+    cores: int | None, work: list[tuple[float, float, int]], times: StepTimes = ALONE, roles: str = "ppp"
+) -> list[tuple[float, int]]:
+    """(end, number) of each (start, seconds, cores), in the order of their ends. `roles` are p (prefill) or d."""
     clock, ended = Clock(), []
-    machine = Cores(clock, cores)
+    machine = Cores(clock, cores, times)
+
+    def step(number: int, seconds: float, needed: int) -> None:
+        role: Role = "prefill" if roles[number] == "p" else "decode"
+        machine.run(role, seconds, needed, lambda: ended.append((clock.now, number)))
+
     for number, (start, seconds, needed) in enumerate(work):
-        clock.at(
-            start,
-            lambda number=number, seconds=seconds, needed=needed: machine.run(  # type: ignore[misc]  # bound defaults
-                seconds, needed, lambda: ended.append((clock.now, number))
-            ),
-        )
+        clock.at(start, functools.partial(step, number, seconds, needed))
     while clock.run_next():
         pass
     return ended
@@ -51,13 +62,41 @@ def test_work_that_starts_later_slows_down_what_runs() -> None:
     assert [at for at, _ in run(1, [(0, 2, 1), (1, 2, 1)])] == pytest.approx([3.0, 4.0])
 
 
-def test_work_beside_other_work_takes_longer_by_its_slowdown() -> None:
-    clock, ended = Clock(), []
-    machine = Cores(clock, 2)
-    machine.run(1.0, 1, lambda: ended.append(("short", clock.now)), slowdown=1.5)
-    machine.run(2.0, 1, lambda: ended.append(("long", clock.now)), slowdown=1.25)
-    while clock.run_next():
-        pass
-    # until 1.5 both are slower; the long one has done 1.2 of its 2 s then, and runs alone
-    assert [name for name, _ in ended] == ["short", "long"]
-    assert [at for _, at in ended] == pytest.approx([1.5, 2.3])
+def test_steps_beside_each_other_take_longer_by_their_interference() -> None:
+    # until 1.5 both are slower; the decode step has done 1.2 of its 2 s then, and runs alone
+    ended = run(2, [(0, 1, 1), (0, 2, 1)], MEASURED, "pd")
+    assert [number for _, number in ended] == [0, 1]
+    assert [at for at, _ in ended] == pytest.approx([1.5, 2.3])
+
+
+def test_three_steps_on_two_cores_share_them_and_interfere() -> None:
+    # prefill runs at 2/3 / 1.2 = 5/9, decode at 2/3 / 0.9 = 20/27. The decode step ends at 1.35, with 0.75 of each
+    # prompt done; then both run at 1 / 1.1, and the first, with 0.25 left, ends at 1.625; the last has 0.25 left then.
+    ended = run(2, [(0, 1, 1), (0, 1.25, 1), (0, 1, 1)], MEASURED, "ppd")
+    assert [number for _, number in ended] == [2, 0, 1]
+    assert [at for at, _ in ended] == pytest.approx([1.35, 1.625, 1.875])
+
+
+def test_interference_does_not_concern_devices_of_their_own() -> None:
+    assert run(None, [(0, 1, 1), (0, 2, 1)], MEASURED, "pd") == [(1.0, 0), (2.0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("role", "prefills", "decodes", "factor"),
+    [
+        ("prefill", 1, 0, 1.0),
+        ("prefill", 1, 1, 1.5),
+        ("prefill", 2, 2, 1.5),
+        ("prefill", 3, 0, 1.1),
+        ("prefill", 4, 2, 1.2),
+        ("prefill", 3, 1, 1.2),
+        ("decode", 1, 3, 1.25),
+        ("decode", 0, 2, 1.25),
+        ("decode", 5, 2, 0.9),
+    ],
+)
+def test_interference_is_that_of_the_most_similar_measured_servers(
+    role: Role, prefills: int, decodes: int, factor: float
+) -> None:
+    assert MEASURED.interference_factor(role, prefills, decodes) == factor
+    assert ALONE.interference_factor(role, prefills, decodes) == 1.0

@@ -5,7 +5,7 @@ import pytest
 
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.simulation.cluster import Arrival, Cluster, Outcome, ServerSettings
-from pdserve.scheduler.simulation.step_times import StepTimes
+from pdserve.scheduler.simulation.step_times import Interference, StepTimes
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
 TIMES = StepTimes(
@@ -98,7 +98,7 @@ def test_servers_that_share_too_few_cores_are_slower() -> None:
 
 def test_servers_beside_each_other_are_slower_by_the_measured_factor() -> None:
     arrivals = [Arrival(0, prompt(number, 128), 40) for number in range(8)]
-    times = msgspec.structs.replace(TIMES, prefill_slowdown=1.5, decode_slowdown=1.5)
+    times = msgspec.structs.replace(TIMES, interference=(Interference(1, 1, 1.5, 1.5),))
     ends = []
     for model in (TIMES, times):
         cluster = Cluster(SETTINGS, model, prefills=1, decodes=2, cores=3)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.configs.sampling import LogprobParams, TokenLogprob
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Prefilled
 from pdserve.server.api.common.outputs import Delta, Output
-from pdserve.server.engine.leader_client import Progress
+from pdserve.server.engine.inbox import Progress
 from pdserve.server.text.output_text import OutputText, TextRules
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import load_byte_tokenizer

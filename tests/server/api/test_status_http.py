@@ -40,6 +40,11 @@ async def test_health_reports_the_state_of_the_leader(tokenizer: Tokenizer) -> N
         status, reasons = await health_reasons(server)
         assert (status, "loop stalled" in reasons, "stall_timeout_s is 5" in reasons) == (503, True, True)
 
+        await server.report(msgspec.structs.replace(make_status(), step_age_s=4.9))
+        assert await health_reasons(server) == (200, "")
+        await server.report(msgspec.structs.replace(make_status(), step_age_s=6.0))
+        assert await health_reasons(server) == (503, "step stalled: no result for 6.0 s (stall_timeout_s is 5)")
+
         await server.report(make_status(problems=("sender thread has ended",)))
         assert await health_reasons(server) == (503, "sender thread has ended")
         refused = await server.http.post("/generate", json={"text": "a"})
@@ -304,3 +309,9 @@ async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningS
     await decode.leader.send_raw(b"\xc1 not msgpack")
     await decode.report(make_status(problems=("seen",)))
     assert await health_reasons(decode) == (503, "seen")
+
+
+async def test_role_switch_with_an_invalid_query_does_not_begin(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer) as server:
+        answer = await server.http.post("/role?wait=maybe", json={"role": "prefill"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "wait")

@@ -174,6 +174,13 @@ async def test_history_is_passed_to_the_template(server: RunningServer) -> None:
     )
 
 
+async def test_lone_surrogate_in_earlier_arguments(server: RunningServer) -> None:
+    function = {"name": "f", "arguments": json.dumps({"emoji": "\ud83d\ude00", "half": "\ud83d"})}
+    call = {"id": "c", "type": "function", "function": function}
+    prompt, _ = await answer(server, "Hi", messages=[*ASK, {"role": "assistant", "tool_calls": [call]}])
+    assert '{"emoji": "\N{GRINNING FACE}", "half": "\N{REPLACEMENT CHARACTER}"}' in prompt
+
+
 async def test_reasoning_that_the_prompt_opens(server: RunningServer) -> None:
     body: dict[str, Any] = {"tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True}}
     text = f"Rome?\n</think>\n\n{CALL}"

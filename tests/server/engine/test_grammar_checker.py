@@ -1,6 +1,7 @@
 """The grammar compiler of a frontend: a child process that is killed when a grammar takes too long."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from pdserve.configs.errors import ServerError
 from pdserve.configs.sampling import Grammar
+from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
 from tests.cluster.servers import python_path, wait_until
 from tests.server.http_harness import write_byte_model
@@ -62,3 +64,60 @@ def test_process_ends_with_its_pipe_while_it_compiles(checker: GrammarChecker) -
     process.stdin.write(b'["json_schema", ' + json.dumps(HOSTILE.text).encode() + b"]\n")
     process.stdin.close()
     assert process.wait(5) == 0
+
+
+HANGS_ONCE = """
+import pathlib, sys, time
+hung = pathlib.Path(sys.argv[1])
+print("null", flush=True)
+for line in sys.stdin:
+    if not hung.exists():
+        hung.touch()
+        time.sleep(600)
+    print("null", flush=True)
+"""
+
+
+def scripted_checker(script: str, *arguments: str) -> GrammarChecker:
+    """A checker with another program as its compiler."""
+    checker = GrammarChecker("model", "auto", max_compile_s=30.0)
+    checker._command = [sys.executable, "-c", script, *arguments]
+    return checker
+
+
+async def test_grammar_that_took_too_long_is_tried_again_later(tmp_path: Path) -> None:
+    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"))
+    try:
+        checker._max_compile_s = 0.2
+        for _ in range(2):
+            problem = await checker.check(GOOD)
+            assert problem is not None
+            assert problem.startswith("takes longer than 0.2 s to compile")
+            assert checker._process is None, "it is remembered"
+        checker._known[GOOD] = problem, 0.0  # it was long ago
+        checker._max_compile_s = 30.0
+        assert await checker.check(GOOD) is None
+    finally:
+        checker._kill()
+
+
+async def test_process_that_does_not_start_in_time_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "START_S", 0.1)
+    checker = scripted_checker("import time; time.sleep(600)")
+    with pytest.raises(ServerError, match=r"the grammar compiler has not started within 0\.1 s"):
+        await checker.check(GOOD)
+    assert checker._process is None
+
+
+async def test_remembered_grammars_have_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_REMEMBERED_CHARACTERS", 1000)
+    (tmp_path / "hung").touch()
+    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"))
+    try:
+        grammars = [Grammar("regex", letter * 400) for letter in "abc"]
+        for grammar in (*grammars, grammars[2], Grammar("regex", "d" * 2000), GOOD):
+            assert await checker.check(grammar) is None
+        assert list(checker._known) == [GOOD]
+        assert checker._known_characters == len(GOOD.text)
+    finally:
+        checker._kill()

@@ -19,10 +19,27 @@ def idle_cpu_s():
 sys.exit(sorted(idle_cpu_s() for _ in range(11))[5] > 0.0004)
 """
 
+COUNT_NEW_THREADS = """
+import os, sys, torch
+torch.set_num_threads(1)
+threads = len(os.listdir("/proc/self/task"))
+torch.nn.functional.linear(torch.randn(256, 512), torch.randn(1024, 512))
+sys.exit(len(os.listdir("/proc/self/task")) - threads)
+"""
+
 
 async def test_openmp_threads_spin_only_briefly() -> None:
     """On a busy machine, spinning threads take the cores from the thread they wait for and from the other server."""
     leader = LeaderProcess(DecodeConfig(), "ipc://unused", [sys.executable, "-c", MEASURE_IDLE_THREADS])
+    try:
+        assert await leader.wait() == 0
+    finally:
+        leader.close()
+
+
+async def test_linear_layers_compute_on_the_configured_threads() -> None:
+    """On aarch64 they ignore torch.set_num_threads, so that a server with `threads = 1` used two cores."""
+    leader = LeaderProcess(DecodeConfig(threads=1), "ipc://unused", [sys.executable, "-c", COUNT_NEW_THREADS])
     try:
         assert await leader.wait() == 0
     finally:

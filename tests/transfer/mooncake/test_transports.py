@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from pdserve.configs.errors import StartupError
-from pdserve.configs.schema import DecodeConfig, PrefillConfig, TransportSetting
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
+from pdserve.configs.setting_types import TransportSetting
 from pdserve.memory.kv_pool import PROBE_BYTES
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.local_pool import LocalPool

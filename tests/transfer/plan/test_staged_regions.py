@@ -6,7 +6,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdserve.configs.schema import StagingSetting
+from pdserve.configs.setting_types import StagingSetting
 from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.staged_regions import (
     MAX_PART_BYTES,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from pdserve.configs.schema import DispatchSetting
+from pdserve.configs.setting_types import DispatchSetting
 from tests.scheduler.simulation.timed_simulator import VOCAB, TimedSimulator, decode_limits
 
 CONVERSATIONS = 50

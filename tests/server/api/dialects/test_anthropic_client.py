@@ -235,6 +235,16 @@ async def test_errors_have_the_shape_that_the_client_expects(
         ({"mcp_servers": [{}]}, "mcp_servers is not supported by this server"),
         ({"stop": ["a"]}, "stop is for OpenAI's routes; here it is stop_sequences"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
+        ({"tools": [{"name": "f", "input_schema": {}}] * 2}, 'tools[1].name is given twice: "f"'),
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                ]
+            },
+            "messages cannot continue a message that calls tools",
+        ),
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(

@@ -1,6 +1,7 @@
 """OpenAI's client calls /v1/responses: whole responses, streams, tools, reasoning, structured output and errors."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -151,6 +152,22 @@ async def test_replies_validate_against_their_models(server: RunningServer) -> N
             assert name == f"event: {event['type']}"
 
 
+async def test_deeply_nested_settings_are_repeated(server: RunningServer) -> None:
+    nested: list[Any] = []
+    for _ in range(300):
+        nested = [nested]
+    tool = {**WEATHER, "parameters": {"enum": nested}}
+    body = json.dumps({"input": "a", "metadata": {"a": nested}, "tools": [tool]})
+    asking = asyncio.create_task(
+        server.http.post("/v1/responses", content=body, headers={"Authorization": "Bearer right"})
+    )
+    await generate(server, "Hi")
+    answer = await asking
+    assert answer.status_code == 200
+    assert answer.json()["metadata"] == {"a": nested}
+    assert answer.json()["tools"] == [tool]
+
+
 async def test_failure_is_the_last_event_and_an_abort_ends_the_response(
     server: RunningServer, client: openai.AsyncOpenAI
 ) -> None:
@@ -188,6 +205,9 @@ async def test_failure_is_the_last_event_and_an_abort_ends_the_response(
         ({"max_output_tokens": 100_000}, "max_output_tokens must be between 1 and 400, got 100000"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is required with json_schema"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice names a function that is not in tools"),
+        ({"tools": [WEATHER, WEATHER]}, 'tools[1].name is given twice: "get_weather"'),
+        ({"input": [{"type": "reasoning"}]}, "input is required and must not be empty"),
+        ({"input": "a" * 500}, "input has 518 tokens; this model's maximum context length is"),
     ],
 )
 async def test_unsupported_fields_are_refused_by_name(

@@ -13,6 +13,7 @@ from pdserve.server.bench.client import RequestRecord
 from pdserve.server.cli import main
 from pdserve.server.plan.ratio.calibration import mean_step_s, running_together
 from pdserve.server.plan.ratio.fit import fit_nonnegative
+from pdserve.server.plan.ratio.interference import times_together
 from pdserve.server.plan.ratio.load import BLOCK_TOKENS, read_trace
 from pdserve.server.plan.ratio.options import Ratio, parse_ratios
 from pdserve.server.plan.ratio.pair import MeasuredPair, Server, read_pair, write_pair
@@ -111,6 +112,16 @@ def test_rates_survive_a_file(rates: Path) -> None:
     [
         ({"times": {"prefill_token_s": 1, "decode_steps": []}}, "decode_steps must have ascending numbers"),
         ({"times": {"prefill_token_s": 1, "decode_steps": [[4, 1], [2, 1]]}}, "got [4, 2]"),
+        (
+            {
+                "times": {
+                    "prefill_token_s": 1,
+                    "decode_steps": [[1, 1]],
+                    "interference": [{"prefills": 1, "decodes": 1, "decode": 0}],
+                }
+            },
+            "times.interference[0].decode",
+        ),
         ({"unknown": 1}, "unknown"),
     ],
 )
@@ -194,6 +205,22 @@ def test_step_time_is_that_of_all_tokens_when_some_arrive_together() -> None:
     assert (begin, end) == pytest.approx((1.1, 1.5))
     assert mean_step_s([late, regular], begin, end) == pytest.approx(0.1)
     assert mean_step_s([late], 1.6, 1.7) is None
+
+
+def prompt_record(started_s: float, seconds: float) -> RequestRecord:
+    return RequestRecord(started_s, e2e_s=seconds, arrivals=[(seconds, 1)], timeline={"prefill": seconds / 2})
+
+
+def test_times_together_are_those_while_all_servers_compute() -> None:
+    # batches run together from 1.0 to 3.0; of the prompts, those that end too late or begin too early do not count
+    batches = [record(0.0, [(0.2 * step, step + 1) for step in range(5, 16)]), record(0.9, [(0.1, 1), (3.1, 16)])]
+    prompts = [[prompt_record(0.5, 1.0), prompt_record(1.5, 1.0), prompt_record(2.5, 1.0)]]
+    prompts.append([prompt_record(0.9, 0.2), prompt_record(1.1, 0.4), prompt_record(1.5, 1.6)])
+    prompt_s, step_s = times_together(prompts, batches)
+    assert prompt_s == pytest.approx((1.0 / 2 + 0.4 / 2) / 2)
+    assert step_s == pytest.approx(0.2)
+    assert times_together(prompts[:1], ()) == (0.5, None)
+    assert times_together((), batches)[0] is None
 
 
 def test_fit_finds_the_coefficients_and_drops_negative_ones() -> None:

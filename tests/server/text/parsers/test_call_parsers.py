@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.schema import ReasoningParserName, ToolParserName
+from pdserve.configs.setting_types import ReasoningParserName, ToolParserName
 from pdserve.server.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, merged
 from pdserve.server.text.parsers.families import FAMILIES, family_of_template
 from pdserve.server.text.parsers.output_parser import OutputParser
@@ -212,6 +212,29 @@ def test_hermes_tolerates_what_models_write() -> None:
     assert calls_of(parse("hermes", '<tool_call>{"name": "now"}</tool_call>')) == [("now", {})]
     unclosed = '<tool_call>{"name": "now"}\n<tool_call>{"name": "now", "arguments": null}'
     assert calls_of(parse("hermes", unclosed)) == [("now", {}), ("now", {})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments"),
+    [
+        ("hermes", r'<tool_call>{"name": "now", "arguments": "\ud83d"}</tool_call>', "\ufffd"),
+        ("pythonic", r'[now(a="\ud83d")]', '{"a": "\ufffd"}'),
+        ("qwen3-coder", r"<function=now><parameter=a>'\ud83d'</parameter></function>", '{"a": "\ufffd"}'),
+        ("qwen3-coder", "<function=now><parameter=a>NaN</parameter></function>", '{"a": "NaN"}'),
+        ("qwen3-coder", "<function=now><parameter=a>{'b': 1e999}</parameter></function>", '{"a": "{\'b\': 1e999}"}'),
+    ],
+)
+def test_arguments_can_be_written_as_json(family: str, text: str, arguments: str) -> None:
+    events = parse(family, text)
+    assert "".join(event.text for event in events if isinstance(event, CallArguments)) == arguments
+
+
+def test_name_can_be_written_as_json() -> None:
+    assert CallBegin(0, "a\ufffd") in parse("hermes", r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
+
+
+def test_list_with_an_infinite_number_is_content() -> None:
+    assert parse("pythonic", "[now(a=1e999)]") == [Content("[now(a=1e999)]")]
 
 
 def test_text_after_a_call_is_content() -> None:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import torch
-
-from pdserve.scheduler.ranks.early_writes import EarlyWrites
-from pdserve.scheduler.ranks.executor import PendingStep
+from pdserve.scheduler.ranks.transfers.early_writes import EarlyWrites
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, TransferKey
 
 DECODE, OTHER = InstanceId("decode"), InstanceId("other")
-STEP = PendingStep(torch.device("cpu"))
+
+
+def step_is_done() -> None:
+    """Stands for the wait for a step."""
 
 
 class Recorder:
@@ -20,7 +20,7 @@ class Recorder:
         self.early = EarlyWrites(self._write, self.ended.append)
 
     def _write(self, chunk: ChunkWrite, ready: Callable[[], None]) -> None:
-        assert ready == STEP.wait
+        assert ready is step_is_done
         self.started.append(chunk)
 
 
@@ -34,11 +34,11 @@ def test_write_starts_with_its_step() -> None:
     for chunk in chunks:
         recorder.early.add(chunk)
     assert not recorder.started
-    recorder.early.step_started(1, STEP)
+    recorder.early.step_started(1, step_is_done)
     assert recorder.started == chunks[:2]
-    recorder.early.step_started(2, STEP)
+    recorder.early.step_started(2, step_is_done)
     assert recorder.started == chunks
-    recorder.early.step_started(3, STEP)
+    recorder.early.step_started(3, step_is_done)
     recorder.early.cancel(DECODE, TransferKey(1, 1))
     assert (recorder.started, recorder.ended) == (chunks, [])
 
@@ -53,8 +53,8 @@ def test_cancelled_write_ends_and_does_not_start() -> None:
     assert [(end.instance, end.key, end.token_start, end.ok, end.reason) for end in recorder.ended] == [
         (DECODE, TransferKey(1, 1), start, False, "cancelled") for start in (0, 16)
     ]
-    recorder.early.step_started(1, STEP)
-    recorder.early.step_started(2, STEP)
+    recorder.early.step_started(1, step_is_done)
+    recorder.early.step_started(2, step_is_done)
     assert recorder.started == others
 
 
@@ -64,5 +64,5 @@ def test_write_of_a_failed_step_ends() -> None:
     recorder.early.add(write(2))
     recorder.early.step_failed(1)
     assert [(end.ok, end.reason) for end in recorder.ended] == [(False, "the step failed")]
-    recorder.early.step_started(1, STEP)
+    recorder.early.step_started(1, step_is_done)
     assert not recorder.started

@@ -1,10 +1,4 @@
-"""What the collectives of a stage compute, from the tensors of all ranks; ipc_collectives.py does it between processes.
-
-    all_reduce    parts[0] + parts[1] + ...      in float32, in the order of the ranks, rounded once
-    gather        the shares of all ranks side by side, along the last dimension
-
-The order of the sum does not depend on the rank, the size or the algorithm: all ranks get the same bits.
-"""
+"""What the collectives compute, from the tensors of all ranks, in plain torch."""
 
 from collections.abc import Sequence
 

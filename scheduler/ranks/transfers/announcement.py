@@ -1,15 +1,21 @@
 """What a rank announces to peers: its pools, the hot pool of a HiSparse cache and its staging ring."""
 
+import os
 import secrets
+from collections.abc import Mapping, Sequence
 
 import msgspec
+import torch
 
-from ...memory.hisparse.cache import HiSparseCache
-from ...memory.kv_pool import KvPool
-from ...memory.ring_memory import RingMemory
-from ...transfer.data.local_pool import LocalPool
-from ...transfer.protocol.layout import KvLayout, Plane
-from ...transfer.protocol.messages import Pool, StageRing
+from ....configs.setting_types import StagingSetting
+from ....memory.hisparse.cache import HiSparseCache
+from ....memory.kv_pool import KvPool
+from ....memory.ring_memory import RingMemory
+from ....transfer.data.local_pool import LocalPool
+from ....transfer.mooncake.library import Transport
+from ....transfer.mooncake.transports import machine_id
+from ....transfer.protocol.layout import KvLayout, Plane
+from ....transfer.protocol.messages import Pool, Rank, StageRing
 
 
 def layout_of(pool: KvPool) -> KvLayout:
@@ -60,4 +66,32 @@ def announced_ring(ring: RingMemory) -> StageRing:
         memory="device" if ring.on_gpu else "host",
         probe_address=ring.probe.data_ptr(),
         probe_bytes=len(ring.probe),
+    )
+
+
+def announced_rank(
+    peer_rank: int,
+    pools: Sequence[LocalPool],
+    hot: HiSparseCache | None,
+    *,
+    sessions: Mapping[Transport, str],
+    ring: RingMemory | None,
+    staging: StagingSetting,
+    on_cpu: bool,
+) -> Rank:
+    """A rank with all of its memory. `sessions` are the addresses of its receive engines, `hot` is its cache with
+    HiSparse.
+    """
+    return Rank(
+        rank=peer_rank,
+        session=sessions.get("tcp"),
+        pools=tuple(announced_pool(pool, hot) for pool in pools),
+        machine=machine_id(),
+        nvlink_session=sessions.get("nvlink"),
+        rdma_session=sessions.get("rdma"),
+        ring=announced_ring(ring) if ring is not None else None,
+        staging=staging,
+        hot=announced_hot(hot) if hot is not None else None,
+        cpu_cores=tuple(sorted(os.sched_getaffinity(0))) if on_cpu else (),
+        cpu_threads=torch.get_num_threads() if on_cpu else 0,
     )

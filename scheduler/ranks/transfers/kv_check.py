@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ...memory.hisparse.cache import HiSparseCache
-from ...memory.kv_pool import KvCache
-from ...transfer.data.local_pool import LocalPool
-from ...transfer.protocol.checksum import add_sums, block_sum
-from ..messages.ranks import VerifyKv
+from ....memory.hisparse.cache import HiSparseCache
+from ....memory.kv_pool import KvCache
+from ....transfer.data.local_pool import LocalPool
+from ....transfer.protocol.checksum import add_sums, block_sum
+from ...messages.ranks import VerifyKv
 
 
 def verify_kv(

@@ -6,9 +6,8 @@ This way a chunk is on its way as soon as it is computed, and not after a round 
 import threading
 from collections.abc import Callable
 
-from ...transfer.data.chunks import ChunkWrite, ChunkWritten
-from ...transfer.protocol.messages import InstanceId, TransferKey
-from .executor import PendingStep
+from ....transfer.data.chunks import ChunkWrite, ChunkWritten
+from ....transfer.protocol.messages import InstanceId, TransferKey
 
 
 class EarlyWrites:
@@ -31,9 +30,10 @@ class EarlyWrites:
         with self._lock:
             self._waiting.setdefault(chunk.after, []).append(chunk)
 
-    def step_started(self, command_id: int, step: PendingStep) -> None:
+    def step_started(self, command_id: int, wait: Callable[[], None]) -> None:
+        """Start the writes of a step; `wait` returns when it is done."""
         for chunk in self._take(command_id):
-            self._write(chunk, step.wait)
+            self._write(chunk, wait)
 
     def step_failed(self, command_id: int) -> None:
         for chunk in self._take(command_id):

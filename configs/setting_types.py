@@ -1,0 +1,65 @@
+"""The types of settings: named choices, ports, endpoints, origins and URLs, with the checks of their values."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from .allowed_hosts import check_entry
+
+
+def _split_commas(value: object) -> object:
+    """Split a flag such as `a:1,b:2`; a YAML file may have a list."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _check_port(endpoint: str) -> str:
+    if not 1 <= int(endpoint.rpartition(":")[2]) <= 65535:
+        raise ValueError("the port must be between 1 and 65535")
+    return endpoint
+
+
+def _check_origin(origin: str) -> str:
+    if origin != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#]+", origin) is None:
+        raise ValueError("must be * or an origin as browsers send it: scheme://host or scheme://host:port, no path")
+    return origin
+
+
+Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
+Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
+HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+KvStoreUrl = Annotated[
+    str,
+    Field(
+        pattern=r"^(mooncake://[^\s:/,]+:[0-9]{1,5}|etcd://[^\s:/,]+:[0-9]{1,5}(,[^\s:/,]+:[0-9]{1,5})*)$",
+        description="mooncake://HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]",
+    ),
+    AfterValidator(_check_port),
+]
+TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
+LoadFormat = Literal["auto", "dummy"]
+KvDtypeSetting = Literal["auto", "fp8_e4m3"]
+IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
+StagingSetting = Literal["auto", "on", "off"]
+LocalPrefillSetting = Literal["auto", "never", "always"]
+DispatchSetting = Literal["prefix", "load"]
+CpuKernelsSetting = Literal["auto", "numba", "torch"]
+ToolParserName = Literal[
+    "auto",
+    "none",
+    "deepseek-v3",
+    "deepseek-v31",
+    "deepseek-v32",
+    "deepseek-v4",
+    "glm45",
+    "glm47",
+    "hermes",
+    "llama3-json",
+    "mistral",
+    "mistral-v11",
+    "pythonic",
+    "qwen3-coder",
+]
+ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "mistral", "qwen3"]

@@ -1,0 +1,221 @@
+"""The prompts that prefill servers compute: sends them, tracks the transfer of their KV, and gives up attempts.
+
+An attempt that was given up leaves its pages in quarantine: its writer may still write them.
+"""
+
+import collections
+from collections.abc import Sequence
+
+from ....memory.pages import pages_for
+from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from ...messages.effects import SendToPeer
+from ...messages.outbox import Outbox
+from ..memory.request_memory import RequestMemory
+from ..requests.limits import DecodeLimits
+from ..requests.request import Attempt, Prompt
+from ..requests.reservation import Reservation
+from .kv_path import PathInputs, choose_path
+from .placer import Placer
+from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
+from .quarantine import Quarantine, QuarantinedPages
+from .staging import RankRing, StagedArrivals
+
+
+class RemotePrefill:
+    """Owns the transfers in flight, their staged parts and the quarantine. `prompts` are by the key of the transfer."""
+
+    def __init__(
+        self,
+        limits: DecodeLimits,
+        rings: Sequence[RankRing],
+        *,
+        peers: PrefillPeers,
+        placer: Placer,
+        memory: RequestMemory,
+        counters: "collections.Counter[str]",
+        outbox: Outbox,
+    ) -> None:
+        self._limits = limits
+        self._peers = peers
+        self._placer = placer
+        self._memory = memory
+        self._counters = counters
+        self._outbox = outbox
+        self.prompts: dict[TransferKey, Prompt] = {}
+        self.quarantine = Quarantine(limits.quarantine_s)
+        self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
+
+    def send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
+        """Send a prompt, whose pages are reserved, to the selected server."""
+        peer, expected = selection.peer, selection.cached
+        prompt.attempts += 1
+        key = TransferKey(prompt.prompt_id, prompt.attempts)
+        kind = prompt_kind(prompt, expected)
+        cached = reservation.prefix_tokens - reservation.unseen_tokens
+        tokens = max(1, prompt.tokens - max(cached, expected or 0))
+        members = prompt.waiting
+        first = members[0]
+        choice = choose_path(self._path_inputs(prompt, peer))
+        prompt.attempt = attempt = Attempt(
+            key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
+        )
+        attempt.unseen_tokens = reservation.unseen_tokens
+        self._counters[f"dispatch_{selection.reason}"] += 1
+        if expected is not None:
+            self._counters["dispatch_tokens_expected"] += expected
+            peer.cache.sent(prompt.page_hashes[peer.cache.page_size or 0], expected, now)
+        first_new, within = divmod(reservation.prefix_tokens, self._limits.page_size)
+        new_pages = reservation.prompt.pages[first_new:]
+        if reservation.copied is not None:
+            (source,) = reservation.copied.pages
+            self._memory.copy_page(source, new_pages[0], tokens=within)
+            self._memory.release_grant(reservation.copied)
+        destinations: list[Sequence[int]] = [new_pages]
+        if self._memory.hot is not None:
+            self._counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
+            if choice.path == "gpu":
+                self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
+                destinations.append(self._memory.hot.announced(attempt.hot_pages[first_new:]))
+        if within:
+            count = prompt.tokens - reservation.prefix_tokens
+            destinations = [self._rows(pages, within, count) for pages in destinations]
+        self.prompts[key] = prompt
+        self._placer.sent(prompt, attempt)
+        peer.window.sent(kind, tokens)
+        message = KvDestination(
+            key=key,
+            rid=first.rid,
+            sampling=prompt.first_sampling,
+            timeout_s=min(self._limits.prefill_timeout_s, max(request.deadline for request in members) - now),
+            granularity="token" if within else "page",
+            prefix_tokens=reservation.prefix_tokens,
+            room=prompt.room,
+            verify=self._limits.verify_kv,
+            samples=prompt.samples,
+            output_tokens=prompt.output_tokens,
+            logprobs=first.logprobs,
+            priority=prompt.priority,
+            enable_hisparse=choice.path == "host",
+            traceparent=prompt.traceparent,
+        )
+        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
+        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
+
+    def of_peer(self, instance: InstanceId) -> list[Prompt]:
+        """Prompts that this prefill server has and has not finished."""
+        attempts = ((prompt, _attempt(prompt)) for prompt in self.prompts.values())
+        return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
+
+    def chunk_arrived(self, chunk: ChunkArrived) -> bool:
+        """Record a chunk; False if its transfer is not in flight."""
+        prompt = self.prompts.get(chunk.key)
+        if prompt is None:
+            return False
+        attempt = _attempt(prompt)
+        attempt.begun = True
+        if chunk.token_start < chunk.token_end:
+            attempt.chunks.append(chunk)
+        computed = chunk.token_end - max(chunk.token_start, attempt.expected_cached or 0)
+        tokens = min(attempt.tokens_left, max(0, computed))
+        window = self._peers.window(attempt.instance)
+        if tokens and window is not None:
+            attempt.tokens_left -= tokens
+            window.computed(attempt.kind, tokens)
+        return True
+
+    def written(self, done: PrefillDone) -> bool:
+        """Prefill has written everything. Returns whether all of it is in its pages; if not, `staging.scattered()`
+        returns `done` later.
+        """
+        prompt = self.prompts.get(done.key)
+        if prompt is not None and not (attempt := _attempt(prompt)).written:
+            attempt.written = True
+            self._leave_prefill(attempt)
+        return not self.staging.hold(done)
+
+    def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
+        """What is missing, if anything, from a transfer that prefill reports as done."""
+        arrived = _attempt(prompt).tokens_arrived()
+        if arrived != prompt.tokens:
+            return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
+        if len(done.first_tokens) < prompt.samples:
+            return f"prefill sent {len(done.first_tokens)} first tokens for {prompt.samples} samples"
+        return None
+
+    def give_up(self, prompt: Prompt, reason: str, *, abort: bool) -> None:
+        """Quarantine the pages of an attempt. With `abort`, tell its writer to stop."""
+        attempt = _attempt(prompt)
+        prompt.last_problem = reason
+        attempt.given_up = True
+        if abort:
+            self._outbox.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
+        hot = self._memory.hot if attempt.hot_pages else None
+        self.quarantine.put(prompt, hot.quarantine(prompt.prompt_id) if hot is not None else None)
+
+    def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
+        """The writer of a transfer issues no more writes, neither into its pages nor into the staging rings."""
+        self.quarantine.writer_stopped(key, late_writes=late_writes, now=now)
+        self.staging.writer_stopped(key, late_writes=late_writes, now=now)
+
+    def leave(self, prompt: Prompt) -> None:
+        """The transfer is done or given up: nothing more of it is scattered."""
+        attempt = _attempt(prompt)
+        self.staging.close(attempt.key)
+        del self.prompts[attempt.key]
+        self._placer.returned(attempt)
+        if not attempt.written:
+            self._leave_prefill(attempt)
+
+    def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
+        """No request needs this prompt any more: stop its writer."""
+        attempt = _attempt(prompt)
+        if prompt.grant is not None:  # not in quarantine yet
+            self.give_up(prompt, reason, abort=not attempt.written)
+            if attempt.written:
+                self.writer_stopped(attempt.key, late_writes=False, now=now)
+        self.leave(prompt)
+
+    def peer_closed(self, instance: InstanceId, now: float) -> None:
+        """The connection to a prefill server is closed."""
+        self.quarantine.writer_closed(instance, now)
+        self.staging.peer_closed(instance, now)
+
+    def take_released(self, now: float) -> list[QuarantinedPages]:
+        """The pages whose quarantine is over; the caller releases their grants."""
+        self.staging.due(now)
+        return self.quarantine.take_due(now, in_use=self.staging.scattering | self._memory.copies.keys)
+
+    def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
+        """Rows of a pool for `count` tokens, from offset `first` of the first page on."""
+        size = self._limits.page_size
+        return [pages[at // size] * size + at % size for at in range(first, first + count)]
+
+    def _path_inputs(self, prompt: Prompt, peer: PrefillPeer) -> PathInputs:
+        """What the path of a prompt to this server depends on."""
+        hot, members = self._memory.hot, prompt.waiting
+        return PathInputs(
+            hisparse=hot is not None,
+            peer_writes_both=peer.writes_both,
+            samples=len(members),
+            new_tokens=max(request.sampling.max_new_tokens - len(request.output_ids) for request in members),
+            pages=pages_for(prompt.tokens + 1, self._limits.page_size),
+            first_pages=hot.limits.buffer_pages if hot is not None else 0,
+            free_pages=hot.pages.available if hot is not None else 0,
+            free_slots=hot.free_slots if hot is not None else 0,
+            ahead=sum(len(other.waiting) for other in self.prompts.values() if not _attempt(other).hot_pages),
+            settled=hot is None or hot.settled,
+        )
+
+    def _leave_prefill(self, attempt: Attempt) -> None:
+        """Prefill has nothing more to do for this attempt: remove it from the dispatch window, if the server is still
+        paired.
+        """
+        window = self._peers.window(attempt.instance)
+        if window is not None:
+            window.returned(attempt.kind, attempt.tokens_left)
+        attempt.tokens_left = 0
+
+
+def _attempt(prompt: Prompt) -> Attempt:
+    assert prompt.attempt is not None, f"prompt {prompt.prompt_id} has no attempt"
+    return prompt.attempt

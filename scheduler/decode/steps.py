@@ -1,0 +1,110 @@
+"""The steps of a decode server: what the next one computes, and what the results of one change."""
+
+import collections
+from collections.abc import Sequence
+
+from ...configs.errors import ServerError
+from ..chunking.chunk_queue import Chunk
+from ..messages.lifecycle import State
+from ..messages.step import StepResult
+from .admission import Admission
+from .arrivals import Arrivals
+from .dispatch.dispatcher import PrefillDispatcher
+from .endings import Endings
+from .memory.request_memory import RequestMemory
+from .requests.request import LocalPrompt, Request
+from .retraction import Retractions
+from .run_queue import DecodeStep, RunQueue
+
+
+class Steps:
+    """A step has a row for each running request of its batch, and chunks of prompts that this server computes."""
+
+    def __init__(
+        self,
+        *,
+        dispatcher: PrefillDispatcher,
+        memory: RequestMemory,
+        run_queue: RunQueue,
+        retracted: Retractions,
+        admission: Admission,
+        arrivals: Arrivals,
+        endings: Endings,
+        counters: "collections.Counter[str]",
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._memory = memory
+        self._run_queue = run_queue
+        self._retracted = retracted
+        self._admission = admission
+        self._arrivals = arrivals
+        self._endings = endings
+        self._counters = counters
+        self._rows_waited = False
+        """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
+
+    def next_step(self, now: float) -> DecodeStep | None:
+        """The next step, if the ranks take one and there is work for it."""
+        if not self._run_queue.may_start_step():
+            return None
+        for request in self._run_queue.fill_batch():
+            request.lifecycle.advance(State.RUNNING, now)
+        able: list[Request] = []
+        lacking: list[Request] = []
+        for request in self._run_queue.next_batch():
+            if request.state is State.RUNNING:  # room for another one may have retracted it
+                (able if self._retracted.make_room(request, now) else lacking).append(request)
+        self._admission.starving = any(request.state is State.RUNNING for request in lacking)
+        paused = self._run_queue.paused
+        batch = [request for request in able if request.state is State.RUNNING and request is not paused]
+        apart = self._memory.fetches(batch)
+        chunks = self._next_chunks(0 if apart else len(batch)) if not (apart and self._rows_waited) else []
+        self._rows_waited = apart and bool(chunks)
+        if self._rows_waited:
+            batch = []
+        if not batch and not chunks:
+            return None
+        self._dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
+        return self._run_queue.start_step(batch, self._memory.next_command(), self._memory.hot_slot, chunks)
+
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
+        are dropped.
+        """
+        step, seconds = self._finish_step(command_id, now)
+        self._counters["decode_steps"] += bool(step.rows)
+        for row, result in zip(step.rows, results, strict=False):
+            if row.request.state is not State.RUNNING:
+                continue
+            if result.problem is None:
+                self._endings.accept_token(row.request, result.drawn[0], now)
+            else:
+                self._endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
+        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            if result.problem is not None and chunk.prompt in self._dispatcher.local.queue:
+                error = ServerError(f"the grammar cannot be followed: {result.problem}")
+                self._endings.end_all(chunk.prompt.prompt, error, now)
+            self._admission.admit_received(self._arrivals.computed(chunk, result, seconds, now), now)
+        if step.chunks:
+            self._admission.admit_arrived(now)
+
+    def step_failed(self, command_id: int, reason: str, now: float) -> None:
+        """The model could not run this step: its requests fail, the server continues."""
+        self._counters["steps_failed"] += 1
+        step, _ = self._finish_step(command_id, now)
+        for row in step.rows:
+            if row.request.state is State.RUNNING:
+                self._endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self._dispatcher.local.queue}:
+            self._endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
+
+    def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
+        """Chunks of prompts that this server computes, for the next step, of `batch` running requests."""
+        queued = len(self._dispatcher.queue) if self._dispatcher.pace.is_busy(None) else 0
+        return self._dispatcher.local.next_chunks(batch, len(self._run_queue.running), queued)
+
+    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
+        """The step that has ended, and how long it took."""
+        step = self._run_queue.finish_step(command_id)
+        self._memory.command_done(command_id)
+        return step, self._dispatcher.local.times.ended(now)

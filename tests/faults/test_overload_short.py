@@ -5,13 +5,17 @@ from pathlib import Path
 from tests.cluster.servers import cluster
 from tests.faults.overload import FACTOR, QUEUE, SLOTS, Overload, Tally
 
-SECONDS = 1.5
+SECONDS = (1.5, 6.0, 24.0)
+"""The next one, if no request was complete by then: the test machine is busy."""
 
 
 def test_accepted_requests_are_served_and_others_come_back_later(tmp_path: Path) -> None:
     with cluster(tmp_path) as servers:
         overload = Overload(servers, tmp_path)
-        figures = overload.run(FACTOR * SLOTS, SECONDS, bursts=True)
+        for seconds in SECONDS:
+            figures = overload.run(FACTOR * SLOTS, seconds, bursts=True)
+            if figures.goodput > 0:
+                break
         assert figures.wrong == ()
         assert figures.goodput > 0
         assert figures.refused > 0, "the queue was never full"

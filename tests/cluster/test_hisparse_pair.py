@@ -48,12 +48,14 @@ PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
 class Case(NamedTuple):
     """A model. `largest_stage`: by number of stages, the layers and indexers of the largest one. Layers that share a
-    selection are on the same stage.
+    selection are on the same stage. With `seed`, no two tokens at the border of a selection have nearly the same score:
+    rounding would decide between them.
     """
 
     architecture: DsaArchitecture
     overrides: dict[str, Any]
     largest_stage: dict[int, tuple[int, int]]
+    seed: int
 
     def hisparse(
         self, hot_rows: int, hot_pages: int, kv_tokens: int = 4096, pp: int = 1, page_size: int = PAGE
@@ -71,8 +73,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "deepseek": Case("deepseek_v32", {}, {1: (3, 3), 2: (2, 2)}),
-    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSF"}, {1: (3, 2), 2: (2, 1)}),
+    "deepseek": Case("deepseek_v32", {}, {1: (3, 3), 2: (2, 2)}, seed=4),
+    "glm": Case("glm_moe_dsa", {"index_topk_pattern": "FSF"}, {1: (3, 2), 2: (2, 1)}, seed=3),
 }
 
 
@@ -111,7 +113,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     with cluster(tmp_path_factory.mktemp(f"{request.param}-logs")) as servers:
         prefill = servers.add("prefill", model, *PREFILL)
-        draw = random.Random(3)
+        draw = random.Random(case.seed)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]

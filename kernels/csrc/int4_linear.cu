@@ -66,7 +66,7 @@ struct Problem {
     const unsigned char* packed;
     const Bits *scales, *zeros;
     long long rows, out_size, in_size, row_bytes, group_stride;
-    int pairs, row_tiles;
+    int row_tiles;
 };
 
 // The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
@@ -127,7 +127,9 @@ struct Columns {
     uint4 of_words[ROW_TILES][kWords / 2];
 };
 
-__device__ __forceinline__ void load_columns(Columns& to, const Problem& problem, int number, int pair, int group, int lane) {
+__device__ __forceinline__ void load_columns(
+    Columns& to, const Problem& problem, int number, int pair, int group, int lane
+) {
 #pragma unroll
     for (int tile = 0; tile < ROW_TILES; ++tile) {
         const long long row = static_cast<long long>(number % problem.row_tiles) * kRows + 8 * tile + lane / 4;
@@ -175,9 +177,9 @@ __device__ __forceinline__ void add_pair(
                 unsigned a[2][4];  // of two words
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const uint2 bytes = *reinterpret_cast<const uint2*>(
-                        stage + (((tile * 2 + half) * kWords + word / kLoad * kLoad) * 32 + lane * kLoad + word % kLoad) * 4
-                    );
+                    const int before = ((tile * 2 + half) * kWords + word / kLoad * kLoad) * 32;  // words
+                    const uint2 bytes =
+                        *reinterpret_cast<const uint2*>(stage + (before + lane * kLoad + word % kLoad) * 4);
                     const unsigned first = bytes.x >> (4 * group) & 0x0f0f0f0fu;
                     const unsigned second = bytes.y >> (4 * group) & 0x0f0f0f0fu;
                     a[0][half] = two_weights<0>(first, negated[tile][half]);
@@ -252,9 +254,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) int4_linear(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     char* ring = rings + warp * STAGES * kStageBytes;
     const int pairs = static_cast<int>(row_bytes / GROUP), row_tiles = static_cast<int>((rows + kRows - 1) / kRows);
-    const Problem problem = {
-        x, packed, scales, zeros, rows, out_size, in_size, row_bytes, group_stride, pairs, row_tiles
-    };
+    const Problem problem = {x, packed, scales, zeros, rows, out_size, in_size, row_bytes, group_stride, row_tiles};
     const int tiles = static_cast<int>((out_size + kOutputs - 1) / kOutputs) * row_tiles;
 
     // What is copied next: a tile, a pair of groups, and a stage of the ring.

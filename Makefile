@@ -39,7 +39,7 @@ PURE := $(addprefix tests/,configs memory models/config models/sampling server/a
 # A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
 # a fifth of the time, workers wait for servers and timers.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
-IN_PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder -o console_output_style=classic
+IN_PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 # Workers, and the servers that tests start, share bytecode: compiling all modules takes each of them seconds.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 

@@ -1,20 +1,18 @@
 """For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
 no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules, and how pytest-xdist
-distributes and collects files.
+distributes files.
 """
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
-from tests.whole_files import WholeFile, collects_whole_files, run_whole_file, unread_file, without_gc
 
 # torch is imported below, where it is used: workers wait while pytest-xdist's main process imports this file
 
@@ -44,11 +42,6 @@ class GroupedFiles(LoadFileScheduling):  # type: ignore[misc]  # xdist has no ty
         file = nodeid.partition("::")[0]
         return GROUP_OF.get(file, file)
 
-    def _reschedule(self, node: Any) -> None:
-        """A worker has the file that it runs and the next one. pytest-xdist would assign it one more."""
-        if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
-            super()._reschedule(node)
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFiles | None:
@@ -57,20 +50,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFi
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    with without_gc():
+    """Collecting imports all tests and libraries. These objects stay: a search for garbage among them finds none."""
+    gc.disable()
+    try:
         return (yield)
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    return unread_file(module_path, parent) if collects_whole_files(parent.config) else None
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    if not isinstance(item, WholeFile):
-        return None
-    run_whole_file(item, nextitem)
-    return True
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

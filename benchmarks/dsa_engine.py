@@ -19,7 +19,6 @@ import random
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +26,8 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from benchmarks.engine import scattered_pages
-from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms
+from benchmarks.engine import expected_share, scattered_pages, step_weight_bytes
+from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
@@ -109,6 +108,8 @@ class CachedSequences:
 
     def __init__(self, cache: KvCache, token_ids: range) -> None:
         self.cache, self._token_ids = cache, token_ids
+        self.capacity: int | None = None
+        """The longest sequence that is fully resident; None: those that the hot buffers of evicting ones hold."""
         self._random = random.Random(2)
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
@@ -131,13 +132,15 @@ class CachedSequences:
         """Give each an empty hot buffer, under the number it has, where the cache has such."""
         if not isinstance(self.cache, HiSparseCache):
             return
-        hot_rows, each = self.cache.tables.hot_rows, buffer_pages(self.cache.tables.hot_rows, self.cache.page_size)
+        hot_rows, page_size = self.cache.tables.hot_rows, self.cache.page_size
+        capacity = self.capacity or hot_rows
+        each = pages_for(capacity, page_size) if self.capacity else buffer_pages(hot_rows, page_size)
         for piece in slices:
             assert piece.hot_slot is not None
             hot_pages = [HotPage(page) for page in self.cache.own_hot_pages[piece.hot_slot * each :][:each]]
             slot = RequestSlot(piece.hot_slot)
-            self.cache.open(slot, hot_pages, piece.start, hot_rows)
-            if piece.start <= hot_rows:
+            self.cache.open(slot, hot_pages, piece.start, capacity)
+            if piece.start <= capacity:
                 self.cache.load_rows(hot_pages, [KvPage(page) for page in piece.pages], piece.start)
 
     def lookups(self) -> tuple[int, int]:
@@ -203,11 +206,7 @@ class Engine(EagerEngine):
 
     def floor_bytes(self, batch: int, context: int) -> float:
         """What a step must read: weights (of experts, the expected number of distinct ones), keys, selected rows."""
-        moe, weights = self.moe, 0.0
-        chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
-        for name, slot in self.parameters.slots().items():
-            if name != "model.embed_tokens.weight":
-                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+        weights = step_weight_bytes(self.parameters.slots(), expected_share(self.moe, batch))
         latent, keys = self.cache.pools
         rows = context * sum(keys.plane_token_bytes) + min(context, self.dsa.index_topk) * latent.head_token_bytes
         return weights + self.config.num_layers * batch * rows
@@ -328,23 +327,8 @@ def time_step(engine: SteppedEngine, graphs: Forward, batch: int, context: int, 
     )
 
 
-def list_kernels(engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
-    """The kernels of one step. A kernel counts from the end of the one before it: many start early and wait."""
-    steps = Steps(engine, graphs, batch, context)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        steps.run()
-        torch.cuda.synchronize()
-    spans = sorted((event.time_range.end, event.time_range.start, event.key) for event in profile.events())
-    taken: defaultdict[str, list[float]] = defaultdict(list)
-    ended = 0.0
-    for end, start, key in spans:
-        taken[key].append(end - max(start, ended))
-        ended = end
-    total = sum(map(sum, taken.values()))
-    print(f"\nkernels of a step of {batch} x {context}: {len(spans)} launches, {total / 1e3:.2f} ms")
-    for key, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[:30]:
-        print(f"{sum(times):9.1f} us {len(times):4}  {key[:90]}")
+def list_step_kernels(engine: CachedSequences, graphs: Forward, batch: int, context: int) -> None:
+    list_kernels(f"a step of {batch} x {context}", Steps(engine, graphs, batch, context).run)
 
 
 def main() -> None:
@@ -392,7 +376,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     if options.kernels:
         for batch in sorted({min(options.batch), max_batch}):
-            list_kernels(engine, graphs, batch, max_context)
+            list_step_kernels(engine, graphs, batch, max_context)
     if options.json is not None:
         results: dict[str, Any] = {
             "copy_rate": rate,

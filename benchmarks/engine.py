@@ -1,67 +1,68 @@
-"""Speed of the model loop on one GPU: decode steps and prefill, with random weights at Qwen3-8B's geometry.
+"""Speed of the model loop on one GPU: decode steps and prefill, with random weights at a published geometry.
 
-    python -m benchmarks.engine [--weights int4] [--json results.json]
+    python -m benchmarks.engine [--model qwen3-8b] [--weights int4] [--json results.json]
 
 Decode steps are timed in three ways: `graph` is the GPU time of a replay; `step` the wall time of a decode server's
 step, by the same executor (fill the inputs, replay, sample, read back), with overlap scheduling: each starts before
 the tokens of the last one are read; `alone` the same without overlap. All are compared with the roofline: the weights
-and the KV that a step must read, over the copy rate measured in the same run. Before timing, logits of a prompt and of
-decode steps in graphs are compared with those of transformers with the same weights.
+(of experts, those that the step's tokens choose) and the KV that a step must read, over the copy rate measured in the
+same run; prefill with the products at their rate. Before timing, logits of a prompt and of decode steps in graphs are
+compared with those of transformers with the same weights.
 
-With `--weights int4` the matrices of layers have 4 bits, in groups of 128 columns; logits are not compared.
+`--model` is a name that `pdserve plan` knows. With another one than qwen3-8b, or with `--weights int4` (matrices of
+layers in groups of 128 columns), logits are not compared.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
 
-from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms
+from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
 from pdserve.configs.sampling import SamplingParams
+from pdserve.kernels.moe.selection import select_experts
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig
+from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.quantization import Int4Format
-from pdserve.models.config.rope import RopeConfig
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.decoders.slots import Slot
 from pdserve.models.graphs.capture import DecodeGraphs
+from pdserve.models.layers import moe
 from pdserve.models.layers.batch import SequenceSlice
+from pdserve.models.loading.catalog import locate_geometry
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.fp8_weights import usual_tensors
 from pdserve.models.runner import ModelRunner
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor
 
-QWEN3_8B = ModelConfig(
-    architecture="qwen3",
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=36,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    context_length=131072,
-    norm_eps=1e-6,
-    rope=RopeConfig(theta=1_000_000.0),
-    tied_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=True,
-    dtype="bfloat16",
-    eos_token_ids=(),
-)
+LONGEST = 65536
+"""The longest context that is timed."""
+
+
+def published(name: str) -> ModelConfig:
+    """A geometry that `pdserve plan` knows, for contexts of up to `LONGEST`."""
+    return dataclasses.replace(locate_geometry(name).config, context_length=LONGEST)
+
+
+QWEN3_8B = published("qwen3-8b")
+
+EXPERTS = ".mlp.experts."
+"""In the names of weights of experts."""
 
 # vLLM 0.22.1 on the same GPU with the same geometry and random weights (ms)
 VLLM_DECODE_MS = {1: 5.20, 8: 5.76, 32: 6.87, 128: 12.58}
@@ -97,10 +98,20 @@ class Engine:
         assert logits is not None
         return logits
 
-    @property
-    def weight_bytes(self) -> int:
-        """Weights that a step reads: all except the embedding table, of which it reads a few rows."""
-        return sum(slot.nbytes for name, slot in self.parameters.slots().items() if name != "model.embed_tokens.weight")
+    def chosen_share(self, slices: list[SequenceSlice]) -> float:
+        """Share of the experts that the tokens of a step choose, over all layers; 1 without experts."""
+        if self.config.moe is None:
+            return 1.0
+        counts: list[int] = []
+
+        def count(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, experts = select_experts(*args, **options)
+            counts.append(torch.unique(experts).numel())
+            return weights, experts
+
+        with mock.patch.object(moe, "select_experts", count):
+            self.eager(slices)
+        return statistics.mean(counts) / self.config.moe.num_experts
 
     @property
     def kv_token_bytes(self) -> int:
@@ -110,14 +121,33 @@ class Engine:
         """The least time for `tokens` tokens after `cached` ones: weights read once at `rate`, or all products (of
         weights, of causal attention), whichever is longer.
         """
+        experts = self.config.moe
+        active = 1.0 if experts is None else experts.experts_per_token / experts.num_experts
         products = tokens * sum(
-            slot.size.numel()
+            slot.size.numel() * (active if EXPERTS in name else 1.0)
             for name, slot in self.parameters.slots().items()
-            if len(slot.size) == 2 and "embed" not in name and "lm_head" not in name
+            if len(slot.size) >= 2 and "embed" not in name and "lm_head" not in name
         )
         config, pairs = self.config, sum(range(cached + 1, cached + tokens + 1))
         products += config.num_layers * pairs * 2 * config.num_heads * config.head_dim
-        return max(self.weight_bytes / rate, 2 * products / PRODUCT_RATE) * 1e3
+        weights = step_weight_bytes(self.parameters.slots(), 1.0)
+        return max(weights / rate, 2 * products / PRODUCT_RATE) * 1e3
+
+
+def step_weight_bytes(slots: Mapping[str, Slot], chosen: float) -> float:
+    """Weights that a step reads: all except the embedding table, of which it reads a few rows, and of experts the
+    share `chosen` by its tokens.
+    """
+    return sum(
+        slot.nbytes * (chosen if EXPERTS in name else 1.0)
+        for name, slot in slots.items()
+        if name != "model.embed_tokens.weight"
+    )
+
+
+def expected_share(moe: MoeConfig, tokens: int) -> float:
+    """Share of the experts that `tokens` tokens choose, if every expert is as likely."""
+    return 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
 
 
 def scattered_pages(source: random.Random, lengths: Sequence[int], cache: KvCache) -> list[list[int]]:
@@ -209,10 +239,9 @@ def time_decode(
 ) -> DecodeResult:
     """A step of `batch` sequences of `context` tokens each, the one being computed included."""
     greedy = (Draw(SamplingParams(temperature=0.0), 0),)
-    first = [
-        StepRow([token], context - 1, pages, greedy)
-        for token, pages in zip(engine.tokens(batch), engine.pages([context] * batch), strict=True)
-    ]
+    tokens, pages = engine.tokens(batch), engine.pages([context] * batch)
+    first = [StepRow([token], context - 1, where, greedy) for token, where in zip(tokens, pages, strict=True)]
+    slices = [SequenceSlice([token], context - 1, where) for token, where in zip(tokens, pages, strict=True)]
     following = [msgspec.structs.replace(row, token_ids=(), follows=index) for index, row in enumerate(first)]
     alone_ms = wall_ms(lambda: executor.start(first).finish())
     pending = executor.start(first)
@@ -224,8 +253,10 @@ def time_decode(
 
     step_ms = wall_ms(step)
     pending.finish()
+    graphs.run(slices)
     graph_ms = gpu_ms(lambda: graphs.replay(batch), 30)
-    needed = engine.weight_bytes + batch * context * engine.kv_token_bytes
+    weights = step_weight_bytes(engine.parameters.slots(), engine.chosen_share(slices))
+    needed = weights + batch * context * engine.kv_token_bytes
     return DecodeResult(batch, context, graph_ms, step_ms, alone_ms, needed / rate * 1e3)
 
 
@@ -258,7 +289,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers, help="fewer for a quick look")
+    parser.add_argument("--model", default="qwen3-8b", help="geometry (default: qwen3-8b)")
+    parser.add_argument("--layers", type=int, help="fewer for a quick look")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument(
+        "--kernels", type=int, nargs="*", default=[], help="list kernels of these batches and of prefill"
+    )
     parser.add_argument("--weights", choices=["bfloat16", "int4"], default="bfloat16")
     parser.add_argument("--no-check", action="store_true", help="do not compare logits with transformers'")
     options = parser.parse_args()
@@ -266,39 +302,50 @@ def main() -> None:
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
     int4 = Int4Format("awq", 128) if options.weights == "int4" else None
-    config = dataclasses.replace(QWEN3_8B, num_layers=options.layers, int4=int4)
+    config = published(options.model)
+    if options.layers is not None:
+        config = dataclasses.replace(config, num_layers=options.layers, mixed=config.mixed[: options.layers])
+    has_reference = config == QWEN3_8B and int4 is None
+    config = dataclasses.replace(config, int4=int4)
     engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
     begun = time.perf_counter()
-    graphs = engine.runner.capture_graphs(engine.cache, max_batch=256, max_context=65536)
+    graphs = engine.runner.capture_graphs(engine.cache, max_batch=max(options.batch), max_context=LONGEST)
     assert graphs is not None
     executor = Executor(engine.runner, engine.cache, (), overlap=True)
     capture_s = time.perf_counter() - begun
-    print(f"captured decode graphs up to batch 256 in {capture_s:.1f} s")
+    print(f"captured decode graphs up to batch {max(options.batch)} in {capture_s:.1f} s")
     results: dict[str, Any] = {"copy_rate": rate, "capture_s": capture_s, "page_size": options.page_size}
-    results["weights"] = options.weights
+    results |= {"model": options.model, "weights": options.weights}
 
-    if not options.no_check and int4 is None:
+    if has_reference and not options.no_check:
         results["logit_errors"] = check_logits(engine, graphs)
         print("relative error of logits:", ", ".join(f"{k} {v:.4f}" for k, v in results["logit_errors"].items()))
         engine.pool.data.normal_()
 
     print("\nbatch  context  graph ms  step ms  alone ms  roofline ms  graph/roofline  step/roofline  vLLM ms")
     results["decode"] = []
-    for batch, context in [(1, 1024), (8, 1024), (32, 1024), (64, 1024), (128, 1024), (256, 1024), (1, 65536)]:
+    for batch, context in [*((batch, 1024) for batch in options.batch), (1, LONGEST)]:
         result = time_decode(engine, executor, graphs, batch, context, rate)
         results["decode"].append({**dataclasses.asdict(result), "ratio": result.ratio})
-        anchor = VLLM_DECODE_MS.get(batch) if context == 1024 and options.layers == QWEN3_8B.num_layers else None
+        anchor = VLLM_DECODE_MS.get(batch) if context == 1024 and has_reference else None
         print(
             f"{batch:5}  {context:7}  {result.graph_ms:8.2f}  {result.step_ms:7.2f}  {result.alone_ms:8.2f}  "
             f"{result.roofline_ms:11.2f}  {result.ratio:14.2f}  {result.step_ms / result.roofline_ms:13.2f}  "
             f"{anchor or '':>7}"
         )
 
-    print("\nprefill of 8,192 tokens: vLLM", VLLM_PREFILL_8192_MS, "ms")
-    results["prefill_8192"] = {}
+    floor_ms = engine.prompt_floor_ms(8192, 0, rate)
+    anchor_text = f", vLLM {VLLM_PREFILL_8192_MS} ms" if has_reference else ""
+    print(f"\nprefill of 8,192 tokens: floor {floor_ms:.1f} ms{anchor_text}")
+    results["prefill_8192"] = {"floor_ms": floor_ms}
     for chunk in (8192, 2048):
-        results["prefill_8192"][chunk] = time_prefill(engine, 8192, chunk)
-        print(f"  in chunks of {chunk}: {results['prefill_8192'][chunk]:.1f} ms")
+        results["prefill_8192"][chunk] = found = time_prefill(engine, 8192, chunk)
+        print(f"  in chunks of {chunk}: {found:.1f} ms, {floor_ms / found:.0%} of the peak")
+    for batch in options.kernels:
+        list_kernels(f"a step of {batch}", functools.partial(graphs.replay, batch))
+    if options.kernels:
+        prompt, (pages,) = engine.tokens(8192), engine.pages([8192])
+        list_kernels("8,192 tokens", lambda: engine.eager([SequenceSlice(prompt, 0, pages)]))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

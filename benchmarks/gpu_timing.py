@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -52,3 +53,21 @@ def product_rates(size: int = 8192) -> dict[torch.dtype, float]:
     for call in calls.values():
         gpu_ms(call, 5)
     return {dtype: 2 * size**3 / (gpu_ms(call, 20) / 1e3) for dtype, call in calls.items()}
+
+
+def list_kernels(name: str, call: Callable[[], object]) -> None:
+    """Print the kernels of one call. A kernel counts from the end of the one before it: many start early and wait."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    spans = sorted((event.time_range.end, event.time_range.start, event.key) for event in profile.events())
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    ended = 0.0
+    for end, start, key in spans:
+        taken[key].append(end - max(start, ended))
+        ended = end
+    total = sum(map(sum, taken.values()))
+    print(f"\nkernels of {name}: {len(spans)} launches, {total / 1e3:.2f} ms")
+    for key, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[:30]:
+        print(f"{sum(times):9.1f} us {len(times):4}  {key[:90]}")

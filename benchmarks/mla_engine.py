@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.dsa_engine import EagerEngine, check_graphs, deepseek_v32, fill_pool, list_kernels, time_step
+from benchmarks.dsa_engine import EagerEngine, check_graphs, deepseek_v32, fill_pool, list_step_kernels, time_step
 from benchmarks.dsa_kernels import graph_us
-from benchmarks.engine import scattered_pages
+from benchmarks.engine import expected_share, scattered_pages, step_weight_bytes
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
 from pdserve.kernels.dense_mla import tile_plan
 from pdserve.kernels.dense_mla.dense_mla import DenseMlaImpl, dense_mla
@@ -77,11 +77,7 @@ class Engine(EagerEngine):
         return logits
 
     def floor_bytes(self, batch: int, context: int) -> float:
-        weights = 0.0
-        chosen = 1 - (1 - self.moe.experts_per_token / self.moe.num_experts) ** batch
-        for name, slot in self.parameters.slots().items():
-            if name != "model.embed_tokens.weight":
-                weights += slot.nbytes * (chosen if ".mlp.experts." in name else 1.0)
+        weights = step_weight_bytes(self.parameters.slots(), expected_share(self.moe, batch))
         return weights + batch * context * self.decoder.kv_token_bytes
 
 
@@ -171,7 +167,7 @@ def main() -> None:
             results.append({**constants, **dataclasses.asdict(row), "ratio": row.ratio})
         if options.kernels:
             for batch in sorted({min(options.batch), max_batch}):
-                list_kernels(engine, graphs, batch, max_context)
+                list_step_kernels(engine, graphs, batch, max_context)
         del graphs
         if options.attention:
             print("  impl  batch  context         us   read us  multiply us  ratio")

@@ -167,16 +167,19 @@ class Rank:
 
 
 class RankEngine(SteppedEngine):
-    """Decode steps of a rank, over a HiSparse cache for `sequences` sequences of up to `max_context` tokens.
+    """Decode steps of a rank, over a HiSparse cache for `sequences` sequences of up to `max_context` tokens. The hot
+    buffers of `residents` of them can hold all rows.
 
     Indexer keys are random; latent rows in host memory are zeros.
     """
 
-    def __init__(self, rank: Rank, *, sequences: int, max_context: int, page_size: int, hot_rows: int) -> None:
+    def __init__(
+        self, rank: Rank, *, sequences: int, residents: int, max_context: int, page_size: int, hot_rows: int
+    ) -> None:
         cache = rank.runner.make_hisparse_cache(
             sequences * pages_for(max_context, page_size),
             page_size,
-            hot_pages=sequences * buffer_pages(hot_rows, page_size),
+            hot_pages=max(sequences * buffer_pages(hot_rows, page_size), residents * pages_for(max_context, page_size)),
             slots=sequences,
             hot_rows=hot_rows,
             max_context=max_context,

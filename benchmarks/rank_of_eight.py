@@ -6,10 +6,12 @@
 their local work only (one_rank.py); the output says so.
 
 memory    weights, KV of a token, and requests that fit on the GPU with HiSparse and without, by `pdserve plan`
-decode    steps in CUDA graphs at 32k context with HiSparse: every sequence is evicting and repeats one token, so that
-          its selection drifts with the positions. Compared with the floor: weights (of experts, the expected number of
-          distinct ones), indexer keys of all tokens and the selected rows, over the copy rate measured in the same run.
-          `fetched` are rows that come from host memory; the floor does not count them
+decode    steps in CUDA graphs at 32k context with HiSparse, of batches whose sequences are all fully resident (as a
+          server has them while GPU memory is free; only batches that fit) and of batches whose sequences are all
+          evicting. A sequence repeats one token, so that its selection drifts with the positions. Compared with the
+          floor: weights (of experts, the expected number of distinct ones), indexer keys of all tokens and the
+          selected rows, over the copy rate measured in the same run. `fetched` are rows that come from host memory;
+          the floor does not count them
 prefill   prompts of 8k and 32k tokens in chunks, without CUDA graphs, in a pool on the GPU. The floor is the weights
           read once, or the products at the rates of large ones measured in the same run
 
@@ -26,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.dsa_engine import CachedSequences, list_kernels, time_step
-from benchmarks.gpu_timing import DEVICE, copy_rate, product_rates
+from benchmarks.dsa_engine import CachedSequences, list_step_kernels, time_step
+from benchmarks.gpu_timing import DEVICE, copy_rate, list_kernels, product_rates
 from benchmarks.one_rank import RANKS, Layout, Rank, RankEngine, exchanging
 from pdserve.configs.schema import DecodeConfig
 from pdserve.memory.device import free_memory_bytes
@@ -47,6 +49,8 @@ COLLECTIVES = {
 }
 HOST_SHARE = 0.85
 """Share of the free host memory that latent rows may take."""
+DEVICE_SHARE = 0.95
+"""Share of the free GPU memory that indexer keys and latent rows may take."""
 NOMINAL_RATE = 1e10
 """Without a GPU: floors mean nothing."""
 
@@ -110,6 +114,7 @@ class Benchmark:
         with torch.inference_mode(), exchanging(self._layout, device):
             if "prefill" in options.parts:
                 self._prefill(rank)
+                self._release()
             if "decode" in options.parts:
                 self._decode(rank)
         if "memory" in options.parts:
@@ -127,12 +132,21 @@ class Benchmark:
             raise SystemExit("the latent rows of no batch fit into host memory: give a smaller --batch or --context")
         return batches
 
+    def _resident_batches(self, batches: list[int]) -> list[int]:
+        """Those whose rows fit into the GPU's memory, beside the indexer keys of the largest batch."""
+        latent, keys = self._outline.make_cache(1, 1).pools
+        context = self._options.context
+        free = DEVICE_SHARE * free_memory_bytes(self._device) - max(batches) * context * keys.size_bytes
+        return [batch for batch in batches if batch * context * latent.size_bytes <= free]
+
     def _decode(self, rank: Rank) -> None:
         options, batches = self._options, self._batches()
+        residents = self._resident_batches(batches)
         begun = time.perf_counter()
         engine = RankEngine(
             rank,
             sequences=max(batches),
+            residents=max(residents, default=0),
             max_context=options.context,
             page_size=options.page_size,
             hot_rows=self._hot_rows,
@@ -150,16 +164,20 @@ class Benchmark:
             free, total = torch.cuda.mem_get_info(self._device)
             self._step_bytes = total - free - rank.runner.held_weight_bytes - engine.cache.device_bytes
             print(f"beside weights and KV: {self._step_bytes / GIB:.2f} GiB (CUDA context, kernels, graphs)")
-        print("batch  context  graph ms  step ms  floor ms  ratio  misses  fetched MB a step")
         self.results["decode"] = []
-        for batch in batches:
-            row = time_step(engine, graphs, batch, options.context, self._rate)
-            fetched = row.miss_share * engine.selected_bytes(batch, options.context)
-            self.results["decode"].append({**dataclasses.asdict(row), "ratio": row.ratio, "fetched_bytes": fetched})
-            print(f"{row}  {fetched / 1e6:17.1f}", flush=True)
-        if options.kernels:
-            for batch in sorted({min(batches), max(batches)}):
-                list_kernels(engine, graphs, batch, options.context)
+        for name, capacity, sizes in (("resident", options.context, residents), ("evicting", None, batches)):
+            engine.capacity = capacity
+            print(f"all sequences {name}")
+            print("batch  context  graph ms  step ms  floor ms  ratio  misses  fetched MB a step")
+            for batch in sizes:
+                row = time_step(engine, graphs, batch, options.context, self._rate)
+                fetched = row.miss_share * engine.selected_bytes(batch, options.context)
+                figures = {"sequences": name, **dataclasses.asdict(row), "ratio": row.ratio, "fetched_bytes": fetched}
+                self.results["decode"].append(figures)
+                print(f"{row}  {fetched / 1e6:17.1f}", flush=True)
+            if options.kernels:
+                for batch in sorted({min(sizes), max(sizes)} if sizes else ()):
+                    list_step_kernels(engine, graphs, batch, options.context)
 
     def _prefill(self, rank: Rank) -> None:
         chunk, page_size = self._options.chunk_size, self._options.page_size
@@ -169,21 +187,26 @@ class Benchmark:
         (pages,), prompt = sequences.pages([longest]), sequences.tokens(longest)
         print(f"\nprompts in chunks of {chunk}\ntokens        ms  floor ms  ratio")
         self.results["prefill"] = []
+
+        def compute(start: int, tokens: int) -> None:
+            part = prompt[start : min(start + chunk, tokens)]
+            rank.runner.forward(cache, [SequenceSlice(part, start, pages)])
+
         for tokens in sorted(self._options.prompts):
             walls = []
             for _ in range(2):  # the first one compiles kernels
                 self._wait()
                 begun = time.perf_counter()
                 for start in range(0, tokens, chunk):
-                    part = prompt[start : min(start + chunk, tokens)]
-                    rank.runner.forward(cache, [SequenceSlice(part, start, pages)])
+                    compute(start, tokens)
                 self._wait()
                 walls.append((time.perf_counter() - begun) * 1e3)
             floor = rank.prompt_floor_ms(tokens, self._rate, self._product_rates)
             self.results["prefill"].append({"tokens": tokens, "ms": walls[-1], "floor_ms": floor})
             print(f"{tokens:6}  {walls[-1]:8.1f}  {floor:8.1f}  {walls[-1] / floor:5.2f}", flush=True)
-        del cache, sequences
-        self._release()
+        if self._options.kernels:
+            last = (longest - 1) // chunk * chunk
+            list_kernels(f"the last chunk of {longest} tokens", lambda: compute(last, longest))
 
     def _memory(self, weights: int) -> None:
         """Requests that fit on this GPU; without one, on an H200."""
@@ -229,7 +252,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk-size", type=int, default=2048)
     parser.add_argument("--page-size", type=int)
     parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="fp8_e4m3")
-    parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step and of a chunk")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(arguments)

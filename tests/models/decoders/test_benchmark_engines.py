@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ from pdserve.models.decoders import latent
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.slots import Slot
 from pdserve.models.grammar.compiler import GrammarCompiler
-from pdserve.models.graphs.capture import StepGraphs
+from pdserve.models.graphs.capture import DecodeGraphs, StepGraphs
+from pdserve.models.layers.batch import SequenceSlice
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
@@ -112,10 +114,30 @@ def test_dense_benchmark_steps_are_timed(int4: Int4Format | None, monkeypatch: p
     config = replace(config, int4=int4)
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     monkeypatch.setattr(engine, "gpu_ms", lambda _call, _repeats: 2.0)
-    executor, graphs = Executor(bench.runner, bench.cache, (), overlap=True), Any
-    result = engine.time_decode(bench, executor, graphs, batch=2, context=40, rate=1e6)  # type: ignore[arg-type]
+    executor, graphs = Executor(bench.runner, bench.cache, (), overlap=True), mock.create_autospec(DecodeGraphs)
+    result = engine.time_decode(bench, executor, graphs, batch=2, context=40, rate=1e6)
     assert result.step_ms > 0
-    assert result.ratio == pytest.approx(2.0 / (1e3 * (bench.weight_bytes + 80 * bench.kv_token_bytes) / 1e6))
+    weights = engine.step_weight_bytes(bench.parameters.slots(), 1.0)
+    assert result.ratio == pytest.approx(2.0 / (1e3 * (weights + 80 * bench.kv_token_bytes) / 1e6))
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_dense_benchmark_counts_the_experts_that_tokens_choose() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    config = engine.published("qwen3-30b-a3b")
+    assert config.moe is not None
+    moe = replace(config.moe, num_experts=16, experts_per_token=4, expert_size=16)
+    bench = engine.Engine(
+        replace(config, num_layers=2, mixed=(True, True), moe=moe, **sizes), kv_tokens=64, page_size=16
+    )
+    pages = bench.pages([40])[0]
+    assert bench.chosen_share([SequenceSlice(bench.tokens(1), 0, pages)]) == 4 / 16
+    assert 4 / 16 < bench.chosen_share([SequenceSlice(bench.tokens(8), 0, pages)]) <= 1
+    slots = bench.parameters.slots()
+    experts = sum(slot.nbytes for name, slot in slots.items() if ".experts." in name)
+    assert experts == 2 * 16 * 3 * 16 * 32 * 2
+    assert engine.step_weight_bytes(slots, 1.0) - engine.step_weight_bytes(slots, 0.25) == 0.75 * experts
+    assert bench.prompt_floor_ms(64, 0, 1e30) < engine.Engine.prompt_floor_ms(bench, 128, 0, 1e30)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -218,7 +240,7 @@ def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch)
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
         rank = one_rank.Rank(layout, "auto", DEVICE)
-        bench = one_rank.RankEngine(rank, sequences=2, max_context=40, page_size=8, hot_rows=24)
+        bench = one_rank.RankEngine(rank, sequences=2, residents=0, max_context=40, page_size=8, hot_rows=24)
         gpu.pin(bench.cache.pools[0].data)
         with torch.inference_mode(), one_rank.exchanging(layout, DEVICE):
             graphs = bench.graphs([2])

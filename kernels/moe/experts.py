@@ -11,7 +11,8 @@ Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact acti
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, for any number of tokens;
-other weights in 16 bits if experts have few tokens, otherwise torch's grouped product.
+other weights in 16 bits if experts have few tokens. If they have many, rows are copied into the order of experts for
+torch's grouped product.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -74,7 +75,7 @@ def grouped_experts(
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
     exact = few or not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled))
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        if limit is not None or not (on_triton and few and (x.dtype.itemsize == 2 or impl == "triton")):
+        if limit is not None or not (on_triton and (x.dtype.itemsize == 2 or impl == "triton")):
             everywhere = num_experts == len(gate_up)
             return plain_experts(
                 x,
@@ -103,16 +104,20 @@ def grouped_experts(
     _check(x, weights, experts, gate_up, down)
     rows = tile_rows(experts.numel(), num_experts)
     if isinstance(gate_up, GroupScaled):
-        assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
         rows = min(rows, 64 if shared_memory(x.device) >= WIDE_BYTES else 32)
-        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+    routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+    place = None
+    if isinstance(gate_up, GroupScaled):
+        assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
         results = _packed_results(x, routing, gate_up, down, gate_up_bias, down_bias, limit)
-    else:
-        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+    elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)
+    else:
+        results, place = _grouped_results(x, routing, gate_up, down), routing.place
     out = torch.empty_like(x)
-    launcher("moe.weighted_sum_triton", "launch_weighted_sum")(results, weights, experts, first, len(gate_up), out)
+    add = launcher("moe.weighted_sum_triton", "launch_weighted_sum")
+    add(results, weights, experts, first, len(gate_up), out, place=place)
     return out
 
 
@@ -139,6 +144,14 @@ def _quantised_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down:
     results = x.new_empty(numbers, x.shape[1])
     launch(gated, down, results, tiles=routing.tiles(gather=False))
     return results
+
+
+def _grouped_results(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The same by torch's grouped products, in the order of experts; see `Routing.place`."""
+    rows = x.new_empty(len(routing.order), x.shape[1])
+    launcher("moe.gather_triton", "launch_gather")(x, routing, rows)
+    gated = swiglu(grouped_mm(rows, gate_up.transpose(1, 2), offs=routing.ends))
+    return grouped_mm(gated, down.transpose(1, 2), offs=routing.ends)
 
 
 def _packed_results(

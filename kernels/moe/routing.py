@@ -2,6 +2,7 @@
 
     number    =  token * k + choice                    of every pair of a token and one of its k experts
     order     =  the numbers of this rank's experts, by expert, then ascending
+    place     =  where each number is in `order`
     tiles     =  ranges of at most `rows` of `order` within one expert
 
 Shapes: experts [T, k] int64. Nothing waits for the device: the number of tiles is the largest possible one, and unused
@@ -21,6 +22,7 @@ class Routing:
     """Where the tokens of this rank's experts are; all tensors are int32, on the device."""
 
     order: torch.Tensor  # [T * k]; behind the last expert's end undefined
+    place: torch.Tensor  # [T * k]; undefined for experts of other ranks
     ends: torch.Tensor  # [experts]: end of each expert's part of `order`
     tile_expert: torch.Tensor  # [tiles]
     tile_first: torch.Tensor  # [tiles]: where each tile begins in `order`
@@ -61,7 +63,7 @@ def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) ->
     tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
     tile_expert, tile_first = table.t().contiguous()
-    return Routing(order.int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
+    return Routing(order.int(), order.argsort().int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
 
 
 def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> Routing:
@@ -73,10 +75,10 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
     numbers = experts.numel()
     tiles = most_tiles(numbers, count, rows)
     # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
-    order, ends, tile_expert, tile_first = (
-        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, count, tiles, tiles)
+    order, place, ends, tile_expert, tile_first = (
+        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, numbers, count, tiles, tiles)
     )
-    routing = Routing(order, ends, tile_expert, tile_first, rows, experts.shape[1])
+    routing = Routing(order, place, ends, tile_expert, tile_first, rows, experts.shape[1])
     if numbers:
         launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
     else:

@@ -46,6 +46,7 @@ def _place(
     counts_ptr,
     starts_ptr,
     order_ptr,
+    place_ptr,
     ends_ptr,
     tile_expert_ptr,
     tile_first_ptr,
@@ -87,11 +88,13 @@ def _place(
     tl.debug_barrier()
     start = tl.load(starts_ptr + expert, mask=expert < count, other=0)
     rank = tl.zeros([CHUNK], tl.int32)
-    for begin in range(0, CHUNK, 32):  # equal experts before each number of the chunk
+    # equal experts before each number of the chunk; unrolled, so that the loads do not wait for one another
+    for begin in tl.static_range(0, CHUNK, 32):
         at = begin + tl.arange(0, 32)
         other = _local_experts(experts_ptr, chunk * CHUNK + at, numbers, first, count)
         rank += tl.sum(((other[None, :] == expert[:, None]) & (at[None, :] < index[:, None])).to(tl.int32), 1)
     tl.store(order_ptr + start + rank, number, mask=expert < count)
+    tl.store(place_ptr + number, start + rank, mask=expert < count)
     if chunk == 0:
         tl.store(ends_ptr + bins, ends, mask=bins < count)
         of_expert = (sizes + TILE_ROWS - 1) // TILE_ROWS
@@ -118,6 +121,7 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing
         counts,
         starts,
         routing.order,
+        routing.place,
         routing.ends,
         routing.tile_expert,
         routing.tile_first,

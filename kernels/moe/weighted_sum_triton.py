@@ -14,10 +14,12 @@ def _weighted_sum(
     results_ptr,
     weights_ptr,
     experts_ptr,
+    place_ptr,
     out_ptr,
     first,
     count,
     size,
+    PLACED: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -33,15 +35,25 @@ def _weighted_sum(
         expert = tl.load(experts_ptr + number) - first
         here = (expert >= 0) & (expert < count)
         weight = tl.load(weights_ptr + number).to(tl.float32)
-        result = tl.load(results_ptr + number * size + column, mask=(column < size) & here, other=0.0)
+        row = tl.load(place_ptr + number, mask=here, other=0).to(tl.int64) if PLACED else number
+        result = tl.load(results_ptr + row * size + column, mask=(column < size) & here, other=0.0)
         acc += weight * result.to(tl.float32)
     tl.store(out_ptr + token * size + column, acc.to(out_ptr.dtype.element_ty), mask=column < size)
 
 
 def launch_weighted_sum(
-    results: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, first: int, count: int, out: torch.Tensor
+    results: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    first: int,
+    count: int,
+    out: torch.Tensor,
+    *,
+    place: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [T, hidden] from `results` [T * k, hidden], of which only rows of this rank's experts are read."""
+    """Fill `out` [T, hidden] from `results` [T * k, hidden], of which only rows of this rank's experts are read. They
+    are in the order of numbers or, with `place`, where that says.
+    """
     tokens, size = out.shape
     if tokens == 0:
         return
@@ -50,10 +62,12 @@ def launch_weighted_sum(
         results,
         weights,
         experts,
+        place,
         out,
         first,
         count,
         size,
+        PLACED=place is not None,
         PER_TOKEN=experts.shape[1],
         BLOCK=block,
         num_warps=4,

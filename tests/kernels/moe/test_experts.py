@@ -90,10 +90,12 @@ def test_few_tokens_are_exact(here: Place, tokens: int, own: range) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("tokens", [3, 30])
-def test_plain_weights_take_the_same_path(here: Place, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "few_rows"), [(3, 32), (30, 32), (30, 4)])
+def test_plain_weights_are_exact(here: Place, tokens: int, few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel of our own for few tokens per expert, by grouped products for more."""
     impl, device, dtype = here
-    case = draw(tokens, device, dtype)
+    monkeypatch.setattr(module, "FEW_ROWS", few_rows)
+    case = draw(tokens, device, dtype, last_idle=True)
     gate_up, down = (weight.expanded().to(dtype) for weight in (case.gate_up, case.down))
     for own in (slice(0, 8), slice(2, 5)):
         with poisoned(impl):

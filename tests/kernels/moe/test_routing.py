@@ -32,10 +32,11 @@ def test_numbers_are_sorted_and_tiled(
     chosen[:, 0] = chosen[:, 0] // 3 * 3 if tokens % 2 else chosen[:, 0]  # some experts get more
     with poisoned(impl):
         routing = route_tokens(chosen.to(device), here_only.start, len(here_only), rows, impl=impl)
-    order, start = routing.order.tolist(), 0
+    order, place, start = routing.order.tolist(), routing.place.tolist(), 0
     tiles = []
     for expert, end in zip(here_only, routing.ends.tolist(), strict=True):
         assert order[start:end] == (chosen.flatten() == expert).nonzero().flatten().tolist()
+        assert [place[number] for number in order[start:end]] == list(range(start, end))
         tiles += [(expert - here_only.start, begin) for begin in range(start, end, rows)]
         start = end
     found = list(zip(routing.tile_expert.tolist(), routing.tile_first.tolist(), strict=True))

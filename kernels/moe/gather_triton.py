@@ -1,0 +1,52 @@
+"""Triton kernel of experts.py: copies the rows of tokens into the order of experts."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import torch
+import triton
+import triton.language as tl
+
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .routing import Routing
+
+
+@triton.jit(do_not_specialize=["last"])
+def _gather(
+    x_ptr,
+    order_ptr,
+    ends_ptr,
+    out_ptr,
+    last,
+    size,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if row < tl.load(ends_ptr + last):
+        token = (tl.load(order_ptr + row) // PER_TOKEN).to(tl.int64)
+        tl.store(out_ptr + row * size + column, tl.load(x_ptr + token * size + column, column < size), column < size)
+
+
+def launch_gather(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
+    """Fill the rows of `out` [T * k, hidden] that belong to experts of this rank."""
+    numbers, size = out.shape
+    if numbers == 0:
+        return
+    block = min(1024, triton.next_power_of_2(size))
+    _gather[(numbers, triton.cdiv(size, block))](
+        x,
+        routing.order,
+        routing.ends,
+        out,
+        len(routing.ends) - 1,
+        size,
+        PER_TOKEN=routing.per_token,
+        BLOCK=block,
+        num_warps=4,
+        **overlap_options(out.device),
+    )

@@ -61,13 +61,15 @@ def list_kernels(name: str, call: Callable[[], object]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    spans = sorted((event.time_range.end, event.time_range.start, event.key) for event in profile.events())
+    on_gpu = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    spans = sorted((event.time_range.end, event.time_range.start, event.key) for event in on_gpu)
     taken: defaultdict[str, list[float]] = defaultdict(list)
-    ended = 0.0
+    idle, ended = 0.0, min((start for _, start, _ in spans), default=0.0)
     for end, start, key in spans:
+        idle += max(start - ended, 0.0)
         taken[key].append(end - max(start, ended))
         ended = end
     total = sum(map(sum, taken.values()))
-    print(f"\nkernels of {name}: {len(spans)} launches, {total / 1e3:.2f} ms")
+    print(f"\nkernels of {name}: {len(spans)} launches, {total / 1e3:.2f} ms, and {idle / 1e3:.2f} ms between them")
     for key, times in sorted(taken.items(), key=lambda item: -sum(item[1]))[:30]:
         print(f"{sum(times):9.1f} us {len(times):4}  {key[:90]}")

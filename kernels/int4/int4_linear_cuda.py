@@ -14,6 +14,9 @@ ROW_TILE, OUTPUT_TILE = 8, 16
 MOST_ROWS = 32
 """Rows of x of a block. Of more rows, each tile reads the weights again, mostly from the L2 cache."""
 
+LEAST_STAGES = 2
+"""Of a ring: one is filled while another is read."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -42,13 +45,10 @@ def launch_int4_linear_cuda(
     output_tiles = outputs // OUTPUT_TILE
     count = ceil_div(len(weight), outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
     processors = multiprocessors(x.device)
-    many = count >= 4 * processors  # then fewer warps divide the columns of a tile
-    warps = tiles.warps or (4 if many else 8)
-    ring_bytes = warps * output_tiles * (OUTPUT_TILE * weight.group + 128)  # one stage of all warps
-    sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
     limit = shared_memory(x.device)
-    stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // ring_bytes)
-    shared_bytes = stages * ring_bytes + sum_bytes
+    warps, stages, shared_bytes = _fit(
+        tiles, count, weight.group, output_tiles, row_tiles, processors=processors, limit=limit
+    )
     constants = (
         ("GROUP", weight.group),
         ("WARPS", warps),
@@ -78,6 +78,23 @@ def launch_int4_linear_cuda(
         shared_bytes=shared_bytes,
         overlap_previous=True,
     )
+
+
+def _fit(
+    tiles: Tiles, count: int, group: int, output_tiles: int, row_tiles: int, *, processors: int, limit: int
+) -> tuple[int, int, int]:
+    """Warps, stages and shared memory of a block, of which `limit` bytes exist, for `count` tiles. The more tiles, the
+    fewer warps divide the columns of one.
+    """
+    many = count >= 4 * processors
+    warps = tiles.warps or (4 if many else 16 if count <= processors else 8)
+    while True:
+        stage_bytes = warps * output_tiles * (OUTPUT_TILE * group + 128)
+        sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
+        stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // stage_bytes)
+        if stages >= LEAST_STAGES:
+            return warps, stages, stages * stage_bytes + sum_bytes
+        warps //= 2
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:

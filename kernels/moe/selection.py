@@ -4,9 +4,9 @@
     selection  =  the best experts by s + bias, within the groups whose two best have the largest sum
     weights    =  s of the selected, divided by their sum if `normalised`, times `scale`
 
-Shapes: logits [T, E] float32, contiguous; bias [E] float32 or None; results [T, k]: weights in float32, experts in
-int64, in no particular order. Groups are equal parts of the experts. In torch this takes a dozen launches, three of
-them top-k.
+Shapes: logits [T, E] in any float type, contiguous; bias [E] float32 or None; results [T, k]: weights in float32,
+experts in int64, in no particular order. Groups are equal parts of the experts. In torch this takes a dozen launches,
+three of them top-k.
 """
 
 import torch
@@ -24,7 +24,7 @@ def select_experts_reference(
     normalised: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = logits.softmax(dim=-1) if bias is None else logits.sigmoid()
+    scores = logits.float().softmax(dim=-1) if bias is None else logits.float().sigmoid()
     choice = scores if bias is None else scores + bias
     if num_groups > 1:
         grouped = choice.view(len(logits), num_groups, -1)  # [T, groups, experts of a group]
@@ -51,8 +51,8 @@ def select_experts(
     impl: Impl = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and experts of each token; see the module docstring."""
-    if logits.dtype != torch.float32 or logits.ndim != 2 or not logits.is_contiguous():
-        raise ValueError(f"logits {logits.dtype} {list(logits.shape)} must be contiguous float32 rows")
+    if not logits.is_floating_point() or logits.ndim != 2 or not logits.is_contiguous():
+        raise ValueError(f"logits {logits.dtype} {list(logits.shape)} must be contiguous rows of floats")
     if bias is not None and bias.shape != logits.shape[1:]:
         raise ValueError(f"logits {list(logits.shape)} must be rows of {len(bias)} experts")
     if not use_triton(impl, logits.device):
@@ -65,7 +65,7 @@ def select_experts(
             normalised=normalised,
             scale=scale,
         )
-    weights = logits.new_empty(len(logits), per_token)
+    weights = logits.new_empty(len(logits), per_token, dtype=torch.float32)
     experts = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
     launcher("moe.selection_triton", "launch_select_experts")(
         logits, bias, weights, experts, num_groups, groups_per_token, normalised, scale

@@ -33,7 +33,7 @@ def _select_experts(
     token = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
-    logit = tl.load(logits_ptr + token * EXPERTS + expert, mask=inside, other=float("-inf"))
+    logit = tl.load(logits_ptr + token * EXPERTS + expert, mask=inside, other=float("-inf")).to(tl.float32)
     if SOFTMAX:  # there is no bias
         score = tl.exp(logit - tl.max(logit, 0))
         score = score / tl.sum(score, 0)

@@ -107,7 +107,7 @@ def route(
     """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
     exact = router.dtype == torch.float32 and logit_bias is None
     return select_experts(
-        float_linear(x, router) if exact else linear(x, router, logit_bias).float(),
+        float_linear(x, router) if exact else linear(x, router, logit_bias),
         bias,
         num_groups=config.num_groups,
         groups_per_token=config.groups_per_token,

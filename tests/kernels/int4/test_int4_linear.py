@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.int4 import int4_linear_cuda
 from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
 from pdserve.kernels.int4.int4_linear import (
     Method,
@@ -154,3 +155,17 @@ def test_unsuitable_arguments_are_refused() -> None:
         int4_linear(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match="an element for each row"):
         int4_linear(torch.zeros(2, 128), weight, torch.zeros(63))
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
+@pytest.mark.parametrize("row_tiles", [1, 2, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("count", [1, 132, 300, 4000])
+def test_a_block_fits_the_shared_memory_with_a_ring(limit: int, row_tiles: int, group: int, count: int) -> None:
+    warps, stages, used = int4_linear_cuda._fit(Tiles(), count, group, 2, row_tiles, processors=132, limit=limit)
+    assert 1 <= warps <= 16
+    assert stages >= 2
+    assert used <= limit
+    assert used == warps * 2 * (stages * (16 * group + 128) + row_tiles * 1024)
+    if (limit, row_tiles, count) == (227 << 10, 1, 132):
+        assert warps == 16

@@ -14,7 +14,7 @@ from .quantise import SMALLEST_SCALE
 
 _WARP_ELEMENTS = 1024
 """Of a row per warp: 32 for each thread, so that registers suffice for gate and up."""
-_MOST_WARPS = 16
+_MOST_WARPS = 32
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)

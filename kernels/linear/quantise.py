@@ -90,7 +90,7 @@ def _launch(
     values = torch.empty(padded, columns, dtype=FP8, device=x.device)
     if by_row:
         scales = torch.empty(padded, 1, dtype=torch.float32, device=x.device)
-        launcher("linear.quantise_rows_triton", "launch_quantise_rows")(x, values, scales, gated=gated)
+        launcher("linear.quantise_triton", "launch_quantise_rows")(x, values, scales, gated=gated)
         return QuantisedRows(values, scales, len(x), x.dtype)
     scales = torch.empty(ceil_div(columns, BLOCK), padded, dtype=torch.float32, device=x.device).t()
     launcher("linear.quantise_triton", "launch_quantise")(x, values, scales, live_rows, gated=gated)

@@ -47,9 +47,9 @@ def test_results_are_those_of_the_reference(
         gate_up, down = (draw_packed_experts(*shape, **options)[own] for shape in shapes)
     else:
         gate_up, down = (draw_mxfp4_experts(*shape, generator=generator, device=device)[own] for shape in shapes)
-    biases: list[torch.Tensor | None] = [None, None]
-    if biased:
-        biases = [torch.randn(shape[:2], generator=generator).to(device, dtype)[own] for shape in shapes]
+    gate_up_bias, down_bias = (
+        torch.randn(shape[:2], generator=generator).to(device, dtype)[own] if biased else None for shape in shapes
+    )
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(device, dtype)
     weights = torch.rand(TOKENS, PER_TOKEN, generator=generator).to(device)
     busy = torch.tensor([0, 2, 3, 4])  # experts 1 and 5 have no tokens
@@ -61,7 +61,7 @@ def test_results_are_those_of_the_reference(
     rows[end:] = torch.nan
     with poisoned(impl if device.type == "cpu" else "reference"):
         results = expanded_results(
-            rows, routing.ends, gate_up, down, *biases, limit, scratch_bytes=scratch_bytes, impl=impl
+            rows, routing.ends, gate_up, down, gate_up_bias, down_bias, limit, scratch_bytes=scratch_bytes, impl=impl
         )
     assert results.shape == rows.shape
     assert results.dtype == dtype
@@ -77,8 +77,8 @@ def test_results_are_those_of_the_reference(
         down,
         first=own.start,
         exact=True,
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
         limit=limit,
     )
     tolerance = TOLERANCES[dtype]

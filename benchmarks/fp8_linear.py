@@ -128,6 +128,8 @@ def measure_linear(name: str, rows: int, rates: Rates, *, by_row: bool = False) 
     x = torch.randn(rows, in_size, device=DEVICE, dtype=torch.bfloat16)
     compute = block_scaled_gated_linear if gated else block_scaled_linear
     methods: list[Method] = ["exact", "triton"] if few else ["triton"]
+    if by_row:
+        methods.append("rowwise")
     if row_group == BLOCK:
         methods.append("cublas")
     for method in methods:

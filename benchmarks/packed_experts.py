@@ -6,7 +6,9 @@
 Times are GPU time per call in a CUDA graph over calls with other tokens each, with routing and the weighted sum
 included. The lower bound of a call is the packed weights of the experts that have tokens over the copy rate, or its
 products over the rate of large bfloat16 products, whichever is longer; the copy rate is measured in the same run.
-`x bf16` is how many times as fast as bfloat16 it is. Every number of tokens is checked against the expanded weights.
+`x bf16` is how many times as fast as bfloat16 it is. `expanded us` is moe/expanded_experts.py, for at least 16 rows
+per expert on average: rows are sorted already, so routing and the weighted sum are not included. Few tokens are checked
+against the expanded weights.
 """
 
 import argparse
@@ -21,7 +23,9 @@ from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
 from pdserve.kernels.int4.group_format import MXFP4_BIAS, GroupScaled
 from pdserve.kernels.linear.block_format import Weight
+from pdserve.kernels.moe.expanded_experts import expanded_results
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
+from pdserve.kernels.moe.routing import route_tokens
 
 ROWS = (1, 8, 64, 512, 4096)
 CHECKED_ROWS = 64
@@ -57,12 +61,15 @@ class Row:
     read_us: float
     product_us: float
     bfloat16_us: float
+    expanded_us: float | None
 
     def __str__(self) -> str:
         limit = max(self.read_us, self.product_us) / self.time_us
+        expanded = "-" if self.expanded_us is None else f"{self.expanded_us:.1f}"
         return (
             f"{self.name:>14} {self.rows:6} {self.time_us:9.1f} {self.read_us:8.1f} {self.product_us:12.1f} "
-            f"{limit:8.0%} {self.bfloat16_us:9.1f} {self.bfloat16_us / self.time_us:7.2f}"
+            f"{limit:8.0%} {self.bfloat16_us:9.1f} {self.bfloat16_us / self.time_us:7.2f} "
+            f"{expanded:>11}"
         )
 
 
@@ -128,7 +135,16 @@ class Layer:
             touched * (self.gate_up.nbytes + self.down.nbytes) / shape.experts / self.rate * 1e6,
             2 * rows * shape.per_token * elements / PRODUCT_RATE * 1e6,
             timed(*self._plain),
+            self._expanded_us(x, chosen) if rows * shape.per_token >= 16 * shape.experts else None,
         )
+
+    def _expanded_us(self, x: torch.Tensor, chosen: list[torch.Tensor]) -> float:
+        calls = []
+        for each in chosen:
+            routing = route_tokens(each, 0, self.mixture.experts, 64)
+            rows = x[routing.order // self.mixture.per_token]
+            calls.append(lambda r=rows, e=routing.ends: expanded_results(r, e, self.gate_up, self.down, **self._biases))
+        return time_us(calls)
 
 
 def main() -> None:
@@ -141,7 +157,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy rate {rate / 1e12:.2f} TB/s")
     print(
         f"{'model':>14} {'rows':>6} {'us':>9} {'read us':>8} {'products us':>12} {'of limit':>8} {'bf16 us':>9} "
-        f"{'x bf16':>7}"
+        f"{'x bf16':>7} {'expanded us':>11}"
     )
     found = []
     for name in options.models.split(","):

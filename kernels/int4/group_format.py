@@ -68,6 +68,11 @@ class GroupScaled:
         assert scales is not None
         return GroupScaled(self.packed[part], scales, zeros, self.columns, self.group)
 
+    def rows(self, part: slice) -> "GroupScaled":
+        """A range of rows of the matrix, or of each expert's."""
+        zeros = None if self.zeros is None else self.zeros[..., part]
+        return GroupScaled(self.packed[..., part, :], self.scales[..., part], zeros, self.columns, self.group)
+
     def experts(self) -> Iterator["GroupScaled"]:
         """The matrix of each expert."""
         for index, packed in enumerate(self.packed):

@@ -1,5 +1,6 @@
 """Takes 4-bit values out of bytes, in Triton: integers, and E2M1 numbers of MXFP4."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import triton
 import triton.language as tl
@@ -117,6 +118,15 @@ def unpack_e2m1(packed, dtype: tl.constexpr):
         )
     else:
         return _e2m1(packed & 15), _e2m1(packed >> 4)
+
+
+@triton.jit
+def factors(scales, MXFP4: tl.constexpr):
+    """Scales in float32. Those of MXFP4 are the exponents of float32; 0 is zero instead of 2^-127."""
+    if MXFP4:
+        return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:  # noqa: RET505 - the other branch is not compiled
+        return scales.to(tl.float32)
 
 
 @triton.jit

@@ -1,8 +1,10 @@
-"""Linear layers with fp8 weights, with a scale per block or per row (block_format.py), computed in one of three ways:
+"""Linear layers with fp8 weights, with a scale per block or per row (block_format.py), computed in one of four ways:
 
     exact       x @ weight.T + bias              activations are not quantised; for few rows
     triton      quantise(x) @ weight.T + bias    fp8 products; sums of 128 columns are scaled and added in float32
     cublas      the same by torch's scaled_mm    for whole blocks of 128 on Hopper, without a bias
+    rowwise     quantise(x, by_row) @ ...        by torch's scaled_mm, for weights with a scale per row: activations
+                                                 have one per token, as these checkpoints intend; bfloat16 only
 
 Shapes: x [rows, in], or QuantisedRows; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x,
 rounded once.
@@ -17,20 +19,26 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
-from .block_format import BLOCK, BlockScaled
+from .block_format import BLOCK, BlockScaled, supports_fp8
 from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
 from .swiglu import swiglu, swiglu_reference
 
-Method = Literal["exact", "triton", "cublas"]
+Method = Literal["exact", "triton", "cublas", "rowwise"]
 
 FEW_ROWS = 64
 """Up to this many rows, activations are exact."""
+_ROWWISE_ALIGNMENT = 16
+"""Of the sizes of a matrix for "rowwise", which torch requires."""
 
 
-def choose_method(rows: int, weight: BlockScaled, *, biased: bool = False) -> Method:
-    """The method for a number of rows: the only place that decides it."""
+def choose_method(
+    rows: int, weight: BlockScaled, *, biased: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Method:
+    """The method for a number of rows in `dtype`: the only place that decides it."""
     if rows <= FEW_ROWS:
         return "exact"
+    if _fits_rowwise(weight, dtype):
+        return "rowwise"
     return "cublas" if _fits_cublas(weight) and not biased else "triton"
 
 
@@ -60,9 +68,11 @@ def block_scaled_linear(
         out = x.new_empty(len(x), len(weight))
         launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=False, bias=bias)
         return out
-    quantised = x if isinstance(x, QuantisedRows) else quantise(x, impl=impl)
+    quantised = x if isinstance(x, QuantisedRows) else quantise(x, by_row=method == "rowwise", impl=impl)
     if method == "cublas":
         return _cublas(quantised, weight)
+    if method == "rowwise":
+        return _rowwise(quantised, weight, bias)
     out = torch.empty(quantised.rows, len(weight), dtype=x.dtype, device=weight.values.device)
     launcher("linear.many_rows_triton", "launch_many_rows")(quantised, weight, out, bias=bias)
     return out
@@ -98,16 +108,22 @@ def block_scaled_mlp(
     """x [rows, in] through a gated MLP; with many rows, the gate also quantises."""
     if _method_for(x, gate_up, gate_up_bias) == "exact":
         return block_scaled_linear(block_scaled_gated_linear(x, gate_up, gate_up_bias), down, down_bias)
-    return block_scaled_linear(swiglu_quantise(block_scaled_linear(x, gate_up, gate_up_bias)), down, down_bias)
+    both = block_scaled_linear(x, gate_up, gate_up_bias)
+    by_row = choose_method(FEW_ROWS + 1, down, biased=down_bias is not None, dtype=both.dtype) == "rowwise"
+    return block_scaled_linear(swiglu_quantise(both, by_row=by_row), down, down_bias)
 
 
 def _method_for(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None) -> Method:
-    rows = len(x) if isinstance(x, torch.Tensor) else max(x.rows, FEW_ROWS + 1)
-    return choose_method(rows, weight, biased=bias is not None)
+    if isinstance(x, torch.Tensor):
+        return choose_method(len(x), weight, biased=bias is not None, dtype=x.dtype)
+    chosen = choose_method(max(x.rows, FEW_ROWS + 1), weight, biased=bias is not None, dtype=x.dtype)
+    return "triton" if chosen == "rowwise" and not x.by_row else chosen
 
 
 def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tensor | QuantisedRows:
-    return quantise_reference(x) if isinstance(x, torch.Tensor) and method != "exact" else x
+    if isinstance(x, QuantisedRows) or method == "exact":
+        return x
+    return quantise_reference(x, by_row=method == "rowwise")
 
 
 def _fits_cublas(weight: BlockScaled) -> bool:
@@ -131,6 +147,27 @@ def _cublas(x: QuantisedRows, weight: BlockScaled) -> torch.Tensor:
     return product[: x.rows]
 
 
+def _fits_rowwise(weight: BlockScaled, dtype: torch.dtype) -> bool:
+    aligned = not any(size % _ROWWISE_ALIGNMENT for size in weight.shape)
+    return weight.by_row and aligned and dtype == torch.bfloat16 and supports_fp8(weight.values.device)
+
+
+def _rowwise(x: QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None) -> torch.Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    product = scaled_mm(
+        x.values,
+        weight.values.t(),
+        x.scales,
+        ScalingType.RowWise,
+        weight.scales.t(),
+        ScalingType.RowWise,
+        bias=bias,
+        output_dtype=x.dtype,
+    )
+    return product[: x.rows]
+
+
 def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None, method: Method) -> None:
     values = x if isinstance(x, torch.Tensor) else x.values
     if values.ndim != 2 or weight.values.ndim != 2 or values.shape[1] != weight.shape[1] or not values.is_contiguous():
@@ -141,5 +178,7 @@ def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Ten
         raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")
     if bias is not None and method == "cublas":
         raise ValueError("the product by cuBLAS takes no bias")
+    if method == "rowwise" and not (weight.by_row and (isinstance(x, torch.Tensor) or x.by_row)):
+        raise ValueError("the rowwise product takes weights and activations with a scale per row")
     if method == "exact" and not (isinstance(x, torch.Tensor) and len(x) <= FEW_ROWS):
         raise ValueError(f"the exact product takes at most {FEW_ROWS} rows that are not quantised")

@@ -141,7 +141,7 @@ def launch_many_rows(
         x.rows,
         out_size,
         in_size,
-        x.scales.stride(1),
+        0 if x.by_row else x.scales.stride(1),
         *weight.scales.shape[-2:],
         GROUPED=tiles is not None,
         GATHER=tiles is not None and tiles.gather,

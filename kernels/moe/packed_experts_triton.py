@@ -17,21 +17,12 @@ from ..backends.occupancy import counters_of, shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from ..int4.group_format import GroupScaled
 from ..int4.int4_linear_triton import STAGE_BYTES, column_splits
-from ..int4.unpack_triton import unpack, unpack_e2m1
+from ..int4.unpack_triton import factors, unpack, unpack_e2m1
 from ..linear.few_rows_triton import find_rows
 from ..linear.row_tiles import RowTiles
 from .clamped_gate import ALPHA
 
 _ALPHA = tl.constexpr(ALPHA)
-
-
-@triton.jit
-def _factors(scales, MXFP4: tl.constexpr):
-    """Scales in float32. Those of MXFP4 are the exponents of float32; 0 is zero instead of 2^-127."""
-    if MXFP4:
-        return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:  # noqa: RET505 - the other branch is not compiled
-        return scales.to(tl.float32)
 
 
 @triton.jit
@@ -160,8 +151,8 @@ def _packed_experts(
         else:
             low, high = unpack(packed, low_zeros, high_zeros)
             low_zeros, high_zeros = tl.load(zeros_ptr + group), tl.load(zeros_ptr + group + weight_rows)
-        acc += tl.dot(low_x, low, input_precision=PRECISION) * _factors(low_scales, MXFP4)[None, :]
-        acc += tl.dot(high_x, high, input_precision=PRECISION) * _factors(high_scales, MXFP4)[None, :]
+        acc += tl.dot(low_x, low, input_precision=PRECISION) * factors(low_scales, MXFP4)[None, :]
+        acc += tl.dot(high_x, high, input_precision=PRECISION) * factors(high_scales, MXFP4)[None, :]
         low_scales, high_scales = next_low_scales, next_high_scales
     if SPLIT:
         place = tile * tl.num_programs(0) + tl.program_id(0)

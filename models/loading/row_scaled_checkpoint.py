@@ -5,7 +5,7 @@ without a block size. They are read or expanded.
 
 A matrix `NAME` has a companion `NAME_scale` or `NAME_scale_inv`, of one element or one per row. Scales and limits of
 activations are not used, whether static or dynamic: products of few rows do not quantise activations, and those of
-many rows find the scale of each group of 128 columns themselves (kernels/linear/block_scaled.py).
+many rows find the scale of each token themselves (kernels/linear/block_scaled.py).
 """
 
 from math import prod

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from pdserve.kernels.int4.expand_triton import _expand
 from pdserve.kernels.int4.int4_linear_triton import _int4_linear
+from pdserve.kernels.moe.expert_gate_triton import _expert_gate
 from pdserve.kernels.moe.packed_experts_triton import _packed_experts
 
 TYPES = {"packed_ptr": "*u8", "sums_ptr": "*fp32", "counters_ptr": "*i32", "limit": "fp32"}
@@ -48,7 +49,10 @@ many = compile_kernel(
     _int4_linear, "fp16", 8, ROWS=64, OUTPUTS=128, GATED=False, BIAS=False, SPLIT=False, **common
 )
 assert "fma.rn.f16x2" in many
-compile_kernel(_expand, "bf16", 4, GROUP=128, ROWS=32, OVERLAP=True)
+expand = compile_kernel(_expand, "bf16", 4, GROUP=128, ROWS=32, MXFP4=False, OVERLAP=True)
+assert "fma.rn.bf16x2" in expand
+assert "ld.global.v4.b32" in expand
+assert "st.global.v4.b32" in expand
 
 common = {"GATHER": True, "SCATTER": False, "PER_TOKEN": 8, "WHOLE": True, "PRECISION": "tf32", "OVERLAP": True}
 of_integers = {"GROUP": 128, "MXFP4": False, "CLAMPED": False, "BIAS": False, "bias_ptr": None}
@@ -61,6 +65,16 @@ many = compile_kernel(
     _packed_experts, "bf16", 8, ROWS=64, OUTPUTS=128, GATED=True, SPLIT=False, **of_mxfp4, **common
 )
 assert "fma.rn.bf16x2" in many
+expand_mxfp4 = {"types": {"scales_ptr": "*u8"}, "zeros_ptr": None, "MXFP4": True}
+expand = compile_kernel(_expand, "bf16", 4, GROUP=32, ROWS=128, OVERLAP=True, **expand_mxfp4)
+assert "fma.rn.bf16x2" in expand
+assert "st.global.v4.b32" in expand
+clamped = {"GATED": True, "CLAMPED": True, "BIAS": True}
+for gate in (clamped, clamped | {"CLAMPED": False}, {"GATED": False, "CLAMPED": False, "BIAS": True}):
+    compile_kernel(_expert_gate, "bf16", 4, EXPERTS=32, BLOCK=1024, OVERLAP=True, **gate)
+compile_kernel(
+    _expert_gate, "bf16", 4, bias_ptr=None, GATED=True, CLAMPED=False, BIAS=False, EXPERTS=8, BLOCK=64, OVERLAP=True
+)
 """
 
 

@@ -315,7 +315,8 @@ def test_fp8_benchmark_counts_what_is_read_and_multiplied(rows: int, monkeypatch
     assert [row.method for row in gated] == [*exact, "triton" if exact else "triton*", "cublas"]
     assert plain[0].read_us == pytest.approx((192 * 256 + 3 * 4 * 4) / 1e6)
     assert plain[0].product_us == pytest.approx(2 * rows * 192 * 256 / 1e6)
-    (*_, by_row) = fp8_linear.measure_linear("plain", rows, rates, by_row=True)
+    (*_, other, by_row) = fp8_linear.measure_linear("plain", rows, rates, by_row=True)
+    assert (other.method.strip("*"), by_row.method) == ("triton", "rowwise")
     assert by_row.read_us == pytest.approx((192 * 256 + 192 * 4) / 1e6)
     gate_up, down = fp8_linear.draw_weight(2, 256, 256), fp8_linear.draw_weight(2, 256, 128)
     row = fp8_linear.measure_experts("experts", gate_up, down, rows, rates)
@@ -338,7 +339,8 @@ def test_benchmark_of_packed_experts_counts_what_is_read(monkeypatch: pytest.Mon
     # the odd group of 128 columns is padded with another one
     assert row.read_us == pytest.approx((matrices * 17 / 32 if mxfp4 else matrices + matrices * 8 / 128) / 1e6)
     assert row.product_us == pytest.approx(2 * 3 * matrices / PRODUCT_RATE * 1e6)
-    assert (row.time_us, row.bfloat16_us) == (2.0, 2.0)
+    assert (row.time_us, row.bfloat16_us, row.expanded_us) == (2.0, 2.0, None)
+    assert packed_experts.Layer("small", 1e12).measure(16).expanded_us == 2.0
 
 
 def test_int4_benchmark_counts_what_is_read_and_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ rounded to the dtype of x; the sum is in the order of a token's experts, indepen
 Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
-device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, for any number of tokens;
-other weights in 16 bits if experts have few tokens. If they have many, rows are copied into the order of experts for
-torch's grouped product.
+device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
+if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product; of
+4-bit weights that are expanded for it (expanded_experts.py).
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -33,6 +33,7 @@ from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.swiglu import swiglu, swiglu_reference
 from .clamped_gate import clamped_gate
+from .expanded_experts import expanded_results, expansion_pays
 from .routing import Routing, route_tokens
 
 FEW_ROWS = 32
@@ -109,7 +110,11 @@ def grouped_experts(
     place = None
     if isinstance(gate_up, GroupScaled):
         assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
-        results = _packed_results(x, routing, gate_up, down, gate_up_bias, down_bias, limit)
+        if expansion_pays(experts.numel(), num_experts, x.dtype, x.device):
+            place, options = routing.place, (gate_up_bias, down_bias, limit)
+            results = expanded_results(_sorted_rows(x, routing), routing.ends, gate_up, down, *options)
+        else:
+            results = _packed_results(x, routing, gate_up, down, gate_up_bias, down_bias, limit)
     elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)
@@ -146,11 +151,16 @@ def _quantised_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down:
     return results
 
 
-def _grouped_results(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The same by torch's grouped products, in the order of experts; see `Routing.place`."""
+def _sorted_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Rows [T * k, hidden] of tokens in the order of experts; those of other ranks' experts are undefined."""
     rows = x.new_empty(len(routing.order), x.shape[1])
     launcher("moe.gather_triton", "launch_gather")(x, routing, rows)
-    gated = swiglu(grouped_mm(rows, gate_up.transpose(1, 2), offs=routing.ends))
+    return rows
+
+
+def _grouped_results(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The same by torch's grouped products, in the order of experts; see `Routing.place`."""
+    gated = swiglu(grouped_mm(_sorted_rows(x, routing), gate_up.transpose(1, 2), offs=routing.ends))
     return grouped_mm(gated, down.transpose(1, 2), offs=routing.ends)
 
 

@@ -171,8 +171,12 @@ def test_rank_of_eight_runs_all_parts(layout: str, tmp_path: Path, monkeypatch: 
     flags = ["--tiny", "--layers", "2", "--batch", "1", "3", "--layout", layout, "--json", str(file)]
     rank_of_eight.main(flags)
     found = json.loads(file.read_text())
-    assert [row["batch"] for row in found["decode"]] == [1, 3]
-    assert all(row["graph_ms"] > 0 and 0 < row["miss_share"] < 1 for row in found["decode"])
+    resident, evicting = found["decode"][:2], found["decode"][2:]
+    assert [(row["sequences"], row["batch"]) for row in resident] == [("resident", 1), ("resident", 3)]
+    assert [(row["sequences"], row["batch"]) for row in evicting] == [("evicting", 1), ("evicting", 3)]
+    assert all(row["graph_ms"] > 0 for row in found["decode"])
+    assert all(row["miss_share"] == 0 for row in resident)
+    assert all(0 < row["miss_share"] < 1 for row in evicting)
     assert found["decode"][1]["floor_ms"] > found["decode"][0]["floor_ms"] > 0
     assert [row["tokens"] for row in found["prefill"]] == [48, 96]
     assert found["memory"]["hisparse"]["host_token_bytes"] > 0 == found["memory"]["plain"]["host_token_bytes"]

@@ -112,11 +112,11 @@ def _unpack_pages(
         wait_for_previous()
     parts: tl.constexpr = (PAGE + ROWS - 1) // ROWS
     for part in range(tl.program_id(0), tl.load(count_ptr) * parts, tl.num_programs(0)):
-        number = (part // parts).to(tl.int64)
+        number = part // parts
         slot = part % parts * ROWS + tl.arange(0, ROWS)
-        source = pages_ptr + tl.load(sources_ptr + number).to(tl.int64) * page_stride
-        out = out_ptr + (number * PAGE + slot) * (KV + ROPE)
-        _copy_unpacked(source + slot.to(tl.int64) * slot_stride, slot < PAGE, out, KV, BLOCK_KV, ROPE, BLOCK_ROPE)
+        page = pages_ptr + tl.load(sources_ptr + number).to(tl.int64) * page_stride
+        out = out_ptr + (number * PAGE + slot).to(tl.int64) * (KV + ROPE)
+        _copy_unpacked(page + slot.to(tl.int64) * slot_stride, slot < PAGE, out, KV, BLOCK_KV, ROPE, BLOCK_ROPE)
 
 
 def launch_unpack_rows(

@@ -11,11 +11,13 @@ from pdserve.kernels.mla.packed_rows import (
     pack_rows_reference,
     packed_bytes,
     sparse_mla_packed,
+    unpack_pages,
     unpack_rows,
     unpack_rows_reference,
 )
 from pdserve.kernels.mla.sparse_mla import sparse_mla
 from tests.kernels.places import each_of
+from tests.kernels.poison import poisoned
 
 GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
@@ -106,6 +108,25 @@ def test_requested_rows_are_unpacked(kv_rank: int, rope_dim: int, where: Where) 
     assert len(set(real.tolist())) == len(real)
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 12])
+@pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
+def test_first_pages_are_unpacked(kv_rank: int, rope_dim: int, page_size: int, where: Where) -> None:
+    """As many as the device says. Other pages are neither read, for they do not exist, nor written."""
+    impl, device, dtype = where
+    rows = random_rows(PAGES * page_size, kv_rank, rope_dim)
+    pool = torch.full((PAGES, LAYERS, page_size, packed_bytes(kv_rank, rope_dim)), 0x7F, dtype=torch.uint8)
+    pool[:, LAYER] = pack_rows_reference(rows, kv_rank).view(PAGES, page_size, -1)
+    expected = unpack_rows_reference(pool[:, LAYER].flatten(0, 1), kv_rank, dtype).view(PAGES, page_size, -1)
+    sources = torch.tensor([5, 0, 3, 3, 1 << 30, -(1 << 30)], dtype=torch.int32, device=device)
+    for used in (0, 1, 4):
+        count = torch.tensor([used], dtype=torch.int32, device=device)
+        with poisoned(impl):
+            found = unpack_pages(pool.to(device)[:, LAYER], sources, count, kv_rank=kv_rank, dtype=dtype, impl=impl)
+        assert found.shape == (6, page_size, kv_rank + rope_dim)
+        assert found[:used].cpu().equal(expected[[5, 0, 3, 3][:used]])
+        assert found[used:].isnan().all()
+
+
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
 def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> None:
     """latent_write packs the rows that it would otherwise write, to the precision of a packed row; padding stays."""
@@ -157,3 +178,5 @@ def test_unpacked_arguments_are_refused() -> None:
         unpack_rows(torch.zeros(2, 4, 84), rows, kv_rank=48, dtype=torch.float32)
     with pytest.raises(ValueError, match="not \\[tokens, k\\] of int32"):
         unpack_rows(torch.zeros(2, 4, 84, dtype=torch.uint8), rows.long(), kv_rank=48, dtype=torch.float32)
+    with pytest.raises(ValueError, match="are not int32 \\[pages\\] and \\[1\\]"):
+        unpack_pages(torch.zeros(2, 4, 84, dtype=torch.uint8), rows, rows[0], kv_rank=48, dtype=torch.float32)

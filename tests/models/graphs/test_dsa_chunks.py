@@ -117,7 +117,7 @@ def test_steps_that_no_graph_can_run_have_no_size(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [*itertools.product(DTYPES, ("", "packed", "latent")), (torch.bfloat16, "fp8 index")],
+    [*itertools.product(DTYPES, ("", "latent")), (torch.bfloat16, "fp8 index"), (torch.float32, "packed")],
 )
 def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
     sizes = {"first_k_dense_replace": 4} if dtype == torch.float32 else {}  # with experts, only 16 bits are captured
@@ -130,7 +130,10 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtyp
     caches = [decoder.make_cache(NUM_PAGES, PAGE) for _ in range(2)]
     graphs = ChunkGraphs(decoder, caches[0], max_tokens=MAX_TOKENS, max_slices=MAX_SLICES, max_context=CONTEXT)
     eager = ModelRunner(decoder, device=torch.device("cuda"), dtype=dtype)
+    tolerance = TOLERANCE if dtype == torch.float32 else 0.06
+    if kind == "packed":
+        tolerance = 4e-3  # as in test_dsa_packed.py
     for slices in chunk_steps(5):
         assert graphs.fits(slices)
         found, expected = run_graph(graphs, slices).clone(), eager.forward(caches[1], slices)
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE if dtype == torch.float32 else 0.06)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)

@@ -16,7 +16,7 @@ in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. so
 
 Attention over packed pages has two ways. If several queries share their rows, as in a chunk of a prompt, all pages of
 the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of each
-query.
+query, in memory or in registers.
 
 Lower bound: every packed row read once, every unpacked row written once.
 """
@@ -30,6 +30,8 @@ from .sparse_mla import sparse_mla
 
 _WORKSPACE_BYTES = 256 << 20
 """Of unpacked rows."""
+FUSED_HEADS = 0
+"""With up to so many heads, sparse_mla_packed reads packed rows directly on a GPU. 0: never."""
 
 
 def rows_at_once(dim: int, dtype: torch.dtype) -> int:
@@ -131,9 +133,14 @@ def sparse_mla_packed(
     scale: float,
     value_dim: int,
     impl: Impl = "auto",
+    fused: bool | None = None,
 ) -> torch.Tensor:
-    """sparse_mla.py over packed pages: unpacks rows into a workspace first, some tokens at a time."""
-    tokens, _, dim = query.shape
+    """sparse_mla.py over packed pages. Unpacks rows into a workspace first, some tokens at a time, or, if `fused`, in
+    the registers of the Triton kernel that attends to them; None if the number of heads decides.
+    """
+    tokens, heads, dim = query.shape
+    if use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused):
+        return _sparse_mla_fused(query, pages, rows, scale=scale, value_dim=value_dim)
     at_once = max(rows_at_once(dim, query.dtype) // max(rows.shape[1], 1), 1)
     parts = []
     for first in range(0, tokens, at_once):
@@ -141,3 +148,24 @@ def sparse_mla_packed(
         unpacked = unpack_rows(pages, rows[part], kv_rank=value_dim, dtype=query.dtype, impl=impl)
         parts.append(sparse_mla(query[part], *unpacked, scale=scale, value_dim=value_dim, impl=impl))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sparse_mla_fused(
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int
+) -> torch.Tensor:
+    from .sparse_mla_packed_triton import launch_sparse_mla_packed
+
+    tokens, heads, dim = query.shape
+    if _unpacked_dim(pages, value_dim) != dim:
+        raise ValueError(f"pages {list(pages.shape)} do not hold packed rows for query {list(query.shape)}")
+    if rows.ndim != 2 or len(rows) != tokens or rows.dtype != torch.int32:
+        raise ValueError(f"{rows.dtype} rows {list(rows.shape)} are not the int32 rows of {tokens} tokens")
+    if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
+        raise ValueError(
+            f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
+            "heads and rows must be contiguous"
+        )
+    out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
+    if tokens:
+        launch_sparse_mla_packed(query, pages, rows, out, scale=scale)
+    return out

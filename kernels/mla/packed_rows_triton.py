@@ -36,28 +36,41 @@ def store_packed(place, latent, rotated1, rotated2, pair, KV: tl.constexpr, BLOC
 
 
 @triton.jit
+def load_packed(place, exists, KV: tl.constexpr, BLOCK_KV: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr):
+    """The packed rows at `place` [N] that exist, zeros for others: the latent [N, BLOCK_KV], fp8 as uint8, its scales
+    [N, groups of BLOCK_KV], each loaded once, and the rotated part [N, BLOCK_ROPE].
+    """
+    groups: tl.constexpr = (KV + _GROUP - 1) // _GROUP
+    blocks: tl.constexpr = (BLOCK_KV + _GROUP - 1) // _GROUP
+    group, column, turning = tl.arange(0, blocks)[None, :], tl.arange(0, BLOCK_KV)[None, :], tl.arange(0, BLOCK_ROPE)
+    fp8 = tl.load(place[:, None] + column, mask=exists[:, None] & (column < KV), other=0)
+    scales = (place + KV).to(tl.pointer_type(tl.float32))
+    scale = tl.load(scales[:, None] + group, mask=exists[:, None] & (group < groups), other=0.0)
+    turned = (place + KV + 4 * groups).to(tl.pointer_type(tl.bfloat16))
+    rest = tl.load(turned[:, None] + turning[None, :], mask=exists[:, None] & (turning < ROPE)[None, :], other=0.0)
+    return fp8, scale, rest
+
+
+@triton.jit
+def unpack_latent(fp8, scale):
+    """float32, the shape of `fp8`, which `load_packed` has loaded."""
+    rows: tl.constexpr = scale.shape[0]
+    groups: tl.constexpr = scale.shape[1]
+    width: tl.constexpr = fp8.shape[1] // groups
+    grouped = tl.reshape(fp8.to(tl.float8e4nv, bitcast=True).to(tl.float32), [rows, groups, width])
+    return tl.reshape(grouped * scale[:, :, None], [rows, groups * width])
+
+
+@triton.jit
 def _copy_unpacked(
     place, exists, out, KV: tl.constexpr, BLOCK_KV: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr
 ):
-    """Unpack the rows at `place` [N] that exist to `out` [N]. Each scale is loaded once, not once per element."""
-    groups: tl.constexpr = (KV + _GROUP - 1) // _GROUP
-    blocks: tl.constexpr = (BLOCK_KV + _GROUP - 1) // _GROUP
-    width: tl.constexpr = BLOCK_KV // blocks
+    """Unpack the rows at `place` [N] that exist to `out` [N]."""
     dtype = out.dtype.element_ty
-    group = tl.arange(0, blocks)
-    scales = (place + KV).to(tl.pointer_type(tl.float32))
-    scale = tl.load(scales[:, None] + group[None, :], mask=exists[:, None] & (group < groups)[None, :], other=0.0)
-    column = group[:, None] * width + tl.arange(0, width)[None, :]
-    inside = exists[:, None, None] & (column < KV)[None, :, :]
-    fp8 = tl.load(place[:, None, None] + column[None, :, :], mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
-    values = fp8.to(tl.float32) * scale[:, :, None]
-    tl.store(out[:, None, None] + column[None, :, :], values.to(dtype), mask=inside)
-
-    turning = tl.arange(0, BLOCK_ROPE)[None, :]
-    turned = (place + KV + 4 * groups).to(tl.pointer_type(tl.bfloat16))
-    kept = exists[:, None] & (turning < ROPE)
-    rest = tl.load(turned[:, None] + turning, mask=kept, other=0.0)
-    tl.store(out[:, None] + KV + turning, rest.to(dtype), mask=kept)
+    fp8, scale, rest = load_packed(place, exists, KV, BLOCK_KV, ROPE, BLOCK_ROPE)
+    column, turning = tl.arange(0, BLOCK_KV)[None, :], tl.arange(0, BLOCK_ROPE)[None, :]
+    tl.store(out[:, None] + column, unpack_latent(fp8, scale).to(dtype), mask=exists[:, None] & (column < KV))
+    tl.store(out[:, None] + KV + turning, rest.to(dtype), mask=exists[:, None] & (turning < ROPE))
 
 
 @triton.jit

@@ -23,8 +23,12 @@ GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
 Where = tuple[Impl, torch.device, torch.dtype]
 
-# Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = [
+    # Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    # the log-sum of a share without rows is meant to be -inf
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning"),
+]
 
 where = each_of(
     ("auto", "cpu", torch.float32),
@@ -168,6 +172,69 @@ def test_attention_over_packed_rows_equals_unpacked(
     found = sparse_mla_packed(query, pages, rows, scale=0.3, value_dim=48, impl=impl)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_rank", "rope_dim", "k"),
+    [
+        pytest.param(1, 16, 512, 64, 150, id="one-token-in-shares"),
+        pytest.param(12, 5, 48, 16, 50, id="many-tokens-alone"),
+        pytest.param(3, 20, 200, 32, 33, id="heads-in-two-tiles"),
+        pytest.param(2, 3, 128, 8, 7, id="fewer-rows-than-a-block"),
+    ],
+)
+def test_rows_are_unpacked_in_registers(
+    tokens: int, heads: int, kv_rank: int, rope_dim: int, k: int, page_size: int, where: Where
+) -> None:
+    """Gaps anywhere, a token without rows, NaN in all other rows, strided pages and queries."""
+    impl, device, dtype = where
+    generator = torch.Generator().manual_seed(tokens * k + page_size)
+    num_rows, size = 256, packed_bytes(kv_rank, rope_dim)
+    rows = torch.stack([torch.randperm(num_rows, generator=generator)[:k] for _ in range(tokens)]).int()
+    rows[torch.rand(rows.shape, generator=generator) < 0.2] = -1
+    rows[-1, k // 2 :] = -1
+    if tokens > 1:
+        rows[0] = -1
+    pool = torch.full((num_rows // page_size, LAYERS, page_size, size), 0xFF, dtype=torch.uint8)
+    used = rows[rows >= 0].unique().long()  # type: ignore[no-untyped-call]
+    pool[used // page_size, LAYER, used % page_size] = pack_rows_reference(
+        torch.randn(len(used), kv_rank + rope_dim, generator=generator), kv_rank
+    )
+    wide = torch.randn(tokens, heads, kv_rank + rope_dim + 16, generator=generator).to(device, dtype)
+    query, pages = wide[..., 16:], pool.to(device)[:, LAYER]
+    with poisoned(impl):
+        found = sparse_mla_packed(query, pages, rows.to(device), scale=0.05, value_dim=kv_rank, impl=impl, fused=True)
+    expected = sparse_mla_packed(query.cpu(), pages.cpu(), rows, scale=0.05, value_dim=kv_rank, impl="reference")
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
+    if tokens > 1:
+        assert not found[0].any()  # no rows: zeros, not NaN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 33, 140, 300])
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_real_geometry_in_registers_equals_unpacked(tokens: int, heads: int) -> None:
+    """In 1 to 64 shares; a pool of more than 2^31 bytes, rows at its ends, tokens without rows."""
+    device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
+    pool = torch.empty(1000, layers, page_size, 656, dtype=torch.uint8, device=device)
+    packed = pack_rows_reference(torch.randn(1000 * page_size, 576, device=device), 512)
+    pool[:, 60] = packed.view(1000, page_size, 656)
+    rows = torch.stack([torch.randperm(64000, device=device)[:k] for _ in range(tokens)]).int()
+    rows[0, :2] = torch.tensor([0, 64000 - 1], device=device)
+    rows[-1, 1000:] = -1
+    rows[tokens // 2, ::3] = -1
+    if tokens > 2:
+        rows[1] = -1
+    query = torch.randn(tokens, heads, 576, device=device).to(torch.bfloat16)
+    arguments = {"scale": 576**-0.5, "value_dim": 512}
+    with poisoned("auto"):
+        found = sparse_mla_packed(query, pool[:, 60], rows, fused=True, **arguments)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+    expected = sparse_mla_packed(query, pool[:, 60], rows, impl="reference", **arguments)  # type: ignore[arg-type]
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 6e-3  # rounding the result alone is 1.7e-3
 
 
 def test_unpacked_arguments_are_refused() -> None:

@@ -34,12 +34,13 @@ PACKED = {
 
 
 def compile_packed(kernel, warps, stages, **constants):
-    """With pointers and strides that are multiples of 16 bytes, as in a pool; returns PTX and bytes of shared memory."""
+    # pointers and strides are multiples of 16 bytes, as in a pool; returns PTX and bytes of shared memory
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else PACKED.get(name, "i32") for name in names}
     values = {(number,): constants[name] for number, name in enumerate(names) if name in constants}
-    even = {(number,): [["tt.divisibility", 16]] for number, name in enumerate(names) if name.endswith(("_ptr", "_stride"))}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=even)
+    even = [number for number, name in enumerate(names) if name.endswith(("_ptr", "_stride"))]
+    attributes = {(number,): [["tt.divisibility", 16]] for number in even}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return compiled.asm["ptx"], compiled.metadata.shared

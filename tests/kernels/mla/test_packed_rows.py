@@ -1,5 +1,6 @@
 """Packed rows against a loop over their bytes, and unpacked rows against what was packed."""
 
+import functools
 import struct
 
 import pytest
@@ -228,11 +229,11 @@ def test_real_geometry_in_registers_equals_unpacked(tokens: int, heads: int) -> 
     if tokens > 2:
         rows[1] = -1
     query = torch.randn(tokens, heads, 576, device=device).to(torch.bfloat16)
-    arguments = {"scale": 576**-0.5, "value_dim": 512}
+    attend = functools.partial(sparse_mla_packed, query, pool[:, 60], rows, scale=576**-0.5, value_dim=512)
     with poisoned("auto"):
-        found = sparse_mla_packed(query, pool[:, 60], rows, fused=True, **arguments)  # type: ignore[arg-type]
+        found = attend(fused=True)
     torch.cuda.synchronize()
-    expected = sparse_mla_packed(query, pool[:, 60], rows, impl="reference", **arguments)  # type: ignore[arg-type]
+    expected = attend(impl="reference")
     error = (found.float() - expected.float()).norm() / expected.float().norm()
     assert error < 6e-3  # rounding the result alone is 1.7e-3
 

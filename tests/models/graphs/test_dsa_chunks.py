@@ -125,8 +125,8 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtyp
     if kind == "latent":
         decoder = make_latent_decoder(tmp_path, "cuda", dtype, **sizes)
     else:
-        formats = {"fp8_index": kind == "fp8 index", "packed": kind == "packed"}
-        decoder = make_decoder(tmp_path, "cuda", dtype, **formats, **sizes)
+        fp8_index, packed = kind == "fp8 index", kind == "packed"
+        decoder = make_decoder(tmp_path, "cuda", dtype, fp8_index=fp8_index, packed=packed, **sizes)
     caches = [decoder.make_cache(NUM_PAGES, PAGE) for _ in range(2)]
     graphs = ChunkGraphs(decoder, caches[0], max_tokens=MAX_TOKENS, max_slices=MAX_SLICES, max_context=CONTEXT)
     eager = ModelRunner(decoder, device=torch.device("cuda"), dtype=dtype)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.dsa_kernels [--kernel index_topk] [--json results.json]
     python -m benchmarks.dsa_kernels --shapes
+    python -m benchmarks.dsa_kernels --tiles
 
 The indexer runs with keys in bfloat16 and in fp8 (with scales, 132 bytes each); of chunks, the scores and the selection
 are also timed alone. Results are first compared with the references. Times are GPU time per call in a CUDA graph over
@@ -9,10 +10,15 @@ the layers of a page-major pool with scattered pages, more layers than the cache
 what it must read over the copy rate, or what it must multiply over the rate of a large matrix product in the same type,
 whichever is longer; all rates are measured in the same run. `--shapes` times the scores of a chunk with other shapes of
 their programs.
+
+Attention over packed rows has 16 heads, as on a rank of eight, and three ways: rows are unpacked for each query, in
+memory (`gathered`) or in the registers of the kernel that attends (`fused`; `--tiles` times it with other tiles), or
+all pages of a sequence at once (`shared`), for chunks. Its lower bound reads packed rows.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,14 +32,18 @@ from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.arithmetic import ceil_div
 from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
 from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
-from pdserve.kernels.mla.index_topk import index_topk
+from pdserve.kernels.mla.index_topk import index_topk, position_rows
+from pdserve.kernels.mla.packed_rows import pack_rows_reference, packed_bytes, sparse_mla_packed
 from pdserve.kernels.mla.sparse_mla import sparse_mla
 from pdserve.memory.kv_pool import KvPool
+from pdserve.models.layers.unpacked_pages import PackedFormat, UnpackedPages
 
 DTYPE = torch.bfloat16
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
 HEADS, LATENT_DIM, VALUE_DIM = 128, 576, 512
+RANK_HEADS = 16
+PACKED_BYTES = packed_bytes(VALUE_DIM, LATENT_DIM - VALUE_DIM)
 SCALE = 192**-0.5
 READ_BYTES = 256 << 20
 """Minimum bytes that the layers of one graph read together: several times the L2 cache."""
@@ -63,12 +73,12 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.kernel:>14} {self.queries:8} {self.context:8} {self.time_us:10.1f} {self.read_us:9.1f} "
+            f"{self.kernel:>15} {self.queries:8} {self.context:8} {self.time_us:10.1f} {self.read_us:9.1f} "
             f"{self.product_us:12.1f} {self.ratio:7.2f}"
         )
 
 
-HEADER = f"{'kernel':>14} {'queries':>8} {'context':>8} {'time us':>10} {'read us':>9} {'multiply us':>12} {'ratio':>7}"
+HEADER = f"{'kernel':>15} {'queries':>8} {'context':>8} {'time us':>10} {'read us':>9} {'multiply us':>12} {'ratio':>7}"
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -184,6 +194,27 @@ def check_sparse_mla() -> None:
             raise SystemExit("sparse_mla differs from its reference by more than bfloat16 explains (0.006)")
 
 
+def check_packed_mla() -> None:
+    """Fused attention, in all numbers of shares that decode steps have."""
+    pages = packed_pool(8192, 2)[:, 1]
+    for tokens in (1, 2, 8, 32, 64, 200):
+        query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
+        rows = random_rows(tokens, 8192)
+        rows[-1, 1000:] = -1
+        found = sparse_mla_packed(query, pages, rows, scale=SCALE, value_dim=VALUE_DIM, fused=True)
+        expected = sparse_mla_packed(query, pages, rows, scale=SCALE, value_dim=VALUE_DIM, impl="reference")
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        print(f"fused attention of {tokens} tokens: relative error {error:.4f}")
+        if not error < 6e-3:
+            raise SystemExit("fused attention differs from its reference by more than bfloat16 explains (0.006)")
+
+
+def packed_pool(num_tokens: int, layers: int) -> torch.Tensor:
+    """[pages, layers, page_size, bytes]; all layers have the same content."""
+    one = pack_rows_reference(torch.randn(num_tokens, LATENT_DIM, device=DEVICE), VALUE_DIM)
+    return one.view(-1, 1, PAGE_SIZE, PACKED_BYTES).repeat(1, layers, 1, 1)
+
+
 def random_rows(tokens: int, num_rows: int) -> torch.Tensor:
     """TOP_K distinct rows for each token, ascending."""
     return torch.stack([torch.randperm(num_rows, device=DEVICE)[:TOP_K].sort().values for _ in range(tokens)]).int()
@@ -255,18 +286,87 @@ def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int |
     return Row("sparse_mla", tokens, context, graph_us(calls), read_us, product_us)
 
 
+def time_packed_steps(
+    tokens: int, context: int, rates: Rates, *, ways: Sequence[bool] = (False, True)
+) -> Iterator[Row]:
+    """A query of each of `tokens` sequences: gathered, and fused."""
+    read_bytes = tokens * TOP_K * PACKED_BYTES
+    layers = num_layers(read_bytes)
+    pool = packed_pool(tokens * context, layers)
+    query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
+    rows = [random_rows(tokens, tokens * context) for _ in range(layers)]
+    read_us, product_us = read_bytes / rates.copy * 1e6, packed_operations(tokens) / rates.product * 1e6
+    for fused in ways:
+        calls = [
+            lambda layer=layer, fused=fused: sparse_mla_packed(
+                query, pool[:, layer], rows[layer], scale=SCALE, value_dim=VALUE_DIM, fused=fused
+            )
+            for layer in range(layers)
+        ]
+        name = "fused" if fused else "gathered"
+        yield Row(f"packed {name}", tokens, context, graph_us(calls), read_us, product_us)
+
+
+def time_packed_chunk(tokens: int, context: int, rates: Rates) -> Iterator[Row]:
+    """A chunk of one sequence: gathered, shared, and the unpacking of shared pages alone."""
+    layers = num_layers(context * PACKED_BYTES)
+    pool = packed_pool(context, layers)
+    query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
+    plan, positions = make_plan([tokens], context), random_rows(tokens, context)
+    unpacked = UnpackedPages(plan, plan.page_table, PackedFormat(VALUE_DIM, LATENT_DIM, DTYPE, TOP_K))
+    in_pool, in_copies = position_rows(positions, plan), position_rows(positions, unpacked.plan)
+
+    def gathered(layer: int) -> object:
+        return sparse_mla_packed(query, pool[:, layer], in_pool, scale=SCALE, value_dim=VALUE_DIM, fused=False)
+
+    def shared(layer: int) -> object:
+        copies = unpacked.of_layer(pool[:, layer])
+        return sparse_mla(query, copies, in_copies, scale=SCALE, value_dim=VALUE_DIM)
+
+    def unpack(layer: int) -> object:
+        return unpacked.of_layer(pool[:, layer])
+
+    read_us, product_us = context * PACKED_BYTES / rates.copy * 1e6, packed_operations(tokens) / rates.product * 1e6
+    ways = (("gathered", gathered, product_us), ("shared", shared, product_us), ("pages", unpack, 0.0))
+    for name, call, multiply_us in ways:
+        few = range(2 if name == "gathered" else layers)
+        time_us = graph_us([functools.partial(call, layer) for layer in few])
+        yield Row(f"packed {name}", tokens, context, time_us, read_us, multiply_us)
+
+
+def packed_operations(tokens: int) -> int:
+    return 2 * tokens * TOP_K * RANK_HEADS * (LATENT_DIM + VALUE_DIM)
+
+
+TILES = [(16, 4), (32, 4), (32, 8), (64, 8)]
+"""Of fused attention: rows, warps."""
+
+
+def compare_tiles(rates: Rates) -> None:
+    from pdserve.kernels.mla import sparse_mla_packed_triton
+
+    for rows, warps in TILES:
+        sparse_mla_packed_triton.TILE = dataclasses.replace(sparse_mla_packed_triton.TILE, rows=rows, num_warps=warps)
+        check_packed_mla()
+        for tokens in (1, 8, 32, 64):
+            for row in time_packed_steps(tokens, 8192, rates, ways=[True]):
+                print(row, (rows, warps), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument(
         "--shapes", action="store_true", help="compare shapes of the scores of a chunk, and nothing else"
     )
-    parser.add_argument("--kernel", choices=["index_topk", "sparse_mla"], help="only this one")
+    parser.add_argument("--tiles", action="store_true", help="compare tiles of fused attention, and nothing else")
+    parser.add_argument("--kernel", choices=["index_topk", "sparse_mla", "packed"], help="only this one")
     options = parser.parse_args()
 
     check_index_topk()
     print("index_topk: equal to its reference, in bfloat16 and in fp8")
     check_sparse_mla()
+    check_packed_mla()
     rates = measure_rates()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rates.copy / 1e12:.2f} TB/s, "
@@ -276,23 +376,32 @@ def main() -> None:
     if options.shapes:
         compare_shapes(rates)
         return
+    if options.tiles:
+        compare_tiles(rates)
+        return
     results: list[Row] = []
 
     def add(row: Row) -> None:
         results.append(row)
         print(row, flush=True)
 
-    if options.kernel != "sparse_mla":
+    if options.kernel in (None, "index_topk"):
         steps = [([1] * batch, context) for context in (8192, 32768, 131072) for batch in (1, 8, 32, 64)]
         chunks = [([queries], context) for queries, context in ((512, 8192), (2048, 32768))]
         for query_lens, context in steps + chunks:
             for fp8 in (False, True):
                 for row in time_index_topk(query_lens, context, rates, fp8=fp8):
                     add(row)
-    if options.kernel != "index_topk":
+    if options.kernel in (None, "sparse_mla"):
         for batch in (1, 8, 32, 64):
             add(time_sparse_mla(batch, 32768, rates))
         add(time_sparse_mla(512, 8192, rates, sequences=1))
+    if options.kernel in (None, "packed"):
+        for batch in (1, 32):
+            for row in time_packed_steps(batch, 8192, rates):
+                add(row)
+        for row in time_packed_chunk(2048, 8192, rates):
+            add(row)
     if options.json is not None:
         rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in results]
         options.json.write_text(json.dumps({"rates": dataclasses.asdict(rates), "rows": rows}, indent=2) + "\n")

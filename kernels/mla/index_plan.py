@@ -19,6 +19,7 @@ class IndexPlan:
     page_table: torch.Tensor  # [B, max_pages] page ids; any valid id beyond a sequence's end
     sequence: torch.Tensor  # [T] the row of page_table that each token reads
     visible: torch.Tensor  # [T] how many tokens it sees, itself included; 0 for a padded row
+    num_pages: int | None = None  # at most so many pages are in use by all sequences together; None if not known
 
     @classmethod
     def build(
@@ -52,7 +53,8 @@ class IndexPlan:
         )
         flat = upload_array(packed, device)
         on_device = flat.split_with_sizes([len(table), tokens, tokens])
-        return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2])
+        num_pages = sum(len(ids) for ids in used)
+        return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2], num_pages)
 
     @property
     def tokens(self) -> int:
@@ -62,6 +64,11 @@ class IndexPlan:
     def max_visible(self) -> int:
         """Capacity of the page table in tokens; no token sees more."""
         return self.page_table.shape[1] * self.page_size
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """[B]: the largest of the `values` [T] of each sequence's tokens; 0 for a sequence without tokens."""
+        none = torch.zeros(len(self.page_table), dtype=values.dtype, device=values.device)
+        return none.scatter_reduce_(0, self.sequence.long(), values, "amax")
 
 
 class IndexScales(NamedTuple):

@@ -7,12 +7,18 @@
 In bytes: R of fp8 (e4m3), 4 for the float32 scale of every started 128 elements, 2 * P of bfloat16: 656 for R = 512 and
 P = 64, instead of 1152. Packed pages are uint8 [pages, page_size, bytes], rows contiguous, otherwise any strides.
 
-    unpack_rows(pages, rows)  =  the unpacked rows[t, j], for the j with rows[t, j] >= 0
+    unpack_rows(pages, rows)             =  the unpacked rows[t, j], for the j with rows[t, j] >= 0
+    unpack_pages(pages, sources, count)  =  the unpacked pages[sources[i]], for i < count
 
 Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K, 1, R + P], and the index of each row
-in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. Other elements are left uninitialised.
+in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. sources [N] and count [1] int32; unpacked
+[N, page_size, R + P]. Other elements are left uninitialised.
 
-Lower bound: T * K packed rows read, T * K rows written.
+Attention over packed pages has two ways. If several queries share their rows, as in a chunk of a prompt, all pages of
+the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of each
+query, in memory or in registers.
+
+Lower bound: every packed row read once, every unpacked row written once.
 """
 
 import torch
@@ -23,7 +29,14 @@ from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
 from .sparse_mla import sparse_mla
 
 _WORKSPACE_BYTES = 256 << 20
-"""Rows that sparse_mla_packed unpacks at a time."""
+"""Of unpacked rows."""
+FUSED_HEADS = 0
+"""With up to so many heads, sparse_mla_packed reads packed rows directly on a GPU. 0: never."""
+
+
+def rows_at_once(dim: int, dtype: torch.dtype) -> int:
+    """Unpacked rows of `dim` elements that the workspace has room for."""
+    return _WORKSPACE_BYTES // (dim * dtype.itemsize)
 
 
 def packed_bytes(kv_rank: int, rope_dim: int) -> int:
@@ -57,13 +70,10 @@ def unpack_rows(
     pages: torch.Tensor, rows: torch.Tensor, *, kv_rank: int, dtype: torch.dtype, impl: Impl = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The unpacked rows and their indices; see the module docstring."""
-    page_size, row_bytes = pages.shape[1:]
-    rope_dim = (row_bytes - kv_rank - 4 * ceil_div(kv_rank, GROUP)) // 2
-    if pages.dtype != torch.uint8 or rope_dim < 0 or packed_bytes(kv_rank, rope_dim) != row_bytes:
-        raise ValueError(f"{pages.dtype} pages {list(pages.shape)} do not hold packed rows of {kv_rank} in fp8")
+    page_size, dim = pages.shape[1], _unpacked_dim(pages, kv_rank)
     if rows.ndim != 2 or rows.dtype != torch.int32:
         raise ValueError(f"rows {rows.dtype} {list(rows.shape)} are not [tokens, k] of int32")
-    unpacked = torch.empty(rows.numel(), 1, kv_rank + rope_dim, dtype=dtype, device=pages.device)
+    unpacked = torch.empty(rows.numel(), 1, dim, dtype=dtype, device=pages.device)
     if use_triton(impl, pages.device):
         from .packed_rows_triton import launch_unpack_rows
 
@@ -78,6 +88,43 @@ def unpack_rows(
     return unpacked, numbers.view(rows.shape).masked_fill_(rows < 0, -1)
 
 
+def unpack_pages(
+    pages: torch.Tensor,
+    sources: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    kv_rank: int,
+    dtype: torch.dtype,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """The unpacked pages; see the module docstring. What is launched depends only on shapes."""
+    page_size, dim = pages.shape[1], _unpacked_dim(pages, kv_rank)
+    if (sources.ndim, sources.dtype, count.shape, count.dtype) != (1, torch.int32, (1,), torch.int32):
+        raise ValueError(
+            f"sources {sources.dtype} {list(sources.shape)} and count {count.dtype} {list(count.shape)} are not int32 "
+            "[pages] and [1]"
+        )
+    unpacked = torch.empty(len(sources), page_size, dim, dtype=dtype, device=pages.device)
+    if use_triton(impl, pages.device):
+        from .packed_rows_triton import launch_unpack_pages
+
+        if len(sources):
+            launch_unpack_pages(pages, sources, count, unpacked, kv_rank)
+        return unpacked
+    used = int(count)
+    packed = pages[sources[:used].long()].flatten(0, 1)
+    unpacked[:used] = unpack_rows_reference(packed, kv_rank, dtype).view(used, page_size, dim)
+    return unpacked
+
+
+def _unpacked_dim(pages: torch.Tensor, kv_rank: int) -> int:
+    """Elements of an unpacked row; raises ValueError if `pages` hold none."""
+    rope_dim = (pages.shape[2] - kv_rank - 4 * ceil_div(kv_rank, GROUP)) // 2
+    if pages.dtype != torch.uint8 or rope_dim < 0 or packed_bytes(kv_rank, rope_dim) != pages.shape[2]:
+        raise ValueError(f"{pages.dtype} pages {list(pages.shape)} do not hold packed rows of {kv_rank} in fp8")
+    return kv_rank + rope_dim
+
+
 def sparse_mla_packed(
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -86,13 +133,39 @@ def sparse_mla_packed(
     scale: float,
     value_dim: int,
     impl: Impl = "auto",
+    fused: bool | None = None,
 ) -> torch.Tensor:
-    """sparse_mla.py over packed pages: unpacks rows into a workspace first, some tokens at a time."""
-    tokens, _, dim = query.shape
-    at_once = max(_WORKSPACE_BYTES // (max(rows.shape[1], 1) * dim * query.dtype.itemsize), 1)
+    """sparse_mla.py over packed pages. Unpacks rows into a workspace first, some tokens at a time, or, if `fused`, in
+    the registers of the Triton kernel that attends to them; None if the number of heads decides.
+    """
+    tokens, heads, dim = query.shape
+    if use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused):
+        return _sparse_mla_fused(query, pages, rows, scale=scale, value_dim=value_dim)
+    at_once = max(rows_at_once(dim, query.dtype) // max(rows.shape[1], 1), 1)
     parts = []
     for first in range(0, tokens, at_once):
         part = slice(first, first + at_once)
         unpacked = unpack_rows(pages, rows[part], kv_rank=value_dim, dtype=query.dtype, impl=impl)
         parts.append(sparse_mla(query[part], *unpacked, scale=scale, value_dim=value_dim, impl=impl))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sparse_mla_fused(
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int
+) -> torch.Tensor:
+    from .sparse_mla_packed_triton import launch_sparse_mla_packed
+
+    tokens, heads, dim = query.shape
+    if _unpacked_dim(pages, value_dim) != dim:
+        raise ValueError(f"pages {list(pages.shape)} do not hold packed rows for query {list(query.shape)}")
+    if rows.ndim != 2 or len(rows) != tokens or rows.dtype != torch.int32:
+        raise ValueError(f"{rows.dtype} rows {list(rows.shape)} are not the int32 rows of {tokens} tokens")
+    if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
+        raise ValueError(
+            f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
+            "heads and rows must be contiguous"
+        )
+    out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
+    if tokens:
+        launch_sparse_mla_packed(query, pages, rows, out, scale=scale)
+    return out

@@ -11,6 +11,7 @@ result and log-sum, which `_combine` combines.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 
 _COMBINED_AT_ONCE = 8
 
-_LOWEST = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(-1e30)
 """Below every score, but finite: the difference of two maxima over no rows is 0, not NaN."""
 
 
@@ -84,7 +85,7 @@ def _attend(
             mask=in_head[:, None] & in_rest[None, :],
             other=0.0,
         )
-    top = tl.full([BLOCK_H], _LOWEST, tl.float32)
+    top = tl.full([BLOCK_H], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     weight = tl.zeros([BLOCK_H, BLOCK], query.dtype)
@@ -145,7 +146,7 @@ def _combine(
     token = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     column = tl.arange(0, BLOCK_V)
-    top = _LOWEST
+    top = LOWEST
     total = 0.0
     acc = tl.zeros([BLOCK_V], tl.float32)
     for first in range(0, shares, BLOCK):
@@ -165,7 +166,7 @@ def _combine(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """Tile size and launch parameters of a program."""
 
     heads: int
@@ -174,14 +175,14 @@ class _Tile:
     num_stages: int
 
 
-def _tile(heads: int, dtype: torch.dtype) -> _Tile:
+def _tile(heads: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
-        return _Tile(16, 16, 4, 2)
+        return Tile(16, 16, 4, 2)
     if heads <= 16:
-        return _Tile(16, 64, 4, 3)
+        return Tile(16, 64, 4, 3)
     if heads <= 32:
-        return _Tile(32, 32, 4, 3)
-    return _Tile(64, 64, 8, 2)
+        return Tile(32, 32, 4, 3)
+    return Tile(64, 64, 8, 2)
 
 
 @functools.cache
@@ -198,10 +199,23 @@ def launch_sparse_mla(
     query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, scale: float
 ) -> None:
     """Fill `out` [T, H, value_dim]."""
+    launch_attention(_attend, _tile(query.shape[1], query.dtype), query, pages, rows, out, scale=scale)
+
+
+def launch_attention(
+    kernel: Any,
+    tile: Tile,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Launch `_attend`, or a kernel with the same parameters, and `_combine` if there are several shares."""
     tokens, heads, dim = query.shape
     num_rows, value_dim = rows.shape[1], out.shape[2]
     device = query.device
-    tile = _tile(heads, query.dtype)
     tiles = tokens * triton.cdiv(heads, tile.heads)
     blocks = max(triton.cdiv(num_rows, tile.rows), 1)
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
@@ -210,7 +224,7 @@ def launch_sparse_mla(
     block_v = max(triton.next_power_of_2(value_dim), 16)
     partial = torch.empty(tokens, shares, heads, value_dim, dtype=torch.float32, device=device) if shares > 1 else out
     log_sum = torch.empty(tokens, shares, heads, dtype=torch.float32, device=device) if shares > 1 else out
-    _attend[(tiles, shares)](
+    kernel[(tiles, shares)](
         query,
         pages,
         rows,

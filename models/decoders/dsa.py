@@ -30,6 +30,7 @@ from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
 from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
 from ..layers.parallel import ALONE, Parallel
+from ..layers.unpacked_pages import PackedFormat
 from .latent import LatentDecoder
 from .latent_parameters import LatentParameters
 
@@ -60,7 +61,11 @@ class DsaDecoder(LatentDecoder):
             )
         super().__init__(parameters, parallel)
         self._dsa = parameters.config.dsa
-        self._packed = packed
+        self.packed: PackedFormat | None = None
+        """How latent rows are packed, if they are."""
+        if packed:
+            dsa = parameters.config.dsa
+            self.packed = PackedFormat(dsa.kv_rank, dsa.latent_dim, parameters.dtype, dsa.index_topk)
         self._fp8_index = fp8_index
         self._groups = [at - 1 for at in accumulate(layer.indexer is not None for layer in parameters.layers)]
         """The index group of each layer of this rank."""
@@ -146,7 +151,7 @@ class DsaDecoder(LatentDecoder):
         """Elements of a token's row in one layer, and their dtype."""
         if plane == "indexer":
             return self._dsa.index_dim, FP8 if self._fp8_index else self.parameters.dtype
-        if self._packed:
+        if self.packed is not None:
             return packed_bytes(self._dsa.kv_rank, self._dsa.rope_dim), torch.uint8
         return self._dsa.latent_dim, self.parameters.dtype
 
@@ -178,14 +183,13 @@ class DsaDecoder(LatentDecoder):
         if rows is None and isinstance(cache, HiSparseCache):
             assert batch.hot_slots is not None, "a sequence over a HiSparse cache has a hot slot"
             resident = batch.all_resident or all_resident(cache, batch.slices)
-            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots, all_resident=resident)
+            rows = HotLatentRows(cache, plan, new_rows, batch.hot_slots, all_resident=resident, packed=self.packed)
         elif rows is None:
-            rows = PagedLatentRows(latent_pool, plan, new_rows)
+            rows = PagedLatentRows(latent_pool, plan, new_rows, self.packed)
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
         layers, eps = self.parameters.layers, self.config.norm_eps
-        attend = sparse_mla_packed if self._packed else sparse_mla
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             key_planes = index_pool.layer(self._groups[index])
@@ -203,7 +207,9 @@ class DsaDecoder(LatentDecoder):
                 else:
                     query, index_query = expand_queries(*to_expand, fp8_index=self._fp8_index)
                     rows.select(index, self._select(index_query, weights, key_planes, plan))
-            attended = attend(query, *rows.selected(index), scale=self._scale, value_dim=dsa.kv_rank)
+            pages, selected = rows.selected(index)
+            attend = sparse_mla if pages.dtype == query.dtype else sparse_mla_packed
+            attended = attend(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)
             if last_only and index + 1 == len(layers):
                 assert batch.last_rows is not None
                 attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))

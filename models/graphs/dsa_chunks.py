@@ -35,10 +35,9 @@ _SIGHT_SECTIONS = ("sequence", "visible", "hot_slots")
 
 class DsaChunkStep:
     """Steps of chunks of a sparse-attention decoder over one cache; see capture.GraphedStep. Over a HiSparse cache, all
-    sequences are fully resident.
+    sequences are fully resident. If latent rows are packed there are two kinds of steps: 1 unpacks whole pages
+    (layers/unpacked_pages.py), and 0 is for sequences that have too many of them.
     """
-
-    kinds = 1
 
     def __init__(
         self,
@@ -52,6 +51,7 @@ class DsaChunkStep:
     ) -> None:
         self._decoder = decoder
         self._cache = cache
+        self.kinds = 1 if decoder.packed is None else 2
         self._max_slices = max_slices
         self._max_pages = pages_for(min(max_context, LONGEST_CONTEXT), cache.page_size)
         self._last_only = last_only
@@ -86,15 +86,22 @@ class DsaChunkStep:
         for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
             self._table[row, :count] = piece.pages[:count]
         self._inputs.upload(len(slices) * self._max_pages)
-        return 0
+        return int(sum(used) <= self._most_shared_pages(size))
+
+    def _most_shared_pages(self, size: int) -> int:
+        """Of the sequences of a step of kind 1; -1 if there is none."""
+        if self._decoder.packed is None:
+            return -1
+        return self._decoder.packed.most_shared_rows(size) // self._cache.page_size
 
     def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
         replace_single_tokens(self._inputs.device, slices, token_ids)
 
-    def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
+    def hidden(self, size: int, kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
         table = parts["page_table"].view(-1, self._max_pages)
-        plan = IndexPlan(self._cache.page_size, table, parts["sequence"][:size], parts["visible"][:size])
+        num_pages = self._most_shared_pages(size) if kind == 1 else None
+        plan = IndexPlan(self._cache.page_size, table, parts["sequence"][:size], parts["visible"][:size], num_pages)
         batch = token_batch(
             parts,
             size,

@@ -27,6 +27,7 @@ from ...kernels.mla.index_topk import position_rows
 from ...memory.hisparse.cache import HiSparseCache
 from .batch import SequenceSlice
 from .latent_rows import RowPlaces
+from .unpacked_pages import PackedFormat, UnpackedPages
 
 
 class HotLatentRows:
@@ -42,11 +43,13 @@ class HotLatentRows:
         hot_slots: torch.Tensor,
         *,
         all_resident: bool = False,
+        packed: PackedFormat | None = None,
     ) -> None:
         """`new_rows` [T] are the host rows of the new tokens, `hot_slots` [T] int32 the slots of their requests.
 
         Padding sees no tokens in `plan`, its row is -1 and its slot any valid one. If all sequences are fully resident
-        there is nothing to fetch, and their hot pages serve as a page table.
+        there is nothing to fetch, and their hot pages serve as a page table. `packed` says how the rows are packed, if
+        they are.
         """
         if not all_resident and len(plan.page_table) != plan.tokens:
             raise ValueError(
@@ -59,7 +62,12 @@ class HotLatentRows:
         self._requests = hot_slots
         self._swaps: SwapPlan | None = None
         self._residents: IndexPlan | None = None
-        if all_resident:
+        self._unpacked: UnpackedPages | None = None
+        if all_resident and packed is not None and packed.shares_pages(plan):
+            slots = plan.largest(hot_slots * (plan.visible > 0))  # [B]; padding has any slot
+            self._unpacked = UnpackedPages(plan, cache.tables.hot_pages[slots], packed)
+            self._residents = self._unpacked.plan
+        elif all_resident:
             self._residents = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
         else:
             self._swaps = cache.swaps(plan.tokens)
@@ -107,7 +115,8 @@ class HotLatentRows:
             with self._on_side_stream():
                 self._write_back()
         assert self._selection is not None, "the first layer of every index group selects"
-        return RowPlaces(self._pages(layer), self._selection)
+        pages = self._pages(layer)
+        return RowPlaces(self._unpacked.of_layer(pages) if self._unpacked else pages, self._selection)
 
     def finish(self) -> None:
         if self._cache.side_stream is not None:

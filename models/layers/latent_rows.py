@@ -14,6 +14,7 @@ from ...kernels.mla.index_plan import IndexPlan
 from ...kernels.mla.index_topk import position_rows
 from ...memory.kv_pool import KvPool
 from .batch import ForwardBatch
+from .unpacked_pages import PackedFormat, UnpackedPages
 
 
 class RowPlaces(NamedTuple):
@@ -52,7 +53,9 @@ class LatentRows(Protocol):
         """
 
     def selected(self, layer: int) -> RowPlaces:
-        """Where the selected rows [T, K] of this layer are; valid until the next `select`."""
+        """Where the selected rows [T, K] of this layer are; valid until the next `select`. If a step shares packed
+        pages (unpacked_pages.py), they are unpacked here.
+        """
 
     def finish(self) -> None:
         """Make new rows visible to later batches."""
@@ -63,8 +66,13 @@ class PagedLatentRows:
 
     fetches = False
 
-    def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows) -> None:
+    def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows, packed: PackedFormat | None = None) -> None:
+        """`packed` says how the rows are packed, if they are."""
         self._pool = pool
+        self._unpacked: UnpackedPages | None = None
+        if packed is not None and packed.shares_pages(plan):
+            self._unpacked = UnpackedPages(plan, plan.page_table, packed)
+            plan = self._unpacked.plan
         self._plan = plan
         self._new_rows = new_rows
         self._selected: torch.Tensor | None = None
@@ -77,7 +85,8 @@ class PagedLatentRows:
 
     def selected(self, layer: int) -> RowPlaces:
         assert self._selected is not None, "a stage starts with a layer that selects"
-        return RowPlaces(self._pages(layer), self._selected)
+        pages = self._pages(layer)
+        return RowPlaces(self._unpacked.of_layer(pages) if self._unpacked else pages, self._selected)
 
     def finish(self) -> None:
         pass

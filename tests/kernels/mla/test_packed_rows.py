@@ -1,5 +1,6 @@
 """Packed rows against a loop over their bytes, and unpacked rows against what was packed."""
 
+import functools
 import struct
 
 import pytest
@@ -11,18 +12,24 @@ from pdserve.kernels.mla.packed_rows import (
     pack_rows_reference,
     packed_bytes,
     sparse_mla_packed,
+    unpack_pages,
     unpack_rows,
     unpack_rows_reference,
 )
 from pdserve.kernels.mla.sparse_mla import sparse_mla
 from tests.kernels.places import each_of
+from tests.kernels.poison import poisoned
 
 GEOMETRIES = [(48, 16), (128, 8), (512, 64), (200, 32)]
 PAGES, LAYERS, LAYER, PAGE_SIZE = 6, 3, 1, 4
 Where = tuple[Impl, torch.device, torch.dtype]
 
-# Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = [
+    # Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    # the log-sum of a share without rows is meant to be -inf
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log2:RuntimeWarning"),
+]
 
 where = each_of(
     ("auto", "cpu", torch.float32),
@@ -106,6 +113,25 @@ def test_requested_rows_are_unpacked(kv_rank: int, rope_dim: int, where: Where) 
     assert len(set(real.tolist())) == len(real)
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 12])
+@pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
+def test_first_pages_are_unpacked(kv_rank: int, rope_dim: int, page_size: int, where: Where) -> None:
+    """As many as the device says. Other pages are neither read, for they do not exist, nor written."""
+    impl, device, dtype = where
+    rows = random_rows(PAGES * page_size, kv_rank, rope_dim)
+    pool = torch.full((PAGES, LAYERS, page_size, packed_bytes(kv_rank, rope_dim)), 0x7F, dtype=torch.uint8)
+    pool[:, LAYER] = pack_rows_reference(rows, kv_rank).view(PAGES, page_size, -1)
+    expected = unpack_rows_reference(pool[:, LAYER].flatten(0, 1), kv_rank, dtype).view(PAGES, page_size, -1)
+    sources = torch.tensor([5, 0, 3, 3, 1 << 30, -(1 << 30)], dtype=torch.int32, device=device)
+    for used in (0, 1, 4):
+        count = torch.tensor([used], dtype=torch.int32, device=device)
+        with poisoned(impl):
+            found = unpack_pages(pool.to(device)[:, LAYER], sources, count, kv_rank=kv_rank, dtype=dtype, impl=impl)
+        assert found.shape == (6, page_size, kv_rank + rope_dim)
+        assert found[:used].cpu().equal(expected[[5, 0, 3, 3][:used]])
+        assert found[used:].isnan().all()
+
+
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
 def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> None:
     """latent_write packs the rows that it would otherwise write, to the precision of a packed row; padding stays."""
@@ -149,6 +175,69 @@ def test_attention_over_packed_rows_equals_unpacked(
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_rank", "rope_dim", "k"),
+    [
+        pytest.param(1, 16, 512, 64, 150, id="one-token-in-shares"),
+        pytest.param(12, 5, 48, 16, 50, id="many-tokens-alone"),
+        pytest.param(3, 20, 200, 32, 33, id="heads-in-two-tiles"),
+        pytest.param(2, 3, 128, 8, 7, id="fewer-rows-than-a-block"),
+    ],
+)
+def test_rows_are_unpacked_in_registers(
+    tokens: int, heads: int, kv_rank: int, rope_dim: int, k: int, page_size: int, where: Where
+) -> None:
+    """Gaps anywhere, a token without rows, NaN in all other rows, strided pages and queries."""
+    impl, device, dtype = where
+    generator = torch.Generator().manual_seed(tokens * k + page_size)
+    num_rows, size = 256, packed_bytes(kv_rank, rope_dim)
+    rows = torch.stack([torch.randperm(num_rows, generator=generator)[:k] for _ in range(tokens)]).int()
+    rows[torch.rand(rows.shape, generator=generator) < 0.2] = -1
+    rows[-1, k // 2 :] = -1
+    if tokens > 1:
+        rows[0] = -1
+    pool = torch.full((num_rows // page_size, LAYERS, page_size, size), 0xFF, dtype=torch.uint8)
+    used = rows[rows >= 0].unique().long()  # type: ignore[no-untyped-call]
+    pool[used // page_size, LAYER, used % page_size] = pack_rows_reference(
+        torch.randn(len(used), kv_rank + rope_dim, generator=generator), kv_rank
+    )
+    wide = torch.randn(tokens, heads, kv_rank + rope_dim + 16, generator=generator).to(device, dtype)
+    query, pages = wide[..., 16:], pool.to(device)[:, LAYER]
+    with poisoned(impl):
+        found = sparse_mla_packed(query, pages, rows.to(device), scale=0.05, value_dim=kv_rank, impl=impl, fused=True)
+    expected = sparse_mla_packed(query.cpu(), pages.cpu(), rows, scale=0.05, value_dim=kv_rank, impl="reference")
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(found.cpu(), expected, rtol=tolerance, atol=tolerance)
+    if tokens > 1:
+        assert not found[0].any()  # no rows: zeros, not NaN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 33, 140, 300])
+@pytest.mark.parametrize("heads", [8, 16, 32])
+def test_real_geometry_in_registers_equals_unpacked(tokens: int, heads: int) -> None:
+    """In 1 to 64 shares; a pool of more than 2^31 bytes, rows at its ends, tokens without rows."""
+    device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
+    pool = torch.empty(1000, layers, page_size, 656, dtype=torch.uint8, device=device)
+    packed = pack_rows_reference(torch.randn(1000 * page_size, 576, device=device), 512)
+    pool[:, 60] = packed.view(1000, page_size, 656)
+    rows = torch.stack([torch.randperm(64000, device=device)[:k] for _ in range(tokens)]).int()
+    rows[0, :2] = torch.tensor([0, 64000 - 1], device=device)
+    rows[-1, 1000:] = -1
+    rows[tokens // 2, ::3] = -1
+    if tokens > 2:
+        rows[1] = -1
+    query = torch.randn(tokens, heads, 576, device=device).to(torch.bfloat16)
+    attend = functools.partial(sparse_mla_packed, query, pool[:, 60], rows, scale=576**-0.5, value_dim=512)
+    with poisoned("auto"):
+        found = attend(fused=True)
+    torch.cuda.synchronize()
+    expected = attend(impl="reference")
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 6e-3  # rounding the result alone is 1.7e-3
+
+
 def test_unpacked_arguments_are_refused() -> None:
     rows = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="do not hold packed rows"):
@@ -157,3 +246,5 @@ def test_unpacked_arguments_are_refused() -> None:
         unpack_rows(torch.zeros(2, 4, 84), rows, kv_rank=48, dtype=torch.float32)
     with pytest.raises(ValueError, match="not \\[tokens, k\\] of int32"):
         unpack_rows(torch.zeros(2, 4, 84, dtype=torch.uint8), rows.long(), kv_rank=48, dtype=torch.float32)
+    with pytest.raises(ValueError, match="are not int32 \\[pages\\] and \\[1\\]"):
+        unpack_pages(torch.zeros(2, 4, 84, dtype=torch.uint8), rows, rows[0], kv_rank=48, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Triton kernel of experts.py: copies the rows of tokens into the order of experts."""
+"""Triton kernel of experts.py: copies the rows of tokens into the order of experts, several per program."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
@@ -8,6 +8,9 @@ import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .routing import Routing
+
+_ROWS = 8
+_COLUMNS = 1024
 
 
 @triton.jit(do_not_specialize=["last"])
@@ -19,17 +22,20 @@ def _gather(
     last,
     size,
     PER_TOKEN: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
         start_next()
         wait_for_previous()
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if row < tl.load(ends_ptr + last):
-        token = (tl.load(order_ptr + row) // PER_TOKEN).to(tl.int64)
-        tl.store(out_ptr + row * size + column, tl.load(x_ptr + token * size + column, column < size), column < size)
+    exists = row < tl.load(ends_ptr + last)
+    token = tl.load(order_ptr + row, mask=exists, other=0) // PER_TOKEN
+    inside = exists[:, None] & (column < size)[None, :]
+    values = tl.load(x_ptr + token.to(tl.int64)[:, None] * size + column[None, :], mask=inside)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], values, mask=inside)
 
 
 def launch_gather(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
@@ -37,8 +43,8 @@ def launch_gather(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
     numbers, size = out.shape
     if numbers == 0:
         return
-    block = min(1024, triton.next_power_of_2(size))
-    _gather[(numbers, triton.cdiv(size, block))](
+    block = min(_COLUMNS, triton.next_power_of_2(size))
+    _gather[(triton.cdiv(numbers, _ROWS), triton.cdiv(size, block))](
         x,
         routing.order,
         routing.ends,
@@ -46,6 +52,7 @@ def launch_gather(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
         len(routing.ends) - 1,
         size,
         PER_TOKEN=routing.per_token,
+        ROWS=_ROWS,
         BLOCK=block,
         num_warps=4,
         **overlap_options(out.device),

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .routing import Routing
 
-_CHUNK = 512
+_CHUNK = 256
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _place(
     else:
         sizes = tl.zeros([BINS], tl.int32)
         before = tl.zeros([BINS], tl.int32)
-        for begin in range(0, chunks, 8):
-            other = (begin + tl.arange(0, 8))[:, None]
+        for begin in range(0, chunks, 32):
+            other = (begin + tl.arange(0, 32))[:, None]
             counted = tl.load(counts_ptr + other * BINS + bins[None, :], mask=other < chunks, other=0)
             sizes += tl.sum(counted, 0)
             before += tl.sum(tl.where(other < chunk, counted, 0), 0)
@@ -134,6 +134,6 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing
         CHUNK=chunk,
         CHUNKS=min(chunks, 2),
         BINS=bins,
-        num_warps=16 if chunk == _CHUNK else 8,
+        num_warps=8,
         **options,
     )

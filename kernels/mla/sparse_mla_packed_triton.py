@@ -15,7 +15,7 @@ from ..backends.overlap_triton import start_next, wait_for_previous
 from .packed_rows_triton import load_packed, unpack_latent
 from .sparse_mla_triton import LOWEST, Tile, launch_attention
 
-TILE = Tile(heads=16, rows=32, num_warps=8, num_stages=1)
+TILE = Tile(heads=16, rows=64, num_warps=8, num_stages=1)
 _FLOAT32_TILE = Tile(heads=16, rows=16, num_warps=4, num_stages=1)
 
 

@@ -179,7 +179,7 @@ def _tile(heads: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, 16, 4, 2)
     if heads <= 16:
-        return Tile(16, 64, 4, 3)
+        return Tile(16, 32, 4, 3)
     if heads <= 32:
         return Tile(32, 32, 4, 3)
     return Tile(64, 64, 8, 2)

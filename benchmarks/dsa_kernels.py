@@ -12,8 +12,8 @@ whichever is longer; all rates are measured in the same run. `--shapes` times th
 their programs.
 
 Attention over packed rows has 16 heads, as on a rank of eight, and three ways: rows are unpacked for each query, in
-memory (`gathered`) or in the registers of the kernel that attends (`fused`; `--tiles` times it with other tiles), or
-all pages of a sequence at once (`shared`), for chunks. Its lower bound reads packed rows.
+memory (`gathered`) or in the registers of the kernel that attends (`fused`; `--tiles` times other tiles), or all pages
+of a sequence at once (`shared`), for chunks. Its lower bound reads packed rows.
 """
 
 import argparse
@@ -338,19 +338,28 @@ def packed_operations(tokens: int) -> int:
     return 2 * tokens * TOP_K * RANK_HEADS * (LATENT_DIM + VALUE_DIM)
 
 
-TILES = [(16, 4), (32, 4), (32, 8), (64, 8)]
-"""Of fused attention: rows, warps."""
+FUSED_TILES = [(16, 4, 1), (32, 4, 1), (32, 8, 1), (64, 8, 1)]
+GATHERED_TILES = [(64, 4, 3), (64, 8, 3), (32, 4, 3), (32, 8, 3), (32, 8, 4)]
+"""Rows, warps and stages of a program for 16 heads. The tiles in use are among them."""
 
 
 def compare_tiles(rates: Rates) -> None:
-    from pdserve.kernels.mla import sparse_mla_packed_triton
+    """Of attention to packed rows, fused and gathered, in decode steps and, gathered, in a chunk."""
+    from pdserve.kernels.mla import packed_rows_triton, sparse_mla_triton
 
-    for rows, warps in TILES:
-        sparse_mla_packed_triton.TILE = dataclasses.replace(sparse_mla_packed_triton.TILE, rows=rows, num_warps=warps)
+    for tile in FUSED_TILES:
+        packed_rows_triton.FUSED_TILE = sparse_mla_triton.Tile(RANK_HEADS, *tile)
         check_packed_mla()
         for tokens in (1, 8, 32, 64):
             for row in time_packed_steps(tokens, 8192, rates, ways=[True]):
-                print(row, (rows, warps), flush=True)
+                print(row, tile, flush=True)
+    for tile in GATHERED_TILES:
+        sparse_mla_triton.RANK_TILE = sparse_mla_triton.Tile(RANK_HEADS, *tile)
+        for tokens in (1, 32):
+            for row in time_packed_steps(tokens, 8192, rates, ways=[False]):
+                print(row, tile, flush=True)
+        for row in time_packed_chunk(2048, 8192, rates):
+            print(row, tile, flush=True)
 
 
 def main() -> None:
@@ -359,7 +368,7 @@ def main() -> None:
     parser.add_argument(
         "--shapes", action="store_true", help="compare shapes of the scores of a chunk, and nothing else"
     )
-    parser.add_argument("--tiles", action="store_true", help="compare tiles of fused attention, and nothing else")
+    parser.add_argument("--tiles", action="store_true", help="compare tiles of attention, and nothing else")
     parser.add_argument("--kernel", choices=["index_topk", "sparse_mla", "packed"], help="only this one")
     options = parser.parse_args()
 

@@ -155,7 +155,7 @@ def sparse_mla_packed(
 def _sparse_mla_fused(
     query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int
 ) -> torch.Tensor:
-    from .sparse_mla_packed_triton import launch_sparse_mla_packed
+    from .packed_rows_triton import launch_sparse_mla_packed
 
     tokens, heads, dim = query.shape
     if _unpacked_dim(pages, value_dim) != dim:

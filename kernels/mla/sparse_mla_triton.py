@@ -175,11 +175,15 @@ class Tile:
     num_stages: int
 
 
+RANK_TILE = Tile(heads=16, rows=32, num_warps=4, num_stages=3)
+"""For up to 16 heads, as on one of many ranks."""
+
+
 def _tile(heads: int, dtype: torch.dtype) -> Tile:
     if dtype.itemsize > 2:
         return Tile(16, 16, 4, 2)
     if heads <= 16:
-        return Tile(16, 32, 4, 3)
+        return RANK_TILE
     if heads <= 32:
         return Tile(32, 32, 4, 3)
     return Tile(64, 64, 8, 2)

@@ -17,9 +17,8 @@ from triton.compiler import ASTSource
 
 from pdserve.kernels.mla.index_topk_triton import _index_scores, _index_scores_of_few
 from pdserve.kernels.mla.latent_write_triton import _latent_write
-from pdserve.kernels.mla.packed_rows_triton import _unpack_pages, _unpack_rows
+from pdserve.kernels.mla.packed_rows_triton import FUSED_TILE, _attend_packed, _unpack_pages, _unpack_rows
 from pdserve.kernels.mla.rotate_queries_triton import _rotate_queries
-from pdserve.kernels.mla.sparse_mla_packed_triton import TILE, _attend_packed
 
 FP8_POINTERS = {"key_pages_ptr", "index_query_ptr", "query_ptr", "key_ptr"}
 FLOAT_POINTERS = {"key_scales_ptr", "scales_ptr", "query_scale_ptr", "key_scale_ptr", "weights_ptr", "scores_ptr"}
@@ -75,10 +74,11 @@ geometry = {"KV": 512, "BLOCK_KV": 512, "ROPE": 64, "BLOCK_ROPE": 64, "PAGE": 64
 for kernel in (_unpack_rows, _unpack_pages):
     ptx, _ = compile_packed(kernel, 4, 3, **geometry)
     assert ptx.count("ld.global.v4") == 2, "16 bytes of fp8 per load"
-geometry = {"HEADS": 16, "BLOCK_H": TILE.heads, "VALUE": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_R": 64, "PAGE": 64}
-options = {"BLOCK": TILE.rows, "BLOCK_SHARE": 512, "PRECISION": "tf32", "OVERLAP": True}
+geometry = {"HEADS": 16, "BLOCK_H": 16, "VALUE": 512, "BLOCK_V": 512, "REST": 64, "BLOCK_R": 64, "PAGE": 64}
+options = {"BLOCK": FUSED_TILE.rows, "BLOCK_SHARE": 512, "PRECISION": "tf32", "OVERLAP": True}
 for alone in (False, True):
-    ptx, shared = compile_packed(_attend_packed, TILE.num_warps, TILE.num_stages, ALONE=alone, **geometry, **options)
+    sizes = {**geometry, **options, "ALONE": alone}
+    ptx, shared = compile_packed(_attend_packed, FUSED_TILE.num_warps, FUSED_TILE.num_stages, **sizes)
     assert shared <= 227 << 10
     assert "cp.async" not in ptx
     assert "ldmatrix" in ptx

@@ -32,8 +32,10 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _FUSED = ("contract",)
 
 
-def make_dot_tile(most_rows: int) -> Any:
-    """The function for tiles of up to `most_rows` (at most 4) rows of x."""
+def make_dot_tile(most_rows: int, *, fetch: bool = True) -> Any:
+    """The function for tiles of up to `most_rows` (at most 4) rows of x. Without `fetch` nothing is prefetched: the
+    weights are in the cache already.
+    """
 
     @intrinsic
     def dot_tile(_context, weight, weight_rows, x, x_rows, ahead, ahead_rows, size):
@@ -49,7 +51,7 @@ def make_dot_tile(most_rows: int) -> Any:
             vector_bytes = builder.and_(row_bytes, _int(-4 * LANES))
             weights = _row_addresses(builder, weight, weight_rows, row_bytes, WEIGHT_ROWS)
             xs = _row_addresses(builder, x, x_rows, row_bytes, most_rows)
-            fetched = _row_addresses(builder, ahead, ahead_rows, row_bytes, WEIGHT_ROWS)
+            fetched = _row_addresses(builder, ahead, ahead_rows, row_bytes, WEIGHT_ROWS) if fetch else []
             sums = [_zero(_VECTOR)] * count
             sums = _add_products(builder, weights, xs, fetched, _int(0), vector_bytes, _VECTOR, sums)
             sums = [_add_lanes(builder, lanes) for lanes in sums]
@@ -81,7 +83,7 @@ def _add_products(
     at.add_incoming(start, before)
     running = [builder.phi(item) for _ in sums]
     for address in fetched:
-        _prefetch(builder, builder.add(address, at))
+        prefetch(builder, builder.add(address, at))
     factors = [_load(builder, builder.add(address, at), item) for address in xs]
     added: list[ir.Value] = []
     for address in weights:
@@ -115,7 +117,8 @@ def _load(builder: ir.IRBuilder, address: ir.Value, item: ir.Type) -> ir.Value:
     return builder.load(builder.inttoptr(address, item.as_pointer()), align=4)
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Read a cache line ahead of its use; any address is allowed."""
     flag = ir.IntType(32)
     function = _llvm_function(builder, "llvm.prefetch.p0", ir.VoidType(), _BYTE_POINTER, flag, flag, flag)
     to_read, into_every_cache, of_data = flag(0), flag(3), flag(1)

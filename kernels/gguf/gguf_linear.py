@@ -33,24 +33,25 @@ def gguf_linear(
     """A linear layer; see the module docstring."""
     if not _numba_fits(x, weight, bias, impl):
         return gguf_linear_reference(x, weight, bias)
-    out, first = x.new_empty(len(x), len(weight)), 0
+    out = x.new_empty(len(x), len(weight))
+    product = _few_rows if len(x) <= FEW_ROWS else _many_rows
+    if len(weight.parts) == 1:
+        product(x, weight.parts[0], bias, out)
+        return out
+    first = 0
     for part in weight.parts:
         held = slice(first, first + len(part.blocks))
-        product = _few_rows if len(x) <= FEW_ROWS else _many_rows
         product(x, part, None if bias is None else bias[held], out[:, held])
         first = held.stop
     return out
 
 
-def fuses_gate(x: torch.Tensor, weight: GgufBlocks, impl: Impl) -> bool:
-    """Whether `gguf_gated_linear` can compute it: few rows, and gate and up in the same type."""
-    return impl != "reference" and 1 <= len(x) <= FEW_ROWS and len(weight.parts) == 1 and _numba_fits(x, weight, None, impl)
-
-
 def gguf_gated_linear(
-    x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False
-) -> torch.Tensor:
-    """swiglu(gguf_linear(x)) in one kernel."""
+    x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
+) -> torch.Tensor | None:
+    """swiglu(gguf_linear(x)) in one kernel; None if there is none: for many rows, and for gate and up of two types."""
+    if not 1 <= len(x) <= FEW_ROWS or len(weight.parts) > 1 or not _numba_fits(x, weight, bias, impl):
+        return None
     out = x.new_empty(len(x), len(weight) // 2)
     launcher("numba.gguf_linear", "launch_gguf_linear")(x, weight.parts[0], bias, out, gated=True, gelu=gelu)
     return out
@@ -92,6 +93,6 @@ def _numba_fits(x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None, 
             f"{x.dtype} x {list(x.shape)} must be contiguous float32 rows as long as those of weight "
             f"{list(weight.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and len(bias) != len(weight):
         raise ValueError(f"bias {list(bias.shape)} must have an element for each row of weight {list(weight.shape)}")
     return use_numba(impl, x, *(() if bias is None else (bias,)))

@@ -20,7 +20,7 @@ from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..gguf.blocks import GgufBlocks
-from ..gguf.gguf_linear import fuses_gate, gguf_gated_linear, gguf_linear
+from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
 from ..int4.group_format import GroupScaled
 from ..int4.int4_linear import choose_method, int4_gated_linear, int4_linear
 from .block_format import BlockScaled, Weight
@@ -75,8 +75,8 @@ def gated_linear(
         gate_up = int4_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
     if isinstance(weight, GgufBlocks):
-        if fuses_gate(x, weight, impl):
-            return gguf_gated_linear(x, weight, bias, gelu=gelu)
+        if (gated := gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)) is not None:
+            return gated
         gate_up = gguf_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up, gelu=gelu) if impl == "reference" else swiglu(gate_up, gelu=gelu)
     if impl == "reference":

@@ -21,6 +21,7 @@ from .dot_tile import LANES, prefetch
 
 _LONG, _INT, _BYTE, _HALF, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.HalfType(), ir.FloatType()
 _FUSED = ("contract",)
+CACHE_LINE = 64
 
 
 class _Block:
@@ -46,7 +47,7 @@ class _Block:
 
     def bits(self, offset: int, first: int) -> ir.Value:
         """Bits [first, first + LANES) of the 32 at `offset`, each as 0 or 16."""
-        (word,) = [self.lane(self._load(offset, ir.VectorType(_INT, 1)), 0)]
+        word = self.lane(self._load(offset, ir.VectorType(_INT, 1)), 0)
         positions = ir.Constant(word.type, [first + lane for lane in range(LANES)])
         return self.shifted(self.masked(self._builder.lshr(word, positions), 1), -4)
 
@@ -83,9 +84,7 @@ class _Block:
 
     def joined(self, values: ir.Value, others: ir.Value) -> ir.Value:
         count = 2 * values.type.count
-        return self._builder.shuffle_vector(
-            values, others, ir.Constant(ir.VectorType(_INT, count), list(range(count)))
-        )
+        return self._builder.shuffle_vector(values, others, ir.Constant(ir.VectorType(_INT, count), list(range(count))))
 
     def weights(self, integers: ir.Value, scale: ir.Value, offset: ir.Value | None = None) -> ir.Value:
         floats = self._builder.sitofp(integers, ir.VectorType(_FLOAT, LANES))
@@ -207,10 +206,8 @@ def unpack(_context, number, source, end, target, ahead):
             choice.add_case(ir.Constant(number.type, ggml_number(name)), body)
             builder.position_at_end(body)
             at, out = builder.phi(_LONG), builder.phi(_LONG)
-            prefetch(builder, builder.add(at, ahead))
-            if size > 64:
-                for line in range(64, size, 64):
-                    prefetch(builder, builder.add(builder.add(at, ahead), _LONG(line)))
+            for line in range(0, size, CACHE_LINE):
+                prefetch(builder, builder.add(builder.add(at, ahead), _LONG(line)))
             for index, weights in enumerate(unpacker(_Block(builder, at))):
                 pointer = builder.inttoptr(builder.add(out, _LONG(4 * LANES * index)), weights.type.as_pointer())
                 builder.store(weights, pointer, align=4)

@@ -19,7 +19,6 @@ from ..layers.moe import MlpParameters, MoeParameters
 from .mlp_parameters import WeightMemory, mlp_slots, split_rows
 from .slots import Slot
 
-
 EMBEDDING = "model.embed_tokens.weight"
 
 

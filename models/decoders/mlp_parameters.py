@@ -244,4 +244,5 @@ def _each(experts: Weight) -> Iterator[Weight]:
     elif isinstance(experts, GroupScaled):
         yield from experts.experts()
     else:
+        assert not isinstance(experts, GgufBlocks), "GGUF files of mixtures are not supported"
         yield from experts

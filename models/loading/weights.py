@@ -140,7 +140,6 @@ class GgufCheckpoint:
             at = first - first_row
             slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
 
-
     def _copy_blocks(self, tensor: GgufTensor, slot: Slot, head_dim: int | None) -> None:
         """The rows of permuted heads are put in order (`head_dim`); their blocks are not touched."""
         (first_row, first_column), (rows, row_bytes) = slot.start, slot.target.shape

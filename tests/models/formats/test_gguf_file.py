@@ -1,6 +1,7 @@
 """GGUF files against the `gguf` library's reader, llama.cpp's q/k permutation, and damaged files."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,17 @@ def permute(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return weights.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
-def convert(directory: Path, path: Path, kind: gguf.GGMLQuantizationType, **rope: Any) -> Any:
-    """Write a checkpoint like llama.cpp's converter; returns the transformers model with the rounded weights."""
+def convert(
+    directory: Path,
+    path: Path,
+    kind: gguf.GGMLQuantizationType,
+    *,
+    others: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    **rope: Any,
+) -> Any:
+    """Write a checkpoint like llama.cpp's converter; returns the transformers model with the rounded weights. Matrices
+    are of type `kind`, those of modules in `others` of another one.
+    """
     model = load_reference(directory)
     config = model.config
     architecture = config.model_type
@@ -72,7 +82,8 @@ def convert(directory: Path, path: Path, kind: gguf.GGMLQuantizationType, **rope
             values = permute(values, config.num_attention_heads)
         if architecture == "llama" and ".k_proj." in name:
             values = permute(values, config.num_key_value_heads)
-        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        own_kind = (others or {}).get(name.split(".")[-2], kind)
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else own_kind
         data = quantize(values, stored)
         rounded = dequantize(data, stored).reshape(values.shape)
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):

@@ -1,12 +1,14 @@
 """Weights in GGUF blocks: unpacked ones against the `gguf` library, products against float64."""
 
+from collections.abc import Callable
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
 
-from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.backends.dispatch import Impl, launcher
 from pdserve.kernels.gguf import gguf_linear as module
 from pdserve.kernels.gguf.blocks import PACKED_TYPES, GgufBlocks, GgufRows, block_size
 from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_linear, gguf_rows
@@ -91,15 +93,23 @@ def test_parts_of_several_types_are_one_matrix(rows: int, where: tuple[Impl, tor
 
 @needs_numba
 def test_many_rows_are_unpacked_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = []
+
+    def record(module_name: str, name: str) -> Callable[..., None]:
+        launch = launcher(module_name, name)
+
+        def launch_and_record(rows: GgufRows, out: torch.Tensor) -> None:
+            unpacked.append(len(out))
+            launch(rows, out)
+
+        return launch_and_record
+
     monkeypatch.setattr(module, "SCRATCH_BYTES", 10 * 4 * 256)
-    largest = []
-    monkeypatch.setattr(
-        module.torch, "mm", lambda x, y, out, mm=torch.mm: (largest.append(y.shape[1]), mm(x, y, out=out))
-    )
+    monkeypatch.setattr(module, "launcher", record)
     stored, x = random_rows(33, 256, "Q5_1"), torch.randn(40, 256)
     expected = x @ library_rows(stored).T
     torch.testing.assert_close(gguf_linear(x, matrix(stored), impl="numba"), expected, rtol=1e-4, atol=1e-4)
-    assert largest == [10, 10, 10, 3]
+    assert unpacked == [10, 10, 10, 3]
 
 
 def test_memory_is_that_of_the_blocks_and_neighbours_of_one_type_are_merged() -> None:

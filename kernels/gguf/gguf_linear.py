@@ -17,7 +17,7 @@ from torch.nn.functional import linear as torch_linear
 from ..backends.dispatch import Impl, launcher, use_numba
 from .blocks import GgufBlocks, GgufRows
 
-FEW_ROWS = 16
+FEW_ROWS = 32
 """Up to this many rows of x the Numba kernel is faster."""
 SCRATCH_BYTES = 4 << 20
 """Unpacked weights in memory at a time: the cache holds them, and torch's products of them are efficient."""

@@ -44,7 +44,7 @@ def test_unpacked_weights_equal_the_library_bit_by_bit(type_name: str, where: tu
 
 
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
-@pytest.mark.parametrize("rows", [1, 3, 4, 8, FEW_ROWS, 40])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, FEW_ROWS, 40])
 def test_products_equal_float64(rows: int, type_name: str, where: tuple[Impl, torch.device]) -> None:
     """Numbers of outputs that do not fill tiles, with and without a bias."""
     impl, _ = where

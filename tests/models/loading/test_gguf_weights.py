@@ -122,7 +122,7 @@ def test_two_ranks_compute_with_their_blocks(tmp_path: Path) -> None:
     expected = reference_logits(reference, TOKENS)[-2:]
     for found, row in zip(first.logits, expected, strict=True):
         assert found is not None
-        torch.testing.assert_close(found[0], row, rtol=0, atol=5e-5)
+        torch.testing.assert_close(torch.as_tensor(found[0]), row, rtol=0, atol=5e-5)
 
 
 @needs_numba

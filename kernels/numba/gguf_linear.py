@@ -1,63 +1,70 @@
-"""Numba kernels of ../gguf/gguf_linear.py: a thread unpacks the weights of some outputs into its cache, where all rows
-of x use them.
+"""Numba kernels of ../gguf/gguf_linear.py. For one row of x, a thread multiplies blocks as it reads them. For several,
+it unpacks the weights of some outputs into its cache, where all rows use them.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
-
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..gguf.blocks import GgufRows, ggml_number
 from .dot_tile import WEIGHT_ROWS, make_dot_tile
-from .gguf_unpack import unpack
+from .gguf_blocks import dot_blocks, unpack
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for
 from .swiglu import activate
 
-
-def _make_products(tile_rows: int) -> Any:
-    """The loop over tiles of `tile_rows` rows of x, for outputs whose weights are unpacked."""
-    dot_tile = make_dot_tile(tile_rows, fetch=False)
-
-    @kernel_function
-    def compute(a, weights, output, count):
-        out, bias = floats(a.out, (a.rows, a.out_stride)), floats(a.bias, 2 * a.out_size)
-        zero = np.float32(0)
-        for row in range(0, a.rows, tile_rows):
-            x, x_rows = a.x + row * 4 * a.in_size, a.rows - row
-            sums = dot_tile(weights, count, x, x_rows, 0, 0, a.in_size)
-            ups = sums
-            if a.gated:
-                ups = dot_tile(weights + WEIGHT_ROWS * 4 * a.in_size, count, x, x_rows, 0, 0, a.in_size)
-            for i in range(count):
-                for j in range(min(tile_rows, x_rows)):
-                    value = sums[i * tile_rows + j] + (bias[output + i] if a.bias else zero)
-                    if a.gated:
-                        up = ups[i * tile_rows + j] + (bias[a.out_size + output + i] if a.bias else zero)
-                        value = activate(value, a.gelu) * up
-                    out[row + j, output + i] = value
-
-    return compute
+_FIELDS = "x blocks type row_bytes bias out out_stride scratch rows in_size out_size gated gelu"
+_TILE_ROWS = 4
+_dot_tile = make_dot_tile(_TILE_ROWS, fetch=False)
 
 
-_one_row, _four_rows = _make_products(1), _make_products(4)
+@kernel_function
+def _result(a, product, up, output):
+    """An element of the result."""
+    bias = floats(a.bias, 2 * a.out_size)
+    value = product + (bias[output] if a.bias else np.float32(0))
+    if a.gated:
+        value = activate(value, a.gelu) * (up + (bias[a.out_size + output] if a.bias else np.float32(0)))
+    return value
 
 
-@kernel("x blocks type row_bytes bias out out_stride scratch rows in_size out_size gated gelu")
-def _linear(arguments):
+@kernel(_FIELDS)
+def _one_row(arguments):
     a = fields(arguments)
-    tile_bytes, scratch_bytes = WEIGHT_ROWS * a.row_bytes, WEIGHT_ROWS * 4 * a.in_size
-    weights = a.scratch + thread_number() * (1 + a.gated) * scratch_bytes
+    out, tile_bytes = floats(a.out, a.out_size), WEIGHT_ROWS * a.row_bytes
+    scratch = a.scratch + thread_number() * 8 * WEIGHT_ROWS
+    products = floats(scratch, (2, WEIGHT_ROWS))
     first, last = share(-(-a.out_size // WEIGHT_ROWS))
     for output in range(first * WEIGHT_ROWS, min(last * WEIGHT_ROWS, a.out_size), WEIGHT_ROWS):
         count = min(WEIGHT_ROWS, a.out_size - output)
         for half in range(1 + a.gated):
             source = a.blocks + (half * a.out_size + output) * a.row_bytes
-            unpack(a.type, source, source + count * a.row_bytes, weights + half * scratch_bytes, tile_bytes)
-        if a.rows == 1:
-            _one_row(a, weights, output, count)
-        else:
-            _four_rows(a, weights, output, count)
+            dot_blocks(a.type, source, a.row_bytes, count, a.x, scratch + half * 4 * WEIGHT_ROWS, tile_bytes)
+        for i in range(count):
+            out[output + i] = _result(a, products[0, i], products[1, i], output + i)
+
+
+@kernel(_FIELDS)
+def _few_rows(arguments):
+    a = fields(arguments)
+    out, tile_bytes = floats(a.out, (a.rows, a.out_stride)), WEIGHT_ROWS * a.row_bytes
+    half_bytes = WEIGHT_ROWS * 4 * a.in_size
+    weights = a.scratch + thread_number() * 2 * half_bytes
+    first, last = share(-(-a.out_size // WEIGHT_ROWS))
+    for output in range(first * WEIGHT_ROWS, min(last * WEIGHT_ROWS, a.out_size), WEIGHT_ROWS):
+        count = min(WEIGHT_ROWS, a.out_size - output)
+        for half in range(1 + a.gated):
+            source = a.blocks + (half * a.out_size + output) * a.row_bytes
+            unpack(a.type, source, source + count * a.row_bytes, weights + half * half_bytes, tile_bytes)
+        for row in range(0, a.rows, _TILE_ROWS):
+            x, x_rows = a.x + row * 4 * a.in_size, a.rows - row
+            products = _dot_tile(weights, count, x, x_rows, 0, 0, a.in_size)
+            ups = products
+            if a.gated:
+                ups = _dot_tile(weights + half_bytes, count, x, x_rows, 0, 0, a.in_size)
+            for i in range(count):
+                for j in range(min(_TILE_ROWS, x_rows)):
+                    at = i * _TILE_ROWS + j
+                    out[row + j, output + i] = _result(a, products[at], ups[at], output + i)
 
 
 @kernel("blocks type row_bytes out out_bytes rows")
@@ -82,8 +89,9 @@ def launch_gguf_linear(
     """`out` may be some columns of a matrix."""
     rows, in_size = x.shape
     threads = threads_for(out.shape[1] * in_size)
-    scratch = torch.empty(threads, 1 + gated, WEIGHT_ROWS, in_size)
-    _linear(
+    scratch = torch.empty(threads, 2, WEIGHT_ROWS, 1 if rows == 1 else in_size)
+    product = _one_row if rows == 1 else _few_rows
+    product(
         x.data_ptr(),
         weight.blocks.data_ptr(),
         ggml_number(weight.type_name),

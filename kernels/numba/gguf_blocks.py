@@ -17,6 +17,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..gguf.blocks import block_size, ggml_number
@@ -217,7 +218,8 @@ def unpack(_context, number, source, end, target, ahead):
                     weights = builder.fmul(_floats(builder, integers), scale, flags=_FUSED)
                     if offset is not None:
                         weights = builder.fadd(weights, offset, flags=_FUSED)
-                    _store(builder, weights, builder.add(out, _LONG(4 * LANES * index)))
+                    pointer = builder.inttoptr(builder.add(out, _LONG(4 * LANES * index)), _FLOATS.as_pointer())
+                    builder.store(weights, pointer, align=4)
                 for phi, first, step in ((at, source, size), (out, target, 4 * elements)):
                     phi.add_incoming(first, before)
                     phi.add_incoming(builder.add(phi, _LONG(step)), body)
@@ -227,15 +229,18 @@ def unpack(_context, number, source, end, target, ahead):
 
 
 @intrinsic
-def dot_blocks(_context, number, source, row_bytes, rows, x, target, ahead):
+def dot_blocks(_context, number, source, row_bytes, rows, x, ahead):
     """In a kernel: the products of `WEIGHT_ROWS` rows of blocks of the ggml type `number` with the row of floats `x`,
-    as floats at `target`. If there are fewer rows, the last one is repeated. Scales are applied to sums:
+    as a tuple. If there are fewer rows, the last one is repeated. Scales are applied to sums:
 
         sum over a group of (integer * scale + offset) * x  =  scale * sum(integer * x) + offset * sum(x)
     """
 
-    def generate(_context, builder, _signature, arguments):
-        number, source, row_bytes, rows, x, target, ahead = arguments
+    signature = types.UniTuple(types.float32, WEIGHT_ROWS)(number, source, row_bytes, rows, x, ahead)
+
+    def generate(context, builder, signature, arguments):
+        number, source, row_bytes, rows, x, ahead = arguments
+        results = [cgutils.alloca_once(builder, _FLOAT) for _ in range(WEIGHT_ROWS)]
         addresses = row_addresses(builder, source, rows, row_bytes, WEIGHT_ROWS)
         with _cases(builder, number) as (before, done, cases):
             for name, read in cases:
@@ -262,11 +267,12 @@ def dot_blocks(_context, number, source, row_bytes, rows, x, target, ahead):
                 after = builder.append_basic_block()
                 builder.cbranch(builder.icmp_unsigned("<", following, row_bytes), body, after)
                 builder.position_at_end(after)
-                for index, lanes in enumerate(added):
-                    _store(builder, add_lanes(builder, lanes), builder.add(target, _LONG(4 * index)))
+                for lanes, result in zip(added, results, strict=True):
+                    builder.store(add_lanes(builder, lanes), result)
                 builder.branch(done)
+        return context.make_tuple(builder, signature.return_type, [builder.load(result) for result in results])
 
-    return types.void(number, source, row_bytes, rows, x, target, ahead), generate
+    return signature, generate
 
 
 def _add_block(builder: ir.IRBuilder, parts: Iterator[_Part], columns: list[ir.Value], total: ir.Value) -> ir.Value:
@@ -309,7 +315,3 @@ def _prefetch_block(builder: ir.IRBuilder, address: ir.Value, size: int) -> None
 
 def _floats(builder: ir.IRBuilder, integers: ir.Value) -> ir.Value:
     return builder.sitofp(integers, _FLOATS)
-
-
-def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)

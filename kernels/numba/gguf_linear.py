@@ -31,16 +31,15 @@ def _result(a, product, up, output):
 def _one_row(arguments):
     a = fields(arguments)
     out, tile_bytes = floats(a.out, a.out_size), WEIGHT_ROWS * a.row_bytes
-    scratch = a.scratch + thread_number() * 8 * WEIGHT_ROWS
-    products = floats(scratch, (2, WEIGHT_ROWS))
     first, last = share(-(-a.out_size // WEIGHT_ROWS))
     for output in range(first * WEIGHT_ROWS, min(last * WEIGHT_ROWS, a.out_size), WEIGHT_ROWS):
         count = min(WEIGHT_ROWS, a.out_size - output)
-        for half in range(1 + a.gated):
-            source = a.blocks + (half * a.out_size + output) * a.row_bytes
-            dot_blocks(a.type, source, a.row_bytes, count, a.x, scratch + half * 4 * WEIGHT_ROWS, tile_bytes)
+        products = ups = dot_blocks(a.type, a.blocks + output * a.row_bytes, a.row_bytes, count, a.x, tile_bytes)
+        if a.gated:
+            source = a.blocks + (a.out_size + output) * a.row_bytes
+            ups = dot_blocks(a.type, source, a.row_bytes, count, a.x, tile_bytes)
         for i in range(count):
-            out[output + i] = _result(a, products[0, i], products[1, i], output + i)
+            out[output + i] = _result(a, products[i], ups[i], output + i)
 
 
 @kernel(_FIELDS)
@@ -89,7 +88,7 @@ def launch_gguf_linear(
     """`out` may be some columns of a matrix."""
     rows, in_size = x.shape
     threads = threads_for(out.shape[1] * in_size)
-    scratch = torch.empty(threads, 2, WEIGHT_ROWS, 1 if rows == 1 else in_size)
+    scratch = None if rows == 1 else torch.empty(threads, 2, WEIGHT_ROWS, in_size)
     product = _one_row if rows == 1 else _few_rows
     product(
         x.data_ptr(),
@@ -99,7 +98,7 @@ def launch_gguf_linear(
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
         out.stride(0),
-        scratch.data_ptr(),
+        0 if scratch is None else scratch.data_ptr(),
         rows,
         in_size,
         out.shape[1],

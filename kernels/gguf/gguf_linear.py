@@ -3,8 +3,8 @@
     few     Numba: blocks are multiplied as they are read or, for several rows, unpacked into the cache
     many    some rows of the weights at a time are unpacked for torch's product
 
-Both are x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out]. Weights are those that the file
-means to the last bit, and sums are float32: results differ from those of expanded weights by the order of sums only.
+Both are x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
+Nothing is rounded to fewer bits than float32: results differ from those of expanded weights by the order of sums only.
 `gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
 
 Lower bound for a row: the packed weights read once, a seventh of float32 for Q4_0. The arithmetic takes longer: with

@@ -3,7 +3,8 @@
     python -m benchmarks.cpu_decode            # from the root of the checkout; about three minutes
     python -m benchmarks.cpu_decode --rounds 9 --threads 2
 
-Everything runs in float32 with the same number of threads, greedily, from the same kind of random prompt. Rounds are
+Everything computes in float32 with the same number of threads, greedily, from the same kind of random prompt. "Packed"
+weights are in the blocks of the GGUF file, as those of the pair are; all others are float32. Rounds are
 interleaved, so that load from other processes affects all alike; figures are medians over the rounds. CPU time counts
 all threads and processes involved, and is meaningful on a shared machine, where wall time is not.
 """
@@ -61,8 +62,10 @@ class Samples:
         self.cpu_ms.append(1000 * cpu_s / (streams * new_tokens))
 
 
-def load_runner(cpu_kernels: CpuKernelsSetting) -> ModelRunner:
-    return ModelRunner.load(locate_model("smollm2"), device=CPU, dtype=torch.float32, cpu_kernels=cpu_kernels)
+def load_runner(cpu_kernels: CpuKernelsSetting, *, packed: bool = False) -> ModelRunner:
+    return ModelRunner.load(
+        locate_model("smollm2"), device=CPU, dtype=torch.float32, cpu_kernels=cpu_kernels, keep_blocks=packed
+    )
 
 
 class Contest:
@@ -75,6 +78,7 @@ class Contest:
         self._new_tokens: int = options.new_tokens
         self._random = random.Random(0)
         self._reference = load_smollm2_reference()
+        self._packed_runner = load_runner("auto", packed=True)
         self._runner = load_runner("auto")
         self._torch_runner = load_runner("torch")
 
@@ -82,11 +86,15 @@ class Contest:
         return {
             "transformers, 1 sequence": lambda samples: self._run_transformers(samples, 1),
             f"transformers, batch of {STREAMS}": lambda samples: self._run_transformers(samples, STREAMS),
-            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1, "auto"),
-            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS, "auto"),
-            "our runner without Numba, 1 sequence": lambda samples: self._run_runner(samples, 1, "torch"),
+            "our runner, packed, 1 sequence": lambda samples: self._run_runner(samples, 1, self._packed_runner),
+            f"our runner, packed, batch of {STREAMS}": lambda samples: self._run_runner(
+                samples, STREAMS, self._packed_runner
+            ),
+            "our runner, 1 sequence": lambda samples: self._run_runner(samples, 1, self._runner),
+            f"our runner, batch of {STREAMS}": lambda samples: self._run_runner(samples, STREAMS, self._runner),
+            "our runner without Numba, 1 sequence": lambda samples: self._run_runner(samples, 1, self._torch_runner),
             f"our runner without Numba, batch of {STREAMS}": lambda samples: self._run_runner(
-                samples, STREAMS, "torch"
+                samples, STREAMS, self._torch_runner
             ),
             "the pair, 1 stream": lambda samples: self._run_pair(samples, 1),
             f"the pair, {STREAMS} streams": lambda samples: self._run_pair(samples, STREAMS),
@@ -119,9 +127,8 @@ class Contest:
         assert len(stamps) == self._new_tokens
         samples.add(streams, self._new_tokens, stamps[-1] - started, stamps[-1] - stamps[0], cpu_s)
 
-    def _run_runner(self, samples: Samples, streams: int, cpu_kernels: CpuKernelsSetting) -> None:
-        prepare_kernels(CPU, torch.float32, cpu_kernels)
-        runner = self._torch_runner if cpu_kernels == "torch" else self._runner
+    def _run_runner(self, samples: Samples, streams: int, runner: ModelRunner) -> None:
+        prepare_kernels(CPU, torch.float32, "torch" if runner is self._torch_runner else "auto")
         pages_each = pages_for(self._prompt_len + self._new_tokens, PAGE_SIZE)
         cache = runner.make_cache(streams * pages_each, PAGE_SIZE)
         pages = [range(index * pages_each, (index + 1) * pages_each) for index in range(streams)]
@@ -241,7 +248,7 @@ def _first_tokens(pair: RunningPair, ask: Ask, rounds: int) -> tuple[list[float]
 
 def _speed_table(samples: dict[str, Samples], options: argparse.Namespace) -> Table:
     table = Table(
-        title=f"SmolLM2-135M float32, {options.threads} threads, {options.prompt_len} prompt tokens, "
+        title=f"SmolLM2-135M, {options.threads} threads, {options.prompt_len} prompt tokens, "
         f"{options.new_tokens} new tokens: tokens/s, median of {options.rounds}",
         caption=f"torch {torch.__version__}; 'whole' includes the prompt; load average {os.getloadavg()[0]:.1f}",
     )

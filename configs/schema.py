@@ -12,6 +12,7 @@ from .allowed_hosts import PRIVATE_NETWORKS, AllowedHosts
 from .setting_types import (
     CpuKernelsSetting,
     DispatchSetting,
+    DtypeSetting,
     Endpoint,
     Endpoints,
     HostEntries,
@@ -51,8 +52,10 @@ class ServerConfig(BaseModel):
     )
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="weights and KV; auto is float32 on CPU, the checkpoint's own 16-bit type on CUDA"
+    dtype: DtypeSetting = Field(
+        "auto",
+        description="weights and KV; auto is float32 on CPU, where weights of GGUF files stay in their blocks, and the "
+        "checkpoint's own 16-bit type on CUDA",
     )
     kv_dtype: KvDtypeSetting = Field(
         "auto",

@@ -40,6 +40,7 @@ KvStoreUrl = Annotated[
 ]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]
+DtypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtypeSetting = Literal["auto", "fp8_e4m3"]
 IndexDtypeSetting = Literal["auto", "model", "fp8_e4m3"]
 StagingSetting = Literal["auto", "on", "off"]

@@ -1,14 +1,15 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from ..configs.errors import StartupError
-from ..configs.setting_types import CpuKernelsSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
+from ..configs.setting_types import CpuKernelsSetting, DtypeSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
+from ..kernels.gguf.blocks import GgufBlocks
 from ..kernels.int4.group_format import GroupScaled
 from ..kernels.linear.block_format import BlockScaled, Weight
 from ..memory.hisparse.cache import HiSparseCache
@@ -27,6 +28,7 @@ from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
 from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
+from .loading.gguf_weights import gguf_types, log_blocks
 from .loading.int4_weights import int4_tensors, kept_in_int4, log_int4_expansion
 from .loading.weights import load_weights
 
@@ -35,9 +37,7 @@ FP8_CAPABILITY = (8, 9)
 _KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
 
-def resolve_dtype(
-    name: Literal["auto", "float32", "bfloat16", "float16"], config: ModelConfig, device: torch.device
-) -> torch.dtype:
+def resolve_dtype(name: DtypeSetting, config: ModelConfig, device: torch.device) -> torch.dtype:
     """`auto` is float32 on the CPU; on CUDA the checkpoint's 16-bit type, or bfloat16 if it is stored in 32 bits."""
     if name != "auto":
         return _DTYPES[name]
@@ -98,13 +98,14 @@ def allocate_parameters(
     dtype: torch.dtype,
     fp8: Collection[str] = frozenset(),
     int4: Collection[str] = frozenset(),
+    gguf: Mapping[str, str] | None = None,
 ) -> DecoderParameters | LatentParameters:
     """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
-    and `int4` are the tensors to keep in fp8 and in 4 bits.
+    and `int4` are the tensors to keep in fp8 and in 4 bits, `gguf` those to keep in GGUF blocks, with their types.
     """
     config.check_shares(shard)
     if config.mla is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
+        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
     return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
 
 
@@ -130,7 +131,7 @@ def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
 
 def _weights(part: object) -> Iterator[Weight]:
     """The weights in a tree of parameters."""
-    if isinstance(part, torch.Tensor | BlockScaled | GroupScaled):
+    if isinstance(part, torch.Tensor | BlockScaled | GroupScaled | GgufBlocks):
         yield part
     elif isinstance(part, tuple):
         for each in part:
@@ -171,11 +172,15 @@ class ModelRunner:
         kv_dtype: KvDtypeSetting = "auto",
         index_dtype: IndexDtypeSetting = "auto",
         cpu_kernels: CpuKernelsSetting = "auto",
+        keep_blocks: bool = False,
     ) -> "ModelRunner":
-        """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide."""
-        prepare_kernels(device, dtype, cpu_kernels)
+        """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide. With
+        `keep_blocks`, matrices of a GGUF file stay in its blocks where possible.
+        """
         stored = fp8_tensors(source, load_format)
         in_int4 = int4_tensors(source, load_format)
+        in_blocks = gguf_types(source, load_format)
+        prepare_kernels(device, dtype, cpu_kernels, gguf=keep_blocks and bool(in_blocks))
         try:
             parameters = allocate_parameters(
                 source.config,
@@ -184,6 +189,7 @@ class ModelRunner:
                 dtype=dtype,
                 fp8=kept_in_fp8(stored, device),
                 int4=kept_in_int4(in_int4, device),
+                gguf=in_blocks if keep_blocks else None,
             )
         except torch.OutOfMemoryError as error:
             raise StartupError(
@@ -192,6 +198,7 @@ class ModelRunner:
         slots = parameters.slots()
         log_expansion(slots, stored, device)
         log_int4_expansion(slots, in_int4, device)
+        log_blocks(slots, in_blocks, device)
         if load_format == "dummy":
             fill_with_noise(slots, stored, in_int4, row_scaled=source.config.row_scaled_fp8)
         else:
@@ -230,12 +237,16 @@ class ModelRunner:
         *,
         device: torch.device,
         load_format: LoadFormat = "auto",
+        keep_blocks: bool = False,
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
         int4 = kept_in_int4(int4_tensors(source, load_format), device)
+        gguf = gguf_types(source, load_format) if keep_blocks else None
         meta = torch.device("meta")
-        return _held_bytes(allocate_parameters(source.config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4))
+        return _held_bytes(
+            allocate_parameters(source.config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
+        )
 
     @property
     def held_weight_bytes(self) -> int:

@@ -77,6 +77,7 @@ LAYERS = {
         "attention",
         "linear",
         "int4",
+        "gguf",
         "backends",
     ],
     "configs": [""],

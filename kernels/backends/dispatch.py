@@ -60,14 +60,18 @@ def launcher(module: str, name: str) -> Callable[..., None]:
     return found
 
 
-def numba_computes() -> bool:
-    """Whether `auto` uses the Numba kernels in this process."""
-    return _numba_allowed and _numba_problem() is None
+def numba_computes(cpu_kernels: CpuKernelsSetting | None = None) -> bool:
+    """Whether `auto` uses the Numba kernels in this process, or would with this setting."""
+    allowed = _numba_allowed if cpu_kernels is None else cpu_kernels != "torch"
+    return allowed and _numba_problem() is None
 
 
-def prepare_kernels(device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto") -> None:
+def prepare_kernels(
+    device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto", *, gguf: bool = False
+) -> None:
     """Apply the setting `cpu_kernels` to this process, and compile or load from the cache the kernels that the first
-    request would otherwise wait for. Raises StartupError if Numba is required and missing.
+    request would otherwise wait for, with `gguf` those for weights in GGUF blocks too. Raises StartupError if Numba is
+    required and missing.
     """
     global _numba_allowed  # dispatch has no object of its own that ranks could configure
     _numba_allowed = cpu_kernels != "torch"
@@ -79,7 +83,7 @@ def prepare_kernels(device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKe
             raise StartupError(f"cpu_kernels = numba: {problem}; install pdserve with the extra cpu, or use auto")
         log.info("CPU kernels: plain torch (%s)", problem)
         return
-    for name in _NUMBA_MODULES:
+    for name in (*_NUMBA_MODULES, "gguf_linear") if gguf else _NUMBA_MODULES:
         importlib.import_module(f"{_KERNELS}.numba.{name}")
     log.info("CPU kernels: compiled by Numba, on %d threads", torch.get_num_threads())
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
+from ..gguf.blocks import GgufBlocks
 from ..int4.group_format import GroupScaled
 
 FP8 = torch.float8_e4m3fn
@@ -85,7 +86,7 @@ class BlockScaled:
         return self.values.float() * scales.repeat_interleave(BLOCK, -1)[..., :columns]
 
 
-Weight = torch.Tensor | BlockScaled | GroupScaled
+Weight = torch.Tensor | BlockScaled | GroupScaled | GgufBlocks
 
 
 def common_row_group(first_rows: Iterable[int]) -> int:

@@ -11,13 +11,16 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
-Weights in fp8 (block_scaled.py) and in 4 bits (int4_linear.py) have kernels of their own.
+Weights in fp8 (block_scaled.py), in 4 bits (int4_linear.py) and in GGUF blocks (gguf_linear.py) have kernels of their
+own.
 """
 
 import torch
 from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from ..gguf.blocks import GgufBlocks
+from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
 from ..int4.group_format import GroupScaled
 from ..int4.int4_linear import choose_method, int4_gated_linear, int4_linear
 from .block_format import BlockScaled, Weight
@@ -45,6 +48,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
         return block_scaled_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GroupScaled):
         return int4_linear(x, weight, bias, impl=impl)
+    if isinstance(weight, GgufBlocks):
+        return gguf_linear(x, weight, bias, impl=impl)
     if _numba_fits(x, weight, bias, impl):
         launch = launcher("numba.linear", "launch_linear")
     elif _triton_fits(x, weight, impl):
@@ -69,6 +74,11 @@ def gated_linear(
             return int4_gated_linear(x, weight, bias)
         gate_up = int4_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
+    if isinstance(weight, GgufBlocks):
+        if (gated := gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)) is not None:
+            return gated
+        gate_up = gguf_linear(x, weight, bias, impl=impl)
+        return swiglu_reference(gate_up, gelu=gelu) if impl == "reference" else swiglu(gate_up, gelu=gelu)
     if impl == "reference":
         return gated_linear_reference(x, weight, bias, gelu=gelu)
     if _numba_fits(x, weight, bias, impl):

@@ -32,8 +32,10 @@ _VECTOR = ir.VectorType(_FLOAT, LANES)
 _FUSED = ("contract",)
 
 
-def make_dot_tile(most_rows: int) -> Any:
-    """The function for tiles of up to `most_rows` (at most 4) rows of x."""
+def make_dot_tile(most_rows: int, *, fetch: bool = True) -> Any:
+    """The function for tiles of up to `most_rows` (at most 4) rows of x. Without `fetch` nothing is prefetched: the
+    weights are in the cache already.
+    """
 
     @intrinsic
     def dot_tile(_context, weight, weight_rows, x, x_rows, ahead, ahead_rows, size):
@@ -47,12 +49,12 @@ def make_dot_tile(most_rows: int) -> Any:
             weight, weight_rows, x, x_rows, ahead, ahead_rows, size = arguments
             row_bytes = builder.mul(size, _int(4))
             vector_bytes = builder.and_(row_bytes, _int(-4 * LANES))
-            weights = _row_addresses(builder, weight, weight_rows, row_bytes, WEIGHT_ROWS)
-            xs = _row_addresses(builder, x, x_rows, row_bytes, most_rows)
-            fetched = _row_addresses(builder, ahead, ahead_rows, row_bytes, WEIGHT_ROWS)
-            sums = [_zero(_VECTOR)] * count
+            weights = row_addresses(builder, weight, weight_rows, row_bytes, WEIGHT_ROWS)
+            xs = row_addresses(builder, x, x_rows, row_bytes, most_rows)
+            fetched = row_addresses(builder, ahead, ahead_rows, row_bytes, WEIGHT_ROWS) if fetch else []
+            sums = [zero(_VECTOR)] * count
             sums = _add_products(builder, weights, xs, fetched, _int(0), vector_bytes, _VECTOR, sums)
-            sums = [_add_lanes(builder, lanes) for lanes in sums]
+            sums = [add_lanes(builder, lanes) for lanes in sums]
             # the remaining columns do not fill a register
             sums = _add_products(builder, weights, xs, [], vector_bytes, row_bytes, _FLOAT, sums)
             return context.make_tuple(builder, signature.return_type, sums)
@@ -81,11 +83,11 @@ def _add_products(
     at.add_incoming(start, before)
     running = [builder.phi(item) for _ in sums]
     for address in fetched:
-        _prefetch(builder, builder.add(address, at))
-    factors = [_load(builder, builder.add(address, at), item) for address in xs]
+        prefetch(builder, builder.add(address, at))
+    factors = [load(builder, builder.add(address, at), item) for address in xs]
     added: list[ir.Value] = []
     for address in weights:
-        factor = _load(builder, builder.add(address, at), item)
+        factor = load(builder, builder.add(address, at), item)
         for x in factors:
             product = builder.fmul(factor, x, flags=_FUSED)
             added.append(builder.fadd(running[len(added)], product, flags=_FUSED))
@@ -102,7 +104,7 @@ def _add_products(
     return results
 
 
-def _row_addresses(
+def row_addresses(
     builder: ir.IRBuilder, first: ir.Value, rows: ir.Value, row_bytes: ir.Value, count: int
 ) -> list[ir.Value]:
     """Addresses of `count` rows; that of the last one is repeated if there are fewer."""
@@ -111,20 +113,23 @@ def _row_addresses(
     return [builder.add(first, builder.mul(index, row_bytes)) for index in indices]
 
 
-def _load(builder: ir.IRBuilder, address: ir.Value, item: ir.Type) -> ir.Value:
+def load(builder: ir.IRBuilder, address: ir.Value, item: ir.Type) -> ir.Value:
+    """Floats at an address."""
     return builder.load(builder.inttoptr(address, item.as_pointer()), align=4)
 
 
-def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Read a cache line ahead of its use; any address is allowed."""
     flag = ir.IntType(32)
     function = _llvm_function(builder, "llvm.prefetch.p0", ir.VoidType(), _BYTE_POINTER, flag, flag, flag)
     to_read, into_every_cache, of_data = flag(0), flag(3), flag(1)
     builder.call(function, [builder.inttoptr(address, _BYTE_POINTER), to_read, into_every_cache, of_data])
 
 
-def _add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+def add_lanes(builder: ir.IRBuilder, vector: ir.Value) -> ir.Value:
+    """The sum of a register."""
     function = _llvm_function(builder, f"llvm.vector.reduce.fadd.v{LANES}f32", _FLOAT, _FLOAT, _VECTOR)
-    return builder.call(function, [_zero(_FLOAT), vector], fastmath=("reassoc", "nsz"))
+    return builder.call(function, [zero(_FLOAT), vector], fastmath=("reassoc", "nsz"))
 
 
 def _llvm_function(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Type) -> Any:
@@ -135,5 +140,5 @@ def _int(value: int) -> ir.Constant:
     return ir.Constant(_INT, value)
 
 
-def _zero(item: ir.Type) -> ir.Constant:
+def zero(item: ir.Type) -> ir.Constant:
     return ir.Constant(item, [0.0] * LANES if item == _VECTOR else 0.0)

@@ -71,7 +71,8 @@ try:
 except (OSError, AttributeError) as error:
     raise ImportError(f"torch's OpenMP runtime was not found: {error}") from error
 
-_thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+thread_number = types.ExternalFunction("omp_get_thread_num", types.int32())
+"""In a kernel: the number of this thread in its team, from 0 on."""
 _team_size = types.ExternalFunction("omp_get_num_threads", types.int32())
 wait_for_team = types.ExternalFunction("GOMP_barrier", types.void())
 """In a kernel: a barrier. Afterwards, what all threads wrote before it can be read."""
@@ -165,7 +166,7 @@ def slice_of(count, part, parts):
 @kernel_function
 def share(count):
     """In a kernel: this thread's part of `count` items, as [first, last)."""
-    return slice_of(count, _thread_number(), _team_size())
+    return slice_of(count, thread_number(), _team_size())
 
 
 @njit(fastmath={"contract"}, error_model="numpy")  # the order of the terms of r matters

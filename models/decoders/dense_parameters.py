@@ -5,18 +5,26 @@ model and a rank reads only its part: its layers, its heads, its columns of the 
 its rows of the vocabulary.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ...kernels.backends.dispatch import numba_computes
+from ...kernels.gguf.blocks import GgufBlocks
 from ...kernels.linear.block_format import Weight
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 from ..layers.moe import MlpParameters, MoeParameters
 from .mlp_parameters import WeightMemory, mlp_slots, split_rows
 from .slots import Slot
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def head_name(config: ModelConfig) -> str:
+    """The tensor of the head."""
+    return EMBEDDING if config.tied_embeddings else "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,9 @@ class DecoderParameters:
     config: ModelConfig
     shard: Shard
     layers: tuple[LayerParameters, ...]  # of its stage
-    embedding: torch.Tensor | None  # [vocabulary rows, hidden] on the first stage
+    embedding: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the first stage
     norm: torch.Tensor | None  # [hidden] on the last stage
-    head: torch.Tensor | None  # [vocabulary rows, hidden] on the last stage
+    head: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the last stage
     dtype: torch.dtype
 
     @staticmethod
@@ -62,18 +70,20 @@ class DecoderParameters:
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
+        gguf: Mapping[str, str] | None = None,
     ) -> "DecoderParameters":
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
+        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep in GGUF
+        blocks, with their types.
         """
 
-        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
+        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
         layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
         rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
-        norm, head = (memory.norm(hidden), memory.wide(rows, hidden)) if shard.last else (None, None)
+        norm, head = (memory.norm(hidden), memory.head(rows)) if shard.last else (None, None)
         embedding = None
         if shard.first:
-            embedding = head if config.tied_embeddings and head is not None else memory.tensor(rows, hidden)
+            embedding = head if config.tied_embeddings and head is not None else memory.embedding(rows)
         return DecoderParameters(config, shard, layers, embedding, norm, head, dtype)
 
     @staticmethod
@@ -111,8 +121,7 @@ class DecoderParameters:
         config, shard = self.config, self.shard
         slots = {}
         ids = shard.vocabulary(config.vocab_size)
-        head_name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
-        for name, matrix in ((head_name, self.head), ("model.embed_tokens.weight", self.embedding)):
+        for name, matrix in ((head_name(config), self.head), (EMBEDDING, self.embedding)):
             if matrix is not None:
                 slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
         if self.norm is not None:
@@ -176,6 +185,14 @@ class _Memory(WeightMemory):
         by_torch = self.device.type == "cpu" and not (self.dtype == torch.float32 and numba_computes())
         return self.tensor(columns, rows).t() if by_torch else self.tensor(rows, columns)
 
+    def head(self, rows: int) -> torch.Tensor | GgufBlocks:
+        hidden = self.config.hidden_size
+        return self.in_blocks([(head_name(self.config), rows)], hidden) or self.wide(rows, hidden)
+
+    def embedding(self, rows: int) -> torch.Tensor | GgufBlocks:
+        hidden = self.config.hidden_size
+        return self.in_blocks([(EMBEDDING, rows)], hidden) or self.tensor(rows, hidden)
+
     def norm(self, size: int) -> torch.Tensor:
         """The weight of a norm. A float32 one is applied before its result is rounded (rms_norm.py)."""
         return self.tensor(size, dtype=torch.float32 if self.config.float32_norms else None)
@@ -191,9 +208,7 @@ class _Memory(WeightMemory):
             qkv_bias=self._optional(config.qkv_bias, q_size + 2 * kv_size),
             q_norm=self.norm(head_dim) if config.qk_norm else None,
             k_norm=self.norm(head_dim) if config.qk_norm else None,
-            o=self.weight(
-                hidden, q_size, names=[f"{prefix}.self_attn.o_proj.weight"], first_column=heads.start * head_dim
-            ),
+            o=self._columns(f"{prefix}.self_attn.o_proj.weight", hidden, q_size, heads.start * head_dim),
             o_bias=self._optional(config.o_bias and shard.tp_rank == 0, hidden),
             mlp_norm=self.norm(hidden),
             mlp=self.mlp(prefix) if moe is None else self.mixture(prefix, moe),
@@ -206,6 +221,9 @@ class _Memory(WeightMemory):
         head_dim, hidden = self.config.head_dim, self.config.hidden_size
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
         rows, names = q_size + 2 * kv_size, [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+        blocks = self.in_blocks(list(zip(names, (q_size, kv_size, kv_size), strict=True)), hidden)
+        if blocks is not None:
+            return blocks
         if not self.in_int4(names) and not self.in_fp8(names):
             return self.wide(rows, hidden)
         first_rows = (q_size, q_size + kv_size, heads.start * head_dim, kv_heads.start * head_dim)
@@ -214,12 +232,14 @@ class _Memory(WeightMemory):
     def mlp(self, layer: str) -> MlpParameters:
         config, shard = self.config, self.shard
         names = [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")]
-        size, hidden = len(shard.part("intermediate_size", config.intermediate_size)), config.hidden_size
+        part, hidden = shard.part("intermediate_size", config.intermediate_size), config.hidden_size
+        size = len(part)
         if self.in_int4(names) or self.in_fp8(names):
             stored = super().mlp(layer)
             gate_up, down = stored.gate_up, stored.down
         else:
-            gate_up, down = self.wide(2 * size, hidden), self.tensor(hidden, size)
+            gate_up = self.in_blocks([(name, size) for name in names], hidden) or self.wide(2 * size, hidden)
+            down = self._columns(f"{layer}.mlp.down_proj.weight", hidden, size, part.start)
         return MlpParameters(
             gate_up=gate_up,
             down=down,
@@ -227,6 +247,11 @@ class _Memory(WeightMemory):
             down_bias=self._optional(config.mlp_bias and shard.tp_rank == 0, hidden),
             gelu=config.gelu,
         )
+
+    def _columns(self, name: str, rows: int, columns: int, first_column: int) -> Weight:
+        """A matrix of which this rank has the columns from `first_column` on."""
+        blocks = self.in_blocks([(name, rows)], columns, first_column=first_column)
+        return blocks or self.weight(rows, columns, names=[name], first_column=first_column)
 
     def _optional(self, present: bool, size: int) -> torch.Tensor | None:
         return self.tensor(size) if present else None

@@ -4,15 +4,17 @@ Tensor parallelism divides the width of MLPs and of every expert or, with expert
 Every rank has the router whole. Matrices that a checkpoint stores in fp8 stay fp8 with their scales
 (kernels/linear/block_format.py), except those with a scale per block of which a rank's columns begin or end inside a
 block: they are expanded. 4-bit matrices stay in 4 bits (kernels/int4/group_format.py) if a rank's columns are groups of
-at least 32; of experts both, or neither.
+at least 32; of experts both, or neither. Matrices in GGUF blocks (kernels/gguf/blocks.py) stay so if a rank's columns
+are whole blocks.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from ...kernels.gguf.blocks import GgufBlocks, fits_blocks
 from ...kernels.int4.group_format import MXFP4_GROUP, GroupScaled, group_in_memory
 from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight, common_row_group
 from ..config.model import ModelConfig
@@ -59,11 +61,14 @@ class WeightMemory:
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
+        gguf: Mapping[str, str] | None = None,
     ) -> None:
-        """`fp8` and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible."""
+        """`fp8` and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep
+        in GGUF blocks, with their types.
+        """
         self.config, self.shard = config, shard
         self.device, self.dtype = device, dtype
-        self._fp8, self._int4 = fp8, int4
+        self._fp8, self._int4, self._gguf = fp8, int4, gguf or {}
         self._names = names_of(config)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -87,6 +92,14 @@ class WeightMemory:
         if offset and offset + columns > BLOCK:
             return self.tensor(*shape)
         return BlockScaled.allocate(*shape, row_group=common_row_group(first_rows), device=self.device)
+
+    def in_blocks(self, parts: Sequence[tuple[str, int]], columns: int, *, first_column: int = 0) -> GgufBlocks | None:
+        """A matrix in GGUF blocks that is filled from tensors, given with their numbers of rows; None if one of them is
+        not to be kept so, or if blocks do not begin and end where the columns do.
+        """
+        types = [(rows, self._gguf.get(name)) for name, rows in parts]
+        kept = [(rows, found) for rows, found in types if found and fits_blocks(found, columns, first_column)]
+        return GgufBlocks.allocate(kept, columns, device=self.device) if len(kept) == len(parts) else None
 
     def in_fp8(self, names: Collection[str]) -> bool:
         """Whether all of these tensors are to be kept in fp8."""
@@ -231,4 +244,5 @@ def _each(experts: Weight) -> Iterator[Weight]:
     elif isinstance(experts, GroupScaled):
         yield from experts.experts()
     else:
+        assert not isinstance(experts, GgufBlocks), "GGUF files of mixtures are not supported"
         yield from experts

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...configs.arithmetic import ceil_div
+from ...kernels.gguf.blocks import GgufBlocks, GgufRows
 from ...kernels.int4.group_format import GroupScaled
 from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
 
@@ -18,6 +19,7 @@ class Slot:
     start: tuple[int, ...]
     block_scaled: BlockScaled | None = None  # if given, its values are `target`, and its scales are filled too
     int4: GroupScaled | None = None  # if given, it is filled, and `target` is its packed values
+    gguf: GgufRows | None = None  # if given, its blocks are `target`, filled with those of the file
     transposed: bool = False  # the matrices of `int4` are those of the tensor transposed
     offset: float = 0.0  # added to the values of the checkpoint
 
@@ -35,6 +37,9 @@ class Slot:
             return Slot(target.values, tuple(shape), tuple(first), target)
         if isinstance(target, GroupScaled):
             return Slot(target.packed, tuple(shape), tuple(first), int4=target)
+        if isinstance(target, GgufBlocks):
+            (rows,) = target.parts  # a tensor of a file has one type
+            return Slot(rows.blocks, tuple(shape), tuple(first), gguf=rows)
         return Slot(target, tuple(shape), tuple(first))
 
     @staticmethod

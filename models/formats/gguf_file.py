@@ -1,4 +1,4 @@
-"""A GGUF file: its metadata, its tensor directory, and its tensors as float32 rows. No torch.
+"""A GGUF file: its metadata, its tensor directory, and its tensors as stored rows or as float32 rows. No torch.
 
 The header is parsed here instead of with `gguf.GGUFReader`, which makes a numpy object of every vocabulary entry: 2.8 s
 for SmolLM2 against 0.1 s, in each process of a server. The `gguf` library dequantises block formats.
@@ -66,6 +66,11 @@ class GgufFile:
         end = min(start + count, tensor.size_bytes)
         return self._data[tensor.offset + start : tensor.offset + end]
 
+    def stored_rows(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
+        """The bytes of each row of a tensor, in the mapping of the file. A vector is a single row."""
+        rows = math.prod(tensor.shape[:-1])
+        return np.frombuffer(self._data, np.uint8, count=tensor.size_bytes, offset=tensor.offset).reshape(rows, -1)
+
     def read_rows(
         self, tensor: GgufTensor, row_multiple: int = 1, wanted: range | None = None
     ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
@@ -77,11 +82,9 @@ class GgufFile:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        columns = tensor.shape[-1]
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
-        stored = np.frombuffer(self._data, np.uint8, count=tensor.size_bytes, offset=tensor.offset).reshape(rows, -1)
+        columns, stored = tensor.shape[-1], self.stored_rows(tensor)
         step = max(_CHUNK_ELEMENTS // (columns * row_multiple), 1) * row_multiple
-        wanted = wanted if wanted is not None else range(rows)
+        wanted = wanted if wanted is not None else range(len(stored))
         for first in wanted[::step]:
             piece = stored[first : min(first + step, wanted.stop)]
             # as one long row: the library processes 16 rows at a time, which is slow for narrow matrices

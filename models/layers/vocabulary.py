@@ -5,6 +5,8 @@ unless attention is data-parallel: then each has all of it.
 import torch
 from torch.nn.functional import embedding as look_up
 
+from ...kernels.gguf.blocks import GgufBlocks
+from ...kernels.gguf.gguf_linear import gguf_rows
 from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import rms_norm
 from ..config.model import ModelConfig
@@ -19,9 +21,9 @@ class Vocabulary:
         config: ModelConfig,
         parallel: Parallel,
         *,
-        embedding: torch.Tensor | None,
+        embedding: torch.Tensor | GgufBlocks | None,
         norm: torch.Tensor | None,
-        head: torch.Tensor | None,
+        head: torch.Tensor | GgufBlocks | None,
     ) -> None:
         self._config = config
         self._parallel = parallel
@@ -32,14 +34,20 @@ class Vocabulary:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden]. Each rank looks up the tokens of its part; the sum over ranks has all of them."""
-        assert self._embedding is not None, "the first stage embeds tokens"
         shard = self._parallel.shard.attention
         if shard.tp_size == 1:
-            return self._scaled(look_up(token_ids, self._embedding))
+            return self._scaled(self._rows(token_ids))
         own = shard.vocabulary(self._config.vocab_size)
         elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
-        rows = look_up((token_ids - own.start).masked_fill_(elsewhere, 0), self._embedding)
+        rows = self._rows((token_ids - own.start).masked_fill_(elsewhere, 0))
         return self._scaled(self._parallel.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0)))
+
+    def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of this rank's embedding."""
+        assert self._embedding is not None, "the first stage embeds tokens"
+        if isinstance(self._embedding, GgufBlocks):
+            return gguf_rows(self._embedding, indices)
+        return look_up(indices, self._embedding)
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._scale is None else rows * self._scale

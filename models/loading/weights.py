@@ -11,10 +11,11 @@ from safetensors import SafetensorError, safe_open
 
 from ...configs.errors import StartupError
 from ...configs.progress import ProgressLog
+from ...kernels.gguf.blocks import block_size
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
 from ..decoders.slots import Slot
-from ..formats.gguf_file import GgufFile
+from ..formats.gguf_file import GgufFile, GgufTensor
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
@@ -107,19 +108,23 @@ class SafetensorsCheckpoint:
 
 
 class GgufCheckpoint:
-    """A GGUF file with Hugging Face's names, dequantised during loading."""
+    """A GGUF file with Hugging Face's names. Tensors are dequantised during loading, or copied as blocks."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
         self._gguf_names = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
         self.shapes = {name: file.tensors[stored].shape for name, stored in self._gguf_names.items()}
+        self.types = {name: file.tensors[stored].type_name for name, stored in self._gguf_names.items()}
 
     def read_into(self, name: str, slot: Slot) -> None:
         tensor = self._file.tensors[self._gguf_names[name]]
         # llama.cpp interleaves the two halves of each q and k head of Llama models; Hugging Face keeps them apart
         permuted = self._config.architecture == "llama" and _ROTARY.search(name) is not None
         head_dim = self._config.head_dim
+        if slot.gguf is not None:
+            self._copy_blocks(tensor, slot, head_dim if permuted else None)
+            return
         if slot.target.ndim == 1:
             ((_, row),) = self._file.read_rows(tensor)
             values = torch.from_numpy(row)
@@ -134,6 +139,20 @@ class GgufCheckpoint:
             values = _unpermute(values, head_dim) if permuted else values
             at = first - first_row
             slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
+
+    def _copy_blocks(self, tensor: GgufTensor, slot: Slot, head_dim: int | None) -> None:
+        """The rows of permuted heads are put in order (`head_dim`); their blocks are not touched."""
+        (first_row, first_column), (rows, row_bytes) = slot.start, slot.target.shape
+        elements, size_bytes = block_size(tensor.type_name)
+        first_byte = first_column // elements * size_bytes
+        stored = self._file.stored_rows(tensor)
+        wanted = stored[first_row : first_row + rows, first_byte : first_byte + row_bytes]
+        target = slot.target.numpy()
+        if head_dim is None:
+            target[:] = wanted
+            return
+        pairs = wanted.reshape(-1, head_dim // 2, 2, row_bytes)
+        target.reshape(-1, 2, head_dim // 2, row_bytes)[:] = pairs.transpose(0, 2, 1, 3)
 
 
 _ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")

@@ -22,6 +22,7 @@ from ...memory.sizing import GIB, check_weights_fit, peak_bytes
 from ...models.grammar.compiler import GrammarCompiler
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
+from ...models.loading.gguf_weights import keeps_blocks
 from ...models.runner import ModelRunner, resolve_dtype
 from ...models.sampling.sampler import TokenMasks
 from ...transfer.data.part_writer import warm_up_gather
@@ -61,8 +62,14 @@ class RankBuilder:
             reading.start()  # here and not by the first grammar: llguidance holds the GIL for up to a second
         dtype = resolve_dtype(config.dtype, source.config, self._device)
         started = time.monotonic()
+        keep_blocks = keeps_blocks(config.dtype, config.cpu_kernels, self._device)
         weight_bytes = ModelRunner.weight_bytes(
-            source, dtype, parallel.shard, device=self._device, load_format=config.load_format
+            source,
+            dtype,
+            parallel.shard,
+            device=self._device,
+            load_format=config.load_format,
+            keep_blocks=keep_blocks,
         )
         check_weights_fit(weight_bytes, self._device, sharers=self._sharers)
         parallel.agree_minimum(0)  # a barrier: all ranks read the free memory before any of them loads
@@ -76,6 +83,7 @@ class RankBuilder:
             kv_dtype=config.kv_dtype,
             index_dtype=config.index_dtype,
             cpu_kernels=config.cpu_kernels,
+            keep_blocks=keep_blocks,
         )
         log.info("loaded in %.1f s: %s on %s", time.monotonic() - started, str(dtype)[6:], self._device)
         self._share = auto_kv_share(config, self._device, weight_bytes)

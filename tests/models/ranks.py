@@ -218,6 +218,7 @@ def _serve(pipe: Connection) -> None:
                         device=torch.device("cpu"),
                         dtype=torch.float32,
                         parallel=parallel,
+                        keep_blocks=True,
                     )
                     pipe.send(run_passes(runner, passes))
                 case "run_in_graphs":

@@ -17,9 +17,10 @@ def source() -> ModelSource:
     return locate_model("smollm2")
 
 
-@pytest.fixture(scope="module")
-def runner(source: ModelSource) -> ModelRunner:
-    return ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32)
+@pytest.fixture(scope="module", params=[True, False], ids=["blocks", "float32"])
+def runner(source: ModelSource, request: pytest.FixtureRequest) -> ModelRunner:
+    """With weights in the blocks of the file, as servers have them, and expanded."""
+    return ModelRunner.load(source, device=torch.device("cpu"), dtype=torch.float32, keep_blocks=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The free pages of a pool, and which whole units (hisparse/shared_pool.py) are free."""
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
@@ -10,24 +11,29 @@ PageT = TypeVar("PageT", bound=int)
 class FreePages(Generic[PageT]):
     """Hands out the lowest page first, so that used pages stay together: adjacent pages are transferred as one write,
     and whole units stay free at the upper end, where `pop_units` takes them.
+
+    A pool can have millions of pages, most of which are never used: only those below the highest that `pop` has taken
+    are queued.
     """
 
     def __init__(self, pages: range) -> None:
-        # the only place where a number becomes a page
-        self._pages = cast("set[PageT]", set(pages))
-        self._queue = cast("list[PageT]", list(pages))
-        """A heap of all free pages; also holds pages that `pop_units` took, which `pop` skips."""
+        self._range = pages
+        self._count = len(pages)
+        self._is_free = bytearray(pages.stop)
+        self._is_free[pages.start :] = b"\1" * len(pages)
+        self._queue: list[PageT] = []
+        """A heap of the free pages below `_unqueued`; also holds pages that `pop_units` took, which `pop` skips."""
         self._queued = bytearray(pages.stop)
-        self._queued[pages.start :] = b"\1" * len(pages)
+        self._unqueued = pages.start
         self._unit_pages = 0
         self._free_in_unit: list[int] = []
         self._whole_units: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return self._count
 
     def __iter__(self) -> Iterator[PageT]:
-        return iter(self._pages)
+        return cast("Iterator[PageT]", itertools.compress(range(self._range.stop), self._is_free))
 
     @property
     def whole_units(self) -> int:
@@ -44,9 +50,10 @@ class FreePages(Generic[PageT]):
 
     def add(self, page: PageT) -> None:
         """Return `page` to the free pages."""
-        assert page not in self._pages, f"page {page} is free already"
-        self._pages.add(page)
-        if not self._queued[page]:
+        assert not self._is_free[page], f"page {page} is free already"
+        self._is_free[page] = True
+        self._count += 1
+        if page < self._unqueued and not self._queued[page]:
             self._queued[page] = True
             heapq.heappush(self._queue, page)
         if self._unit_pages:
@@ -57,12 +64,9 @@ class FreePages(Generic[PageT]):
 
     def pop(self) -> PageT:
         """Take the lowest page. At least one must be free."""
-        while True:
-            page = heapq.heappop(self._queue)
-            self._queued[page] = False
-            if page in self._pages:
-                break
-        self._pages.remove(page)
+        page = self._pop_lowest()
+        self._is_free[page] = False
+        self._count -= 1
         if self._unit_pages:
             unit = page // self._unit_pages
             self._free_in_unit[unit] -= 1
@@ -75,7 +79,18 @@ class FreePages(Generic[PageT]):
         for unit in sorted(heapq.nlargest(count, self._whole_units)):
             self._free_in_unit[unit] = 0
             self._whole_units.remove(unit)
-            taken += range(unit * self._unit_pages, (unit + 1) * self._unit_pages)
-        pages = cast("list[PageT]", taken)
-        self._pages.difference_update(pages)
-        return pages
+            pages = range(unit * self._unit_pages, (unit + 1) * self._unit_pages)
+            self._is_free[pages.start : pages.stop] = bytes(len(pages))
+            taken += pages
+        self._count -= len(taken)
+        return cast("list[PageT]", taken)
+
+    def _pop_lowest(self) -> PageT:
+        while self._queue:
+            page = heapq.heappop(self._queue)
+            self._queued[page] = False
+            if self._is_free[page]:
+                return page
+        found = self._is_free.index(1, self._unqueued)
+        self._unqueued = found + 1
+        return cast("PageT", found)

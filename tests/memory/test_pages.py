@@ -162,12 +162,31 @@ def test_lending_and_releasing_units_does_not_grow_the_free_heap() -> None:
     """Pages that `pop_units` takes stay in the heap of free pages, once."""
     pages = PageAllocator[KvPage](12)
     pages.divide(4)
+    used_before = pages.grant("all", 12)
+    assert used_before is not None
+    pages.release(used_before)
     for _ in range(10):
         pages.release(pages.lend("a", 2))
     assert len(pages._free._queue) == 12
     everything = pages.grant("all", 12)
     assert everything is not None
     assert everything.pages == list(range(12))
+
+
+def test_units_of_pages_that_were_never_used_are_lent_and_granted_later() -> None:
+    pages = PageAllocator[KvPage](12)
+    pages.divide(4)
+    lent = pages.lend("a", 2)
+    assert lent.pages == list(range(4, 12))
+    first = pages.grant("b", 4)
+    assert first is not None
+    assert (first.pages, pages.available) == ([0, 1, 2, 3], 0)
+    pages.release(lent)
+    pages.check_integrity()
+    rest = pages.grant("c", 8)
+    assert rest is not None
+    assert rest.pages == list(range(4, 12))
+    pages.check_integrity()
 
 
 def test_least_recently_used_prefix_is_evicted_first() -> None:

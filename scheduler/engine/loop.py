@@ -71,6 +71,8 @@ class EngineLoop(Generic[EngineT]):
         self._snapshot_at = 0.0
         self._checked_idle = False
         self._busy_at = 0.0
+        self._idle_published = False
+        """Whether the idle state has been published: until the next event, every SNAPSHOT_INTERVAL_S is enough."""
         self._failed_steps = 0
         self._leak: str | None = None
 
@@ -119,7 +121,7 @@ class EngineLoop(Generic[EngineT]):
                 engine.start(step, now)
         self._perform_effects()
         if not all(engine.scheduler.idle for engine in self.engines):
-            self._checked_idle, self._busy_at = False, now
+            self._checked_idle, self._busy_at, self._idle_published = False, now, False
         elif not self._checked_idle and now - self._busy_at >= IDLE_WAIT_S:
             self._check_idle()
 
@@ -143,10 +145,14 @@ class EngineLoop(Generic[EngineT]):
         """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. An event that
         raises does not stop the others.
         """
-        event = self._next_event(QUIET_S)
+        event = None if self._idle_published else self._next_event(QUIET_S)
         if event is None:
-            self._publish(force=True)
+            if not self._idle_published:
+                self._publish(force=True)
+                self._idle_published = True
             event = self._next_event(IDLE_WAIT_S)
+        if event is not None:
+            self._idle_published = False
         ends_at = time.monotonic() + EVENTS_S
         while event is not None:
             try:

@@ -23,6 +23,7 @@ _SUPPORTED_VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: temporaries fit the cache, and are small compared with the model
 
+_LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
@@ -154,13 +155,27 @@ class GgufFile:
         kind = int(self._unpack("I"))
         count = int(self._unpack("Q"))
         if kind == _STRING:
-            return [self._string() for _ in range(count)]
+            return self._strings(count)
         if kind not in _SCALARS:
             raise StartupError(f"model {self.path}: GGUF arrays of type {kind} are not supported")
         layout = f"<{count}{_SCALARS[kind]}"
         values = struct.unpack_from(layout, self._data, self._position)
         self._position += struct.calcsize(layout)
         return list(values)
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string` for each. A vocabulary has hundreds of thousands, which every process of a server reads."""
+        data, position, end = self._data, self._position, len(self._data)
+        found = []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(data, position)
+            start = position + _LENGTH.size
+            position = start + length
+            if position > end:
+                raise IndexError(f"a string of {length} bytes at byte {start}")
+            found.append(data[start:position].decode("utf-8"))
+        self._position = position
+        return found
 
     def _string(self) -> str:
         length = int(self._unpack("Q"))

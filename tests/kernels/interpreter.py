@@ -56,35 +56,26 @@ def _remember_lookups() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    _patch_once_per_kernel(interpreter)
+    _patch_for_good(interpreter)
     _remember_shapes(language.core)
     _compare_types_first(language.core, type(interpreter.interpreter_semantic))
 
 
-def _patch_once_per_kernel(interpreter: Any) -> None:
-    """A function that a kernel calls needs no patch of the language: the kernel's is in place."""
+def _patch_for_good(interpreter: Any) -> None:
+    """Patch the language once, and leave it so: nothing in this process compiles kernels."""
     patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     patched: set[str] = set()
-
-    @functools.cache
-    def languages_of(function: Any) -> set[str]:
-        names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
-        return names & {"triton.language", "triton.language.core"}
-
-    class KernelScope(scope_class):  # type: ignore[misc,valid-type]
-        def restore(self) -> None:
-            super().restore()
-            patched.clear()
+    functions: set[Any] = set()
 
     def patch_once(function: Any) -> Any:
-        languages = languages_of(function)
-        if languages and languages <= patched:
-            return scope_class()
-        scope = patch_lang(function)
-        if not patched:
-            scope.__class__ = KernelScope
-            patched.update(languages)
-        return scope
+        if function not in functions:
+            functions.add(function)
+            names = {value.__name__ for value in function.__globals__.values() if inspect.ismodule(value)}
+            languages = names & {"triton.language", "triton.language.core"}
+            if not languages or not languages <= patched:
+                patch_lang(function)
+                patched.update(languages)
+        return scope_class()  # has nothing to restore
 
     interpreter._patch_lang = patch_once
 
@@ -123,6 +114,8 @@ def _remember_shapes(core: Any) -> None:
 def _compare_types_first(core: Any, semantic: Any) -> None:
     """Shortcuts for the usual case: the same type, the same shape, a value that needs no unwrapping."""
     unwrap, types_equal, broadcast = core._unwrap_if_constexpr, core.dtype.__eq__, semantic.broadcast_impl_value
+    check_types, make_constant = semantic.binary_op_type_checking_impl, semantic.scalar_constant
+    constants: dict[tuple[type, Any, str], Any] = {}
 
     def unwrap_if_constexpr(value: Any) -> Any:
         kind = type(value)
@@ -143,7 +136,28 @@ def _compare_types_first(core: Any, semantic: Any) -> None:
             return left, right
         return broadcast(self, left, right)
 
+    def check_operands(
+        self: Any, left: Any, right: Any, left_ptr: bool = False, right_ptr: bool = False, *rest: bool, **options: bool
+    ) -> Any:
+        if type(left) is core.tensor and type(right) is core.tensor and not rest and not options:
+            kind = left.type.scalar
+            if kind is right.type.scalar and not kind.is_ptr():
+                return self.broadcast_impl_value(left, right)
+        return check_types(self, left, right, left_ptr, right_ptr, *rest, **options)
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = type(value), value, dtype.name
+        known = constants.get(key)
+        if known is None:
+            known = make_constant(self, value, dtype)
+            known.handle.data.flags.writeable = False  # it is used again
+            if value == value and value != 0:  # NaN is never found again, and 0.0 equals -0.0
+                constants[key] = known
+        return known
+
     core._unwrap_if_constexpr = unwrap_if_constexpr
+    semantic.binary_op_type_checking_impl = check_operands
+    semantic.scalar_constant = scalar_constant
     core.dtype.__eq__ = equal
     semantic.broadcast_impl_value = broadcast_impl_value
 

@@ -1,5 +1,6 @@
 """Turns what the leader reports into metric families, at scrape time."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Protocol
@@ -66,6 +67,7 @@ def leader_process_collector(pid: Callable[[], int | None]) -> ProcessCollector:
     return ProcessCollector(namespace=PREFIX + "leader", pid=lambda: pid() or -1, registry=None)
 
 
+@functools.cache
 def build_info() -> GaugeMetricFamily:
     """The versions of this installation."""
     family = GaugeMetricFamily(

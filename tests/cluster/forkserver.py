@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -278,6 +279,7 @@ def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.environ.setdefault("LANGUAGE", "C")  # otherwise argparse looks for files with translations of every word
     tempfile.tempdir = None  # it depends on the environment
     if NETNS_VARIABLE in os.environ:
         importlib.import_module("tests.faults.namespaces").enter(os.environ[NETNS_VARIABLE])
@@ -343,7 +345,10 @@ def _main() -> int:
     multiply_without_onednn()
     torch = importlib.import_module("torch")
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(torch.device("cpu"), torch.float32)
+    importlib.import_module("pdserve.server.observability.leader_metrics").build_info()  # it remembers the versions
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch would take its operators apart at the end of every process
     keep_for_good()  # otherwise every leader and rank would collect garbage among all modules
     requests = socket.socket(fileno=os.dup(0))
     try:

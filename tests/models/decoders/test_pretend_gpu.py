@@ -34,7 +34,7 @@ from tests.models.sampling.test_sampling import batch_of_everything, choose
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU"),
     # padded rows are computed from arbitrary memory
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
     # Triton 3.6's interpreter converts an array of one element for a loop whose bound it loaded
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]

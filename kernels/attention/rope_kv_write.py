@@ -72,7 +72,7 @@ def rope_kv_write(
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Returns the rotated queries and writes keys and values in place; see the module docstring."""
-    tokens, (_, kv_heads, _, head_dim) = len(qkv), key_pages.shape
+    tokens, (_, kv_heads, _, head_dim) = qkv.shape[0], key_pages.shape
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     if qkv.shape != (tokens, (q_heads + 2 * kv_heads) * head_dim) or q_heads < 1 or not qkv.is_contiguous():
         raise ValueError(f"qkv {list(qkv.shape)} does not hold the heads of pages {list(key_pages.shape)}, contiguous")

@@ -76,7 +76,7 @@ class GgufBlocks:
         return GgufBlocks(tuple(held), columns)
 
     def __len__(self) -> int:
-        return sum(len(part.blocks) for part in self.parts)
+        return sum(part.blocks.shape[0] for part in self.parts)
 
     def __getitem__(self, wanted: slice) -> "GgufBlocks":
         """A range of rows."""

@@ -33,8 +33,9 @@ def gguf_linear(
     """A linear layer; see the module docstring."""
     if not _numba_fits(x, weight, bias, impl):
         return gguf_linear_reference(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
-    product = _few_rows if len(x) <= FEW_ROWS else _many_rows
+    rows = x.shape[0]  # `len` of a tensor takes microseconds, and a step makes a hundred calls
+    out = x.new_empty(rows, len(weight))
+    product = _few_rows if rows <= FEW_ROWS else _many_rows
     if len(weight.parts) == 1:
         product(x, weight.parts[0], bias, out)
         return out
@@ -50,9 +51,10 @@ def gguf_gated_linear(
     x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
 ) -> torch.Tensor | None:
     """swiglu(gguf_linear(x)) in one kernel; None if there is none: for many rows, and for gate and up of two types."""
-    if not 1 <= len(x) <= FEW_ROWS or len(weight.parts) > 1 or not _numba_fits(x, weight, bias, impl):
+    rows = x.shape[0]
+    if not 1 <= rows <= FEW_ROWS or len(weight.parts) > 1 or not _numba_fits(x, weight, bias, impl):
         return None
-    out = x.new_empty(len(x), len(weight) // 2)
+    out = x.new_empty(rows, len(weight) // 2)
     launcher("numba.gguf_linear", "launch_gguf_linear")(x, weight.parts[0], bias, out, gated=True, gelu=gelu)
     return out
 
@@ -69,7 +71,7 @@ def gguf_rows(weight: GgufBlocks, indices: torch.Tensor, *, impl: Impl = "auto")
 
 
 def _few_rows(x: torch.Tensor, weight: GgufRows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if len(x):
+    if x.shape[0]:
         launcher("numba.gguf_linear", "launch_gguf_linear")(x, weight, bias, out, gated=False)
 
 

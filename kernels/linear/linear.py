@@ -56,7 +56,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
         launch = launcher("linear.linear_triton", "launch_linear")
     else:
         return linear_reference(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(x.shape[0], weight.shape[0])  # `len` of a tensor takes microseconds
     launch(x, weight, bias, out, gated=False)
     return out
 
@@ -87,13 +87,13 @@ def gated_linear(
         launch = launcher("linear.linear_triton", "launch_linear")
     else:
         return swiglu(linear_reference(x, weight, bias), gelu=gelu)
-    out = x.new_empty(len(x), len(weight) // 2)
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
     launch(x, weight, bias, out, gated=True, gelu=gelu)
     return out
 
 
 def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: Impl) -> bool:
-    few = x.ndim == 2 and 1 <= len(x) <= FEW_CPU_ROWS and weight.shape[1:] == x.shape[1:]
+    few = x.ndim == 2 and 1 <= x.shape[0] <= FEW_CPU_ROWS and weight.shape[1:] == x.shape[1:]
     if bias is not None:
         few = few and bias.shape == weight.shape[:1]
     if impl == "numba" and not few:
@@ -104,7 +104,7 @@ def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _triton_fits(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:
     if not use_triton(impl, x.device):
         return False
-    fits = x.ndim == 2 and len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
+    fits = x.ndim == 2 and x.shape[0] <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
     if impl == "triton" and not fits:
         raise ValueError(
             f"x {list(x.shape)} must be at most {FEW_ROWS} rows, and contiguous as weight {list(weight.shape)}"

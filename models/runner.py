@@ -198,7 +198,7 @@ class ModelRunner:
         slots = parameters.slots()
         log_expansion(slots, stored, device)
         log_int4_expansion(slots, in_int4, device)
-        log_blocks(slots, in_blocks, device)
+        log_blocks(slots, in_blocks, device, keep=keep_blocks)
         if load_format == "dummy":
             fill_with_noise(slots, stored, in_int4, row_scaled=source.config.row_scaled_fp8)
         else:
@@ -252,6 +252,11 @@ class ModelRunner:
     def held_weight_bytes(self) -> int:
         """Bytes of the weights of this runner."""
         return _held_bytes(self._decoder.parameters)
+
+    def most_unpacked_rows(self, tokens: int) -> int:
+        """Rows of the cache that a step of so many tokens unpacks at most, if they are packed, otherwise 0."""
+        packed = self._decoder.packed if isinstance(self._decoder, DsaDecoder) else None
+        return 0 if packed is None else packed.most_shared_rows(tokens)
 
     @property
     def kv_token_bytes(self) -> int:

@@ -87,6 +87,8 @@ class GgufBlocks:
             if start < first + size and first < stop:
                 parts.append(GgufRows(part.blocks[max(0, start - first) : stop - first], part.type_name))
             first += size
+        if not parts:  # of no rows
+            parts = [GgufRows(self.parts[0].blocks[:0], self.parts[0].type_name)]
         return GgufBlocks(tuple(parts), self.columns)
 
     @property

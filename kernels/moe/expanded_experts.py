@@ -6,8 +6,9 @@ Shapes: rows [N, hidden], sorted by expert; ends [E] int32, the end of each expe
 [E, 2 * size, hidden]; down [E, hidden, size]; biases [E, outputs]; result [N, hidden], in the order of the rows. Rows
 from ends[-1] on may have any value, and their results are undefined. Nothing waits for the device.
 
-Expanded weights take at most about 512 MiB at a time: of all experts, as many outputs as fit. Parts by expert would
-need to know on the host where the rows of an expert begin.
+Expanded weights take at most about 512 MiB at a time: of all experts, as many outputs as fit, but not fewer than 128
+(896 MiB for the 256 experts of DeepSeek-R1). Parts by expert would need to know on the host where the rows of an expert
+begin.
 
 Lower bound: the products at the rate of the dtype of the rows, and for each weight about 2.5 bytes of traffic to expand
 it. So a grouped product of expanded weights is faster than packed_experts_triton.py from some rows per expert on.
@@ -22,15 +23,14 @@ from ...configs.arithmetic import ceil_div, round_up
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..int4.group_format import GroupScaled
 from .expert_gate import expert_gate
+from .grouped_product import grouped_without_wait
 
 EXPANDED_ROWS = 128
 """Rows per expert on average from which weights are expanded. On an H200, from the times of both products and of the
 traffic, the point where both take as long is 140 rows for Qwen3-30B-A3B, 120 for Mixtral-8x7B, 60 for gpt-oss-20b.
 """
 SCRATCH_BYTES = 512 << 20
-"""Expanded weights at a time."""
-_GROUPED_PRODUCT = (9, 10)
-"""Major compute capabilities with a grouped product of torch in bfloat16; elsewhere it reads `ends` on the host."""
+"""Expanded weights at a time, if that suffices for `_OUTPUTS` of all experts."""
 _OUTPUTS = 128
 """A part has a multiple of these outputs, which are tiles of the grouped product."""
 
@@ -39,9 +39,7 @@ def expansion_pays(numbers: int, num_experts: int, dtype: torch.dtype, device: t
     """Whether `num_experts` experts have so many rows on average, `numbers` together, that weights are expanded, and
     torch's grouped product does not wait for the device.
     """
-    if numbers < EXPANDED_ROWS * num_experts or dtype != torch.bfloat16 or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device)[0] in _GROUPED_PRODUCT
+    return numbers >= EXPANDED_ROWS * num_experts and device.type == "cuda" and grouped_without_wait(dtype, device)
 
 
 def expanded_results(

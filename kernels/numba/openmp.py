@@ -48,7 +48,8 @@ def _fingerprint() -> str:
     """A name made from a checksum of all kernel sources. Numba recompiles a kernel when its own file changes; with this
     name in its signature, also when a file with functions that it calls changes.
     """
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "gguf" / "blocks.py"]
     return f"of_{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
 
 

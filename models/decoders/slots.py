@@ -62,6 +62,8 @@ class Slot:
     @property
     def size(self) -> torch.Size:
         """Of the part of the tensor."""
+        if self.gguf is not None:
+            return torch.Size((len(self.gguf.blocks), self.gguf.columns))
         if self.int4 is None:
             return self.target.shape
         shape = self.int4.shape

@@ -18,6 +18,7 @@ from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.float_linear import float_linear
 from ...kernels.linear.linear import gated_linear, linear
 from ...kernels.moe.experts import grouped_experts
+from ...kernels.moe.grouped_product import grouped_without_wait
 from ...kernels.moe.selection import select_experts
 from ..config.moe import MoeConfig
 
@@ -51,10 +52,9 @@ class MoeParameters:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture it: torch's grouped product, for experts that are not quantised, does not
-        wait for the device in bfloat16 only.
-        """
-        return not isinstance(self.gate_up, torch.Tensor) or self.gate_up.dtype == torch.bfloat16
+        """Whether a CUDA graph can capture it: experts that are not quantised use torch's grouped product."""
+        gate_up = self.gate_up
+        return not isinstance(gate_up, torch.Tensor) or grouped_without_wait(gate_up.dtype, gate_up.device)
 
 
 def all_capturable(mlps: Iterable[MlpParameters | MoeParameters]) -> bool:

@@ -33,8 +33,8 @@ def gguf_types(source: ModelSource, load_format: LoadFormat) -> dict[str, str]:
     return {name: type_name for name, type_name in types.items() if type_name in PACKED_TYPES}
 
 
-def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: torch.device) -> None:
-    """Log how much stays in blocks, and what it costs that other tensors do not."""
+def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: torch.device, *, keep: bool) -> None:
+    """Log how much stays in blocks, and what it costs that other tensors do not. `keep`: those that can, stay."""
     matrices = {name: slot for name, slot in slots.items() if name in stored}
     kept = [slot for slot in matrices.values() if slot.gguf is not None]
     if kept:
@@ -44,7 +44,7 @@ def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: tor
     expanded = {name: slot for name, slot in matrices.items() if slot.gguf is None}
     if not expanded:
         return
-    reason = "parts of ranks that begin or end inside a block, or layers with other types" if kept else _reason(device)
+    reason = "parts of ranks that begin or end inside a block, or layers with other types" if keep else _reason(device)
     log.info(
         "GGUF weights: %d of %d tensors are expanded to %s and take %.2f GiB instead of %.2f (%s)",
         len(expanded),

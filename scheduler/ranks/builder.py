@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -294,7 +295,8 @@ class RankBuilder:
         cache = runner.make_cache(1, config.page_size)
         self._capture_graphs(runner, cache, longest)
         executor = Executor(runner, cache, self._source.config.eos_token_ids)
-        for rows in trial_steps(config, self.step_limit, longest, on_gpu=self._device.type == "cuda"):
+        on_gpu, unpacked = self._device.type == "cuda", runner.most_unpacked_rows
+        for rows in trial_steps(config, self.step_limit, longest, on_gpu=on_gpu, unpacked_rows=unpacked):
             same = (tokens_of(rows),) * self._config.dp_size if self._config.dp_size > 1 else None
             executor.start(rows, same).finish()
         vocabulary = runner.config.vocab_size
@@ -303,16 +305,31 @@ class RankBuilder:
         runner.release_graphs()
 
 
-def trial_steps(config: AnyServerConfig, step_limit: int, longest: int, *, on_gpu: bool = True) -> list[list[StepRow]]:
+def trial_steps(
+    config: AnyServerConfig,
+    step_limit: int,
+    longest: int,
+    *,
+    on_gpu: bool = True,
+    unpacked_rows: Callable[[int], int] = lambda _tokens: 0,
+) -> list[list[StepRow]]:
     """The steps that need most memory or special kernels. Decode: the largest batch and, if it computes prompts, a
     chunk at the end of a prompt of `longest` tokens, with the batch and alone. Prefill: such a chunk, and chunks of
-    several prompts, up to the largest number.
+    several prompts, up to the largest number. Both: chunks of prompts that have as many rows as a step of so many
+    tokens unpacks at most (`unpacked_rows`); steps with more rows unpack none.
     """
     sampling = SamplingParams(temperature=1.0, top_p=0.99)  # needs most memory
 
     def row(start: int, tokens: int) -> StepRow:
         pages = [0] * pages_for(start + tokens, config.page_size)
         return StepRow([0] * tokens, start, pages, draws=(Draw(sampling, 0),))
+
+    def unpacking(tokens: int) -> list[list[StepRow]]:
+        rows = unpacked_rows(tokens) // config.page_size * config.page_size
+        count = ceil_div(rows, longest)
+        if count == 0 or tokens < count or rows // count <= tokens // count:
+            return []
+        return [[row(rows // count - tokens // count, tokens // count)] * count]
 
     if isinstance(config, DecodeConfig):
         running = [row(0, 1)] * step_limit
@@ -321,11 +338,12 @@ def trial_steps(config: AnyServerConfig, step_limit: int, longest: int, *, on_gp
         tokens = step_tokens(config, on_gpu=on_gpu)
         chunks = [min(longest, count) for count in (max(config.page_size, tokens - step_limit), tokens)]
         beside, alone = (row(longest - chunk, chunk) for chunk in chunks)
-        return [running, [*running, beside], [alone]]
+        return [running, [*running, beside], [alone], *unpacking(chunks[1])]
     chunk = min(step_limit, longest)
     most = min(chunk, config.max_queued_requests)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})
-    return [[row(longest - chunk, chunk)], *([row(0, chunk // count)] * count for count in counts)]
+    of_prompts = ([row(0, chunk // count)] * count for count in counts)
+    return [[row(longest - chunk, chunk)], *of_prompts, *unpacking(chunk)]
 
 
 def computes_prompts(config: DecodeConfig) -> bool:

@@ -344,7 +344,9 @@ def _main() -> int:
         setattr(sys.modules[module], constant, interval_s)
     multiply_without_onednn()
     torch = importlib.import_module("torch")
-    importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(torch.device("cpu"), torch.float32)
+    importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(
+        torch.device("cpu"), torch.float32, gguf=True
+    )
     importlib.import_module("pdserve.server.observability.leader_metrics").build_info()  # it remembers the versions
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]

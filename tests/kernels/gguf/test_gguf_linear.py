@@ -118,6 +118,8 @@ def test_memory_is_that_of_the_blocks_and_neighbours_of_one_type_are_merged() ->
     assert stored.nbytes == 6 * 16 * 18 + 2 * 2 * 210
     assert [part.columns for part in stored.parts] == [512, 512]
     assert block_size("Q6_K") == (256, 210)
+    assert stored[3:3].shape == (0, 512)
+    assert [len(part.blocks) for part in stored[5:7].parts] == [1, 1]
 
 
 def test_wrong_shapes_are_refused() -> None:

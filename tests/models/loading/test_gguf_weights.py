@@ -12,6 +12,7 @@ from pdserve.kernels.backends import dispatch
 from pdserve.kernels.gguf.blocks import GgufBlocks
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.decoders.slots import Slot
 from pdserve.models.formats.gguf_file import GgufFile
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
@@ -166,3 +167,11 @@ def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pyt
         else "23 of 23 tensors are expanded to float32 and take"
     )
     assert expected in line
+
+
+def test_a_slot_has_the_size_of_its_tensor() -> None:
+    stored = GgufBlocks.allocate([(4, "Q8_0")], 64, device=torch.device("cpu"))
+    slot = Slot.whole(stored)
+    assert (slot.size, slot.shape, slot.nbytes) == ((4, 64), (4, 64), 4 * 2 * 34)
+    none = Slot.part(stored[:0], dim=0, start=4, size=4)  # a rank without rows
+    assert (none.size, none.shape, none.nbytes) == ((0, 64), (4, 64), 0)

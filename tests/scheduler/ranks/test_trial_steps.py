@@ -56,3 +56,20 @@ def test_trial_chunk_is_not_longer_than_the_longest_prompt() -> None:
     longest, *others = trial_steps(PrefillConfig(page_size=4), 512, 48)
     assert [(row.start, row.length) for row in longest] == [(0, 48)]
     assert [len(rows) for rows in others] == [1, 2, 4, 8, 16, 32, 48]
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [(DecodeConfig(page_size=4, max_step_tokens=24), 7), (PrefillConfig(page_size=4), 24)],
+    ids=["decode", "prefill"],
+)
+@pytest.mark.parametrize(("rows", "expected"), [(62, [(36, 24)]), (241, [(72, 8)] * 3), (24, [])])
+def test_prompts_with_as_many_rows_as_a_step_unpacks_are_tried(
+    config: AnyServerConfig, limit: int, rows: int, expected: list[tuple[int, int]]
+) -> None:
+    without = trial_steps(config, limit, LONGEST)
+    steps = trial_steps(config, limit, LONGEST, unpacked_rows=lambda tokens: rows if tokens == 24 else 0)
+    assert steps[: len(without)] == without
+    assert [[(row.start, row.length) for row in step] for step in steps[len(without) :]] == (
+        [expected] if expected else []
+    )

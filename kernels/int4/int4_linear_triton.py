@@ -2,8 +2,8 @@
 
 A program has a block of weight rows (outputs), a tile of rows of x, and a range of columns. A step of its loop reads
 the bytes of one pair of groups and computes two products: of the low halves with the columns of the first group, and of
-the high halves with those of the second. Where there are too few blocks to keep the GPU busy, several
-programs divide the columns; the last of them to finish adds their sums, always in the same order.
+the high halves with those of the second. Where there are too few blocks to keep the GPU busy, several programs divide
+the columns (backends/split_sums_triton.py).
 
 The weights are the right operand. Up to 32 rows, both operands of a product are in registers: weights go from shared
 memory to registers as bytes, 4 at a time. For more rows, Triton writes expanded weights to shared memory.
@@ -18,6 +18,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
+from ..backends.split_sums_triton import add_parts, store_part
 from .group_format import GroupScaled
 from .int4_linear import WIDE_BYTES
 from .int4_linear_cuda import Tiles
@@ -138,15 +139,8 @@ def _int4_linear(
         high_scales, high_zeros = next_high_scales, next_high_zeros
     if SPLIT:
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        element = tl.arange(0, ROWS)[:, None] * OUTPUTS + index[None, :]
-        sums = sums_ptr + place * splits * (ROWS * OUTPUTS) + element
-        tl.store(sums + split * (ROWS * OUTPUTS), acc)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == splits - 1:
-            tl.store(counters_ptr + place, 0)
-            total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            for part in range(splits):
-                total += tl.load(sums + part * (ROWS * OUTPUTS), cache_modifier=".cg")
+        if store_part(acc, sums_ptr, counters_ptr, place, split, splits, ROWS, OUTPUTS):
+            total = add_parts(sums_ptr, place, splits, ROWS, OUTPUTS)
             _store_result(
                 total, bias_ptr, out_ptr, out_size, number, target, exists, output, GATED, BIAS, ROWS, OUTPUTS
             )

@@ -2,7 +2,7 @@
 
 A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
 the matrix product, so that the rows of x are its narrow side. Where there are too few blocks to keep the GPU busy,
-several programs divide the columns; the last of them to finish adds their sums, always in the same order.
+several programs divide the columns (backends/split_sums_triton.py).
 
 The products of fp8 weights take one of two forms. Linear layers convert the weights to the dtype of x in registers.
 Experts write x as the sum of two fp8 values and multiply each: converting weights takes longer than reading them where
@@ -22,6 +22,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
+from ..backends.split_sums_triton import add_parts, store_part
 from .block_format import BLOCK, BlockScaled, Weight
 from .row_tiles import RowTiles
 
@@ -238,15 +239,8 @@ def _few_rows(
         acc *= tl.load(scales)[:, None]
     if SPLIT:
         block = tile * tl.num_programs(0) + tl.program_id(0)
-        element = tl.arange(0, WEIGHT_ROWS)[:, None] * ROWS + row[None, :]
-        sums = sums_ptr + block * splits * (WEIGHT_ROWS * ROWS) + element
-        tl.store(sums + split * (WEIGHT_ROWS * ROWS), acc)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == splits - 1:
-            tl.store(counters_ptr + block, 0)
-            total = tl.zeros([WEIGHT_ROWS, ROWS], tl.float32)
-            for part in range(splits):
-                total += tl.load(sums + part * (WEIGHT_ROWS * ROWS), cache_modifier=".cg")
+        if store_part(acc, sums_ptr, counters_ptr, block, split, splits, WEIGHT_ROWS, ROWS):
+            total = add_parts(sums_ptr, block, splits, WEIGHT_ROWS, ROWS)
             _store_result(total, bias_ptr, out_ptr, out_size, number, target, exists, output, GATED, BIAS, half, ROWS)
     else:
         _store_result(acc, bias_ptr, out_ptr, out_size, number, target, exists, output, GATED, BIAS, half, ROWS)

@@ -3,8 +3,8 @@
     float_linear(x)  =  x.float() @ weight.T
 
 Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For layers whose results
-rank tokens, such as the weights of an indexer. With few rows and outputs, launches dominate: cuBLAS needs three (a
-conversion, a split product and its sum); this is one, which starts while the previous kernel ends.
+rank tokens or experts, such as a router. cuBLAS would need several launches (a conversion, a split product, its sum)
+and multiplies float32 without tensor cores; the Triton kernel is one launch, and uses them for bfloat16 rows.
 """
 
 import torch
@@ -19,16 +19,21 @@ def float_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
-    """A linear layer in float32; see the module docstring. `auto` is Triton for few rows on CUDA, else `linear`."""
+    """A linear layer in float32; see the module docstring. `auto` is Triton on CUDA, but `linear` for many rows that
+    are not in bfloat16.
+    """
     if weight.dtype != torch.float32 or x.ndim != 2 or x.shape[1:] != weight.shape[1:]:
         raise ValueError(f"x {list(x.shape)} and {weight.dtype} weight {list(weight.shape)} are not rows and float32")
     if impl == "reference":
         return float_linear_reference(x, weight)
-    fits = len(x) <= FEW_ROWS and x.is_contiguous() and weight.is_contiguous()
+    few = len(x) <= FEW_ROWS or x.dtype == torch.bfloat16
+    fits = few and x.is_contiguous() and weight.is_contiguous()
     if not use_triton(impl, x.device) or (impl == "auto" and not fits):
         return linear(x.float(), weight)
     if not fits:
-        raise ValueError(f"x {list(x.shape)} must be at most {FEW_ROWS} rows, and contiguous like the weights")
+        raise ValueError(
+            f"x {list(x.shape)} must be contiguous like the weights, and {x.dtype} at most {FEW_ROWS} rows"
+        )
     out = x.new_empty(len(x), len(weight), dtype=torch.float32)
     launcher("linear.float_linear_triton", "launch_float_linear")(x, weight, out)
     return out

@@ -1,11 +1,12 @@
 """The routed experts of a mixture: every token through the gated MLPs of its experts, weighted and added.
 
-    result[t]  =  sum_j weights[t, j] * mlp_{experts[t, j]}(x[t])       over the experts of this rank
+    result[t]  =  sum_j weights[t, j] * mlp_{experts[t, j]}(x[t])  [+ shared[t]]       over the experts of this rank
     mlp_e(x)   =  swiglu(x @ gate_up[e].T) @ down[e].T
 
 Shapes: x [T, hidden]; weights, experts [T, k]; gate_up [E, 2 * size, hidden]; down [E, hidden, size]; result
 [T, hidden]. This rank has the E experts from number `first` on; the others contribute nothing. Products and swiglu are
-rounded to the dtype of x; the sum is in the order of a token's experts, independent of the rest of the batch.
+rounded to the dtype of x; the sum is in the order of a token's experts, independent of the rest of the batch. `shared`,
+the result of an expert that all tokens have, is added last.
 
 Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
@@ -67,10 +68,11 @@ def grouped_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
+    shared: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """The sum over the experts of this rank; see the module docstring. `num_experts` are those of all ranks, by
-    default those of this one.
+    """The sum over the experts of this rank, plus `shared` [T, hidden]; see the module docstring. `num_experts` are
+    those of all ranks, by default those of this one.
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
@@ -78,7 +80,7 @@ def grouped_experts(
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         if limit is not None or not (on_triton and (x.dtype.itemsize == 2 or impl == "triton")):
             everywhere = num_experts == len(gate_up)
-            return plain_experts(
+            routed = plain_experts(
                 x,
                 weights,
                 experts,
@@ -89,8 +91,9 @@ def grouped_experts(
                 down_bias=down_bias,
                 limit=limit,
             )
+            return routed if shared is None else routed + shared
     elif not on_triton:
-        return experts_reference(
+        routed = experts_reference(
             x,
             weights,
             experts,
@@ -102,6 +105,7 @@ def grouped_experts(
             down_bias=down_bias,
             limit=limit,
         )
+        return routed if shared is None else routed + shared
     _check(x, weights, experts, gate_up, down)
     rows = tile_rows(experts.numel(), num_experts)
     if isinstance(gate_up, GroupScaled):
@@ -122,7 +126,7 @@ def grouped_experts(
         results, place = _grouped_results(x, routing, gate_up, down), routing.place
     out = torch.empty_like(x)
     add = launcher("moe.weighted_sum_triton", "launch_weighted_sum")
-    add(results, weights, experts, first, len(gate_up), out, place=place)
+    add(results, weights, experts, first, len(gate_up), out, place=place, shared=shared)
     return out
 
 

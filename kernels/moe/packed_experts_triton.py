@@ -15,6 +15,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from ..backends.split_sums_triton import add_parts, store_part
 from ..int4.group_format import GroupScaled
 from ..int4.int4_linear_triton import STAGE_BYTES, column_splits
 from ..int4.unpack_triton import factors, unpack, unpack_e2m1
@@ -156,15 +157,8 @@ def _packed_experts(
         low_scales, high_scales = next_low_scales, next_high_scales
     if SPLIT:
         place = tile * tl.num_programs(0) + tl.program_id(0)
-        element = tl.arange(0, ROWS)[:, None] * OUTPUTS + index[None, :]
-        sums = sums_ptr + place * splits * (ROWS * OUTPUTS) + element
-        tl.store(sums + split * (ROWS * OUTPUTS), acc)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        if tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == splits - 1:
-            tl.store(counters_ptr + place, 0)
-            total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-            for part in range(splits):
-                total += tl.load(sums + part * (ROWS * OUTPUTS), cache_modifier=".cg")
+        if store_part(acc, sums_ptr, counters_ptr, place, split, splits, ROWS, OUTPUTS):
+            total = add_parts(sums_ptr, place, splits, ROWS, OUTPUTS)
             _store_result(
                 total,
                 bias_ptr,

@@ -15,11 +15,13 @@ def _weighted_sum(
     weights_ptr,
     experts_ptr,
     place_ptr,
+    shared_ptr,
     out_ptr,
     first,
     count,
     size,
     PLACED: tl.constexpr,
+    SHARED: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -38,7 +40,12 @@ def _weighted_sum(
         row = tl.load(place_ptr + number, mask=here, other=0).to(tl.int64) if PLACED else number
         result = tl.load(results_ptr + row * size + column, mask=(column < size) & here, other=0.0)
         acc += weight * result.to(tl.float32)
-    tl.store(out_ptr + token * size + column, acc.to(out_ptr.dtype.element_ty), mask=column < size)
+    out = out_ptr + token * size + column
+    dtype = out_ptr.dtype.element_ty
+    if SHARED:
+        shared = tl.load(shared_ptr + token * size + column, mask=column < size, other=0.0)
+        acc = acc.to(dtype).to(tl.float32) + shared.to(tl.float32)
+    tl.store(out, acc.to(dtype), mask=column < size)
 
 
 def launch_weighted_sum(
@@ -50,9 +57,10 @@ def launch_weighted_sum(
     out: torch.Tensor,
     *,
     place: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> None:
     """Fill `out` [T, hidden] from `results` [T * k, hidden], of which only rows of this rank's experts are read. They
-    are in the order of numbers or, with `place`, where that says.
+    are in the order of numbers or, with `place`, where that says. `shared` [T, hidden] is added to the rounded sum.
     """
     tokens, size = out.shape
     if tokens == 0:
@@ -63,11 +71,13 @@ def launch_weighted_sum(
         weights,
         experts,
         place,
+        shared,
         out,
         first,
         count,
         size,
         PLACED=place is not None,
+        SHARED=shared is not None,
         PER_TOKEN=experts.shape[1],
         BLOCK=block,
         num_warps=4,

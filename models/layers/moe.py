@@ -82,7 +82,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
     """x [T, hidden] through the selected experts and the shared one."""
     weights, experts = route(x, parameters.router, parameters.router_bias, config, parameters.logit_bias)
-    routed = grouped_experts(
+    return grouped_experts(
         x,
         weights,
         experts,
@@ -93,8 +93,8 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
         gate_up_bias=parameters.gate_up_bias,
         down_bias=parameters.down_bias,
         limit=config.limit,
+        shared=None if parameters.shared is None else mlp(x, parameters.shared),
     )
-    return routed if parameters.shared is None else routed + mlp(x, parameters.shared)
 
 
 def route(

@@ -7,6 +7,7 @@ import inspect
 import os
 from typing import Any
 
+import numpy as np
 import torch
 
 if not torch.cuda.is_available():
@@ -59,6 +60,22 @@ def _remember_lookups() -> None:
     _patch_for_good(interpreter)
     _remember_shapes(language.core)
     _compare_types_first(language.core, type(interpreter.interpreter_semantic))
+
+
+def _multiply_bfloat16() -> None:
+    """Let the interpreter multiply matrices of bfloat16 in float32. It would multiply their bits, as integers."""
+    from triton.runtime import interpreter
+
+    language, builder = interpreter.tl, interpreter.interpreter_builder
+    create_dot = builder.create_dot
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype != language.bfloat16:
+            return operand
+        bits = operand.data.astype(np.uint32) << np.uint32(16)
+        return interpreter.TensorHandle(bits.view(np.float32), language.float32)
+
+    builder.create_dot = lambda left, right, *rest: create_dot(widened(left), widened(right), *rest)
 
 
 def _patch_for_good(interpreter: Any) -> None:
@@ -164,3 +181,4 @@ def _compare_types_first(core: Any, semantic: Any) -> None:
 
 if INTERPRETED:
     _remember_lookups()
+    _multiply_bfloat16()

@@ -90,6 +90,18 @@ def test_few_tokens_are_exact(here: Place, tokens: int, own: range) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+def test_the_shared_expert_is_added_last(here: Place, expanded: bool) -> None:
+    impl, device, dtype = here
+    case = draw(5, device, dtype)
+    weights = [weight.expanded().to(dtype) if expanded else weight for weight in (case.gate_up, case.down)]
+    shared = torch.randn_like(case.x)
+    routed = grouped_experts(case.x, case.weights, case.chosen, *weights, impl=impl)
+    with poisoned(impl):
+        found = grouped_experts(case.x, case.weights, case.chosen, *weights, shared=shared, impl=impl)
+    assert torch.equal(found, routed + shared)
+
+
 @pytest.mark.parametrize(("tokens", "few_rows"), [(3, 32), (30, 32), (30, 4)])
 def test_plain_weights_are_exact(here: Place, tokens: int, few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel of our own for few tokens per expert, by grouped products for more."""

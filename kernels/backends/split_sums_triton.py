@@ -1,0 +1,37 @@
+"""Programs that divide the columns of a product: each stores its part of the sums, and the last one to finish adds all
+parts, always in the same order.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: N803  (compile-time parameters are written in capitals)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_part(acc, sums_ptr, counters_ptr, block, part, parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Store part number `part` of block number `block`; returns whether all parts are stored now. The counter of the
+    block is 0 before its first and after its last part.
+    """
+    tl.store(_elements(sums_ptr, block * parts + part, HEIGHT, WIDTH), acc)
+    tl.debug_barrier()  # all threads have stored before one of them counts
+    complete = tl.atomic_add(counters_ptr + block, 1, sem="acq_rel") == parts - 1
+    if complete:
+        tl.store(counters_ptr + block, 0)
+    return complete
+
+
+@triton.jit
+def add_parts(sums_ptr, block, parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The sum of all parts of a block, after `store_part` has returned true."""
+    total = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for part in range(parts):
+        # not from the L1 cache: other multiprocessors have written them
+        total += tl.load(_elements(sums_ptr, block * parts + part, HEIGHT, WIDTH), cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _elements(sums_ptr, number, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    element = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return sums_ptr + number * (HEIGHT * WIDTH) + element

@@ -23,6 +23,7 @@ import torch
 from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
 from pdserve.configs.arithmetic import ceil_div
+from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.kernels.int4.int4_linear import (
     SCRATCH_BYTES,
@@ -31,7 +32,6 @@ from pdserve.kernels.int4.int4_linear import (
     int4_gated_linear,
     int4_linear,
 )
-from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.swiglu import swiglu
 

@@ -226,11 +226,9 @@ def paged_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
     last_only: bool = False,
-    ahead: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring. With
-    `last_only`, only the last row of each sequence is defined. `ahead` are up to two weights that the next kernels
-    read: a GPU may load them into its cache meanwhile.
+    `last_only`, only the last row of each sequence is defined.
     """
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
@@ -264,7 +262,7 @@ def paged_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if plan.pieces.shape[1]:
         launcher("attention.paged_decode_triton", "launch_decode")(
-            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks, ahead=ahead
+            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks
         )
     if plan.tiles.tiles.shape[1]:
         launcher("attention.paged_prefill_triton", "launch_prefill")(

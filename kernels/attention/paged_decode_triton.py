@@ -4,28 +4,22 @@ A program processes one piece of one sequence's keys for one KV head. Its query 
 products, so keys and values are read once for all of them. A sequence of one piece is complete then; with several, each
 stores its partial result and log-sum, which `_decode_combine` combines.
 
-A launch has as many programs as a GPU can use, and most of them have no keys if the sequences are few and short. Memory
-would then be idle, so these programs load weights that the next kernels read into the L2 cache.
-
 Lower bound: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-from ..backends.overlap_triton import can_overlap, overlap_options, prefetch, start_next, wait_for_previous
+from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .attention_plan import PIECE_TOKENS, WorkPlan
 from .page_rows_triton import add_sinks, load_page_rows
 
 _COMBINED_AT_ONCE = 64
-_AHEAD_BYTES = 64 << 10
-"""Bytes of weights that a program without keys loads into the L2 cache."""
 
 
 @triton.jit(do_not_specialize=["pieces_stride"])
@@ -39,13 +33,9 @@ def _decode_pieces(
     pieces_ptr,
     piece_starts_ptr,
     sinks_ptr,
-    first_ahead_ptr,
-    second_ahead_ptr,
     out_ptr,
     partial_ptr,
     log_sum_ptr,
-    first_ahead_bytes,
-    second_ahead_bytes,
     pieces_stride,
     query_stride,
     page_stride,
@@ -60,7 +50,6 @@ def _decode_pieces(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
     SINKS: tl.constexpr,
-    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if OVERLAP:
@@ -73,14 +62,6 @@ def _decode_pieces(
     sequence = tl.load(piece)
     number = tl.load(piece + 3 * pieces_stride)
     if start >= end:
-        if AHEAD:
-            longest = tl.load(pieces_ptr + 2 * pieces_stride) - tl.load(pieces_ptr + pieces_stride)
-            if longest <= BLOCK:
-                index = (tl.num_programs(1) - 1 - tl.program_id(1)) * tl.num_programs(0) + kv_head
-                byte = index.to(tl.int64) * AHEAD + tl.arange(0, AHEAD // 128) * 128
-                byte = tl.minimum(byte, first_ahead_bytes + second_ahead_bytes - 1)
-                beyond = byte - first_ahead_bytes
-                prefetch(tl.where(beyond < 0, first_ahead_ptr + byte, second_ahead_ptr + beyond))
         if OVERLAP and tl.program_id(1) == 0:  # all programs are here: the kernel must not end before the previous one
             wait_for_previous()
         return
@@ -188,11 +169,8 @@ def launch_decode(
     *,
     scale: float,
     sinks: torch.Tensor | None = None,
-    ahead: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Fill the rows of `out` whose sequences are in the plan's pieces. If they have few keys, load the first bytes of
-    up to two weights `ahead`, which the next kernels read, into the L2 cache.
-    """
+    """Fill the rows of `out` whose sequences are in the plan's pieces."""
     _, heads, head_dim = query.shape
     kv_heads, page_size = key_pages.shape[1:3]
     group, pieces = heads // kv_heads, plan.pieces.shape[1]
@@ -200,7 +178,6 @@ def launch_decode(
     page_stride, head_stride, token_stride, _ = key_pages.stride()
     partial = torch.empty(pieces, heads, head_dim, dtype=torch.float32, device=query.device)
     log_sum = torch.empty(pieces, heads, dtype=torch.float32, device=query.device)
-    first, second = (*(weight.view(-1).view(torch.uint8) for weight in ahead), None, None)[:2]
     _decode_pieces[(kv_heads, pieces)](
         query,
         key_pages,
@@ -211,12 +188,9 @@ def launch_decode(
         plan.pieces,
         plan.piece_starts,
         sinks,
-        first,
-        first if second is None else second,
         out,
         partial,
         log_sum,
-        *(0 if weight is None else weight.nbytes for weight in (first, second)),
         plan.pieces.stride(0),
         query.stride(0),
         page_stride,
@@ -231,7 +205,6 @@ def launch_decode(
         BLOCK=PIECE_TOKENS if query.dtype.itemsize * block_d <= 256 else PIECE_TOKENS // 2,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",  # tf32 would round float32 to 10 bits
         SINKS=sinks is not None,
-        AHEAD=_AHEAD_BYTES if ahead and can_overlap(query.device) else 0,
         num_warps=4,
         num_stages=3,
         **overlap_options(query.device),

@@ -39,10 +39,9 @@ def prefetch(pointers):
 
 def overlap_options(device: torch.device) -> dict[str, Any]:
     """Launch arguments: the kernel's OVERLAP, and the launch attribute that goes with it."""
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}
 
 
 @functools.cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether a kernel can start on this device while the previous one still runs."""
+def _overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

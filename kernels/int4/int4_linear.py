@@ -18,8 +18,9 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
+from ..backends.few_rows_cuda import Tiles
 from .group_format import GroupScaled
-from .int4_linear_cuda import Tiles, launch_int4_linear_cuda, suits_cuda
+from .int4_linear_cuda import launch_int4_linear_cuda, suits_cuda
 
 Method = Literal["cuda", "fused", "expand"]
 

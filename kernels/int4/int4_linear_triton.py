@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
+from ..backends.few_rows_cuda import Tiles
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
 from .group_format import GroupScaled
 from .int4_linear import WIDE_BYTES
-from .int4_linear_cuda import Tiles
 from .unpack_triton import unpack
 
 STAGE_BYTES = 48 << 10

@@ -89,13 +89,6 @@ class BlockScaled:
 Weight = torch.Tensor | BlockScaled | GroupScaled | GgufBlocks
 
 
-def values_of(weight: torch.Tensor | BlockScaled | GroupScaled) -> torch.Tensor:
-    """Nearly all that a product reads of a weight: its values, without scales."""
-    if isinstance(weight, BlockScaled):
-        return weight.values
-    return weight.packed if isinstance(weight, GroupScaled) else weight
-
-
 def common_row_group(first_rows: Iterable[int]) -> int:
     """The largest group of rows that never crosses a block, if parts of a matrix begin at these rows."""
     return math.gcd(BLOCK, *first_rows)

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
+from ..backends.few_rows_cuda import OUTPUT_TILE, Format, launch_few_rows
 from .block_format import BLOCK, BlockScaled, supports_fp8
 from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
 from .swiglu import swiglu, swiglu_reference
@@ -27,6 +28,7 @@ Method = Literal["exact", "triton", "cublas", "rowwise"]
 
 FEW_ROWS = 64
 """Up to this many rows, activations are exact."""
+_CUDA_FORMAT = Format("fp8_linear", OUTPUT_TILE * BLOCK + 4 * OUTPUT_TILE)
 _ROWWISE_ALIGNMENT = 16
 """Of the sizes of a matrix for "rowwise", which torch requires."""
 
@@ -66,7 +68,7 @@ def block_scaled_linear(
     if method == "exact":
         assert isinstance(x, torch.Tensor)
         out = x.new_empty(len(x), len(weight))
-        launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=False, bias=bias)
+        _exact(x, weight, bias, out, gated=False)
         return out
     quantised = x if isinstance(x, QuantisedRows) else quantise(x, by_row=method == "rowwise", impl=impl)
     if method == "cublas":
@@ -94,7 +96,7 @@ def block_scaled_gated_linear(
     _check(x, weight, bias, method)
     assert isinstance(x, torch.Tensor)
     out = x.new_empty(len(x), len(weight) // 2)
-    launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=True, bias=bias)
+    _exact(x, weight, bias, out, gated=True)
     return out
 
 
@@ -124,6 +126,27 @@ def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tenso
     if isinstance(x, QuantisedRows) or method == "exact":
         return x
     return quantise_reference(x, by_row=method == "rowwise")
+
+
+def _exact(x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool) -> None:
+    """Fill `out`: on CUDA by csrc/fp8_linear.cu where it can, otherwise by Triton."""
+    values, scales = weight.values, weight.scales
+    whole = values.shape[1] % BLOCK == 0 and values.is_contiguous() and values.data_ptr() % 16 == 0
+    if not (x.is_cuda and x.itemsize == 2 and whole):
+        launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=gated, bias=bias)
+        return
+    launch_few_rows(
+        _CUDA_FORMAT,
+        x,
+        (values.data_ptr(), scales.data_ptr()),
+        bias,
+        out,
+        weight.row_group,
+        scales.stride(0),
+        0 if weight.by_row else 1,
+        steps=values.shape[1] // BLOCK,
+        gated=gated,
+    )
 
 
 def _fits_cublas(weight: BlockScaled) -> bool:

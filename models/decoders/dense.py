@@ -9,17 +9,15 @@ import torch
 
 from ...kernels.attention.paged_attention import paged_attention
 from ...kernels.attention.rope_kv_write import rope_kv_write
-from ...kernels.gguf.blocks import GgufBlocks
-from ...kernels.linear.block_format import values_of
 from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
-from ..layers.moe import MlpParameters, all_capturable, feed_forward
+from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.vocabulary import Vocabulary
-from .dense_parameters import DecoderParameters, LayerParameters
+from .dense_parameters import DecoderParameters
 
 
 class Decoder:
@@ -46,7 +44,6 @@ class Decoder:
             self._local_rotary = Rotary(self.config, parameters.device, parameters.dtype, local)
         self._windowed = [self.config.window_of(layer) is not None for layer in parameters.layer_range]
         self._scale = (self.config.query_scalar or self.config.head_dim) ** -0.5
-        self._ahead = [_next_weights(layer) for layer in parameters.layers]
 
     @property
     def kv_token_bytes(self) -> int:
@@ -123,14 +120,7 @@ class Decoder:
             plan = batch.windowed if windowed else batch.attention
             assert plan is not None, "the batch was planned for this model"
             attended = paged_attention(
-                query,
-                key_pages,
-                value_pages,
-                plan,
-                scale=self._scale,
-                sinks=layer.sinks,
-                last_only=at_end,
-                ahead=self._ahead[index],
+                query, key_pages, value_pages, plan, scale=self._scale, sinks=layer.sinks, last_only=at_end
             )
             if at_end:
                 assert batch.last_rows is not None
@@ -152,11 +142,3 @@ class Decoder:
         Called by all ranks of the last stage; returns None on all but the first of them.
         """
         return self._vocabulary.logits(hidden, out)
-
-
-def _next_weights(layer: LayerParameters) -> list[torch.Tensor]:
-    """The weights that a GPU reads after the attention of a layer, whatever the tokens are."""
-    weights = [layer.o]
-    if isinstance(layer.mlp, MlpParameters):
-        weights.append(layer.mlp.gate_up)
-    return [values_of(weight) for weight in weights if not isinstance(weight, GgufBlocks)]

@@ -25,9 +25,9 @@ from benchmarks import (
     ttft,
 )
 from benchmarks.gpu_timing import PRODUCT_RATE
+from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.dense_mla import tile_plan
-from pdserve.kernels.int4.int4_linear_cuda import Tiles
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.quantization import Int4Format
 from pdserve.models.config.sharding import WHOLE

@@ -1,0 +1,114 @@
+"""Launcher of the kernels for linear layers with few rows of x: csrc/few_rows.cuh."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...configs.arithmetic import ceil_div
+from .nvrtc import load_kernel
+from .occupancy import multiprocessors, shared_memory
+
+ROW_TILE, OUTPUT_TILE = 8, 16
+"""Rows of x and of the weights that one product has."""
+MOST_ROWS = 32
+"""Rows of x of a block. Of more rows, each tile reads the weights again, mostly from the L2 cache."""
+
+LEAST_STAGES = 2
+"""Of a ring: one is filled while another is read."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a fused kernel divides its work; None: chosen by the launcher."""
+
+    outputs: int | None = None  # rows of the weights of a program
+    splits: int | None = None  # programs that divide the columns; Triton only
+    stages: int | None = None  # blocks of weights in shared memory
+    warps: int | None = None
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kernel for weights in one format. Its arguments are x, the weights, bias, result, three sizes, and more sizes
+    of the weights.
+    """
+
+    name: str  # of the kernel and of its source
+    step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
+    constants: tuple[tuple[str, int], ...] = ()
+
+
+def launch_few_rows(
+    form: Format,
+    x: torch.Tensor,
+    weights: tuple[int, ...],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *sizes: int,
+    steps: int,
+    gated: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Fill `out` [rows, outputs] from weights at these addresses, whose rows have so many `steps`."""
+    tiles = tiles or Tiles()
+    row_tiles = 1
+    while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
+        row_tiles *= 2
+    outputs = tiles.outputs or 2 * OUTPUT_TILE
+    output_tiles = outputs // OUTPUT_TILE
+    weight_rows = out.shape[1] * (2 if gated else 1)
+    count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
+    processors, limit = multiprocessors(x.device), shared_memory(x.device)
+    warps, stages, shared_bytes = _fit(
+        tiles, count, steps, form.step_bytes, output_tiles, row_tiles, processors=processors, limit=limit
+    )
+    constants = (
+        *form.constants,
+        ("WARPS", warps),
+        ("STAGES", stages),
+        ("OUTPUT_TILES", output_tiles),
+        ("ROW_TILES", row_tiles),
+        ("GATED", int(gated)),
+        ("BIAS", int(bias is not None)),
+        ("HALF", int(x.dtype == torch.float16)),
+    )
+    kernel = load_kernel(f"{form.name}.cu", form.name, x.device, constants, shared_bytes)
+    kernel.launch(
+        x.data_ptr(),
+        *weights,
+        (out if bias is None else bias).data_ptr(),
+        out.data_ptr(),
+        len(x),
+        out.shape[1],
+        x.shape[1],
+        *sizes,
+        blocks=min(count, processors * (limit // shared_bytes)),
+        threads=32 * warps,
+        shared_bytes=shared_bytes,
+        overlap_previous=True,
+    )
+
+
+def _fit(
+    tiles: Tiles,
+    count: int,
+    steps: int,
+    step_bytes: int,
+    output_tiles: int,
+    row_tiles: int,
+    *,
+    processors: int,
+    limit: int,
+) -> tuple[int, int, int]:
+    """Warps, stages and shared memory of a block, of which `limit` bytes exist, for `count` tiles. The more tiles, the
+    fewer warps divide the columns of one.
+    """
+    many = count >= 4 * processors
+    warps = tiles.warps or (4 if many else 16 if count <= processors else 8)
+    while True:
+        stage_bytes = warps * output_tiles * step_bytes
+        sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
+        stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // stage_bytes)
+        if stages >= LEAST_STAGES and (warps == 1 or tiles.warps or steps > warps // 2):
+            return warps, stages, stages * stage_bytes + sum_bytes
+        warps //= 2

@@ -184,11 +184,11 @@ def token_gaps(reference: Any, prompt: list[int], output: list[int]) -> list[flo
 
 
 def limit_for(format_name: str | None, dtype: Dtype) -> float:
-    """The largest gap that rounding explains: about twice the largest error of a logit, for logits around 3.
+    """The largest gap that rounding explains: twice the largest error of a logit, for logits around 3.
 
-    Measured with the references of the kernels: 0.04 in bfloat16, and 0.16 with fp8 weights, because the activations of
-    many tokens are quantised too. In float32 only tied logits differ.
+    Measured on a CPU with the references of the kernels: at most 0.1 in bfloat16, and 0.2 with fp8 weights, because the
+    activations of many tokens are quantised too. In float32 only tied logits differ.
     """
     if dtype == "float32":
         return 1e-3
-    return 0.3 if format_name is not None and format_name.startswith("fp8") else 0.12
+    return 0.4 if format_name is not None and format_name.startswith("fp8") else 0.2

@@ -104,8 +104,8 @@ def test_tokens_are_those_of_transformers(name: str, dtype: Dtype, tmp_path: Pat
     with cluster(tmp_path) as servers:
         prefills, decodes = start(servers, checkpoint.directory, LAYOUTS[layouts[dtype]], dtype)
         reference = checkpoint.load_reference()
-        for decode in decodes:
-            decode.wait_ready(peers=len(prefills))
+        for server, peers in [*((each, decodes) for each in prefills), *((each, prefills) for each in decodes)]:
+            server.wait_ready(peers=len(peers))
         limit = limit_for(format_name, dtype)
         for seed, (prefill, decode) in enumerate(itertools.product(prefills, decodes)):
             prompts = draw_prompts(seed)
@@ -123,11 +123,12 @@ def test_tokens_are_those_of_transformers(name: str, dtype: Dtype, tmp_path: Pat
 
 def start(servers: Cluster, model: Path, layout: Layout, dtype: Dtype) -> tuple[list[Server], list[Server]]:
     """Start all servers; does not wait for them."""
-    common = ("--device", DEVICE, "--dtype", dtype, "--kv-tokens", "4096", "--max-running-requests", "8")
+    common = ("--device", DEVICE, "--dtype", dtype, "--kv-tokens", "4096")
     chunks = ("--chunk-size", str(CHUNKS[dtype]))
     prefills = [servers.add("prefill", model, *common, *chunks, *flags) for flags in layout.prefills]
     endpoints = ",".join(prefill.endpoint for prefill in prefills)
-    return prefills, [servers.add("decode", model, "--prefill", endpoints, *common, *flags) for flags in layout.decodes]
+    batches = ("--prefill", endpoints, "--max-running-requests", "8")
+    return prefills, [servers.add("decode", model, *common, *batches, *flags) for flags in layout.decodes]
 
 
 def draw_prompts(seed: int) -> list[list[int]]:

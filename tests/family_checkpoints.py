@@ -55,11 +55,11 @@ class Family(NamedTuple):
     """An architecture of checkpoints.py, and fields of its config."""
 
     architecture: Any
-    fields: Fields = {}
-    wide: Fields = {}
-    """Fields of checkpoints for bfloat16 and of quantised ones, in addition."""
-    every: Fields = {}
-    """Fields with which all experts and tokens are selected."""
+    fields: Fields
+    wide: Fields
+    """In addition, for bfloat16 and for quantised weights, which need whole groups and blocks on every rank."""
+    bfloat16: Fields
+    """In addition, for bfloat16."""
 
     @property
     def latent(self) -> bool:
@@ -67,27 +67,26 @@ class Family(NamedTuple):
 
 
 WIDE: Fields = {"hidden_size": 256, "intermediate_size": 512}
-WIDE_HEADS: Fields = WIDE | {"head_dim": 64}
-EXPERTS: Fields = {"moe_intermediate_size": 256}
+WIDE_EXPERTS: Fields = WIDE | {"moe_intermediate_size": 256}
+WIDE_LATENT: Fields = WIDE_EXPERTS | {"q_lora_rank": 128}
+HEADS: Fields = {"head_dim": 64}
 LATENT: Fields = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
-WIDE_LATENT: Fields = WIDE | EXPERTS | LATENT | {"q_lora_rank": 128}
-EVERY_EXPERT: Fields = {"num_experts_per_tok": 8}
-EVERY_EXPERT_OF_A_GROUP: Fields = EVERY_EXPERT | {"n_group": 1}
-EVERY_TOKEN: Fields = {"index_topk": CONTEXT, "index_head_dim": 128}
+ALL_EXPERTS: Fields = {"num_experts_per_tok": 8}
+ALL_TOKENS: Fields = {"index_topk": CONTEXT, "index_head_dim": 128}
 
 FAMILIES = {
-    "llama": Family("llama", {"rope_parameters": LLAMA3_ROPE}, WIDE_HEADS),
-    "qwen2": Family("qwen2", {}, WIDE),
-    "qwen3": Family("qwen3", {}, WIDE | {"head_dim": 128}),
-    "qwen3-moe": Family("qwen3_moe", {"norm_topk_prob": True}, WIDE_HEADS | EXPERTS, EVERY_EXPERT),
-    "mistral": Family("mistral", {"sliding_window": 40}, WIDE_HEADS),
-    "mixtral": Family("mixtral", {}, {"hidden_size": 256, "intermediate_size": 256}, EVERY_EXPERT),
-    "gemma3": Family("gemma3_text", {}, WIDE | {"head_dim": 256}),
-    "gpt-oss": Family("gpt_oss", {}, {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}, EVERY_EXPERT),
-    "deepseek-v3": Family("deepseek_v3", {}, WIDE_LATENT, EVERY_EXPERT_OF_A_GROUP),
-    "kimi-k2": Family("deepseek_v3", {"n_group": 1, "rope_parameters": YARN}, WIDE_LATENT, EVERY_EXPERT),
-    "deepseek-v32": Family("deepseek_v32", {}, WIDE_LATENT, EVERY_EXPERT_OF_A_GROUP | EVERY_TOKEN),
-    "glm-dsa": Family("glm_moe_dsa", {}, WIDE_LATENT, EVERY_EXPERT | EVERY_TOKEN),
+    "llama": Family("llama", {"rope_parameters": LLAMA3_ROPE}, WIDE | HEADS, {}),
+    "qwen2": Family("qwen2", {}, WIDE, {}),
+    "qwen3": Family("qwen3", {}, WIDE | {"head_dim": 128}, {}),
+    "qwen3-moe": Family("qwen3_moe", {"norm_topk_prob": True}, WIDE_EXPERTS | HEADS, ALL_EXPERTS),
+    "mistral": Family("mistral", {"sliding_window": 40}, WIDE | HEADS, {}),
+    "mixtral": Family("mixtral", {}, WIDE | {"intermediate_size": 256}, ALL_EXPERTS),
+    "gemma3": Family("gemma3_text", {}, WIDE | {"head_dim": 256}, {}),
+    "gpt-oss": Family("gpt_oss", {}, WIDE | HEADS | {"intermediate_size": 256}, ALL_EXPERTS),
+    "deepseek-v3": Family("deepseek_v3", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | {"n_group": 1}),
+    "kimi-k2": Family("deepseek_v3", {"n_group": 1, "rope_parameters": YARN}, WIDE_LATENT, LATENT | ALL_EXPERTS),
+    "deepseek-v32": Family("deepseek_v32", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | {"n_group": 1} | ALL_TOKENS),
+    "glm-dsa": Family("glm_moe_dsa", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | ALL_TOKENS),
 }
 
 
@@ -123,11 +122,11 @@ class Checkpoint(NamedTuple):
 def write_checkpoint(root: Path, family_name: str, format_name: str | None, dtype: Dtype) -> Checkpoint:
     """Write a checkpoint that is to be served in `dtype`, quantised or not."""
     family = FAMILIES[family_name]
-    fields = {"max_position_embeddings": CONTEXT} | family.fields
+    fields: Fields = {"max_position_embeddings": CONTEXT} | family.fields
     if dtype == "bfloat16" or format_name is not None:
         fields |= family.wide
     if dtype == "bfloat16":
-        fields |= family.every
+        fields |= family.bfloat16
     make = make_dsa_checkpoint if family.latent else make_checkpoint
     checkpoint = Checkpoint(make(root / "model", family.architecture, **fields), root / "plain")
     _make_uneven(checkpoint.directory / "model.safetensors")

@@ -19,6 +19,7 @@ from tests.family_checkpoints import FORMATS, limit_for, shift_scales, token_gap
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 16, tuple(range(8))
+NEW_TOKENS = 4
 FAMILY_OF = {
     "fp8-blocks": "qwen3",
     "fp8-rows": "qwen3",
@@ -58,7 +59,7 @@ def largest_gap(directory: Path, reference: Any) -> float:
         prompt, output = draw.choices(range(VOCAB_SIZE), k=length), list[int]()
         cache = runner.make_cache(len(PAGES), PAGE)
         step = SequenceSlice(tuple(prompt), 0, PAGES)
-        for _ in range(8):
+        for _ in range(NEW_TOKENS):
             logits = runner.forward(cache, [step])
             assert logits is not None
             output.append(int(logits[0].argmax()))

@@ -114,7 +114,9 @@ def test_tokens_are_those_of_transformers(name: str, dtype: Dtype, tmp_path: Pat
                 assert len(gaps) == NEW_TOKENS
                 assert max(gaps) <= limit, (prefill.flags, decode.flags, len(prompt), output, gaps)
         for decode in decodes:
-            assert decode.count("chunks_verified") > 0
+            counters = decode.settled_info()["counters"]
+            assert counters["chunks_verified"] > 0
+            assert counters["prefix_tokens_reused"] > 0 or family == "mistral", "only its window frees shared pages"
         for server in (*prefills, *decodes):
             server.check_clean()
         if ON_GPU:

@@ -14,15 +14,15 @@ Int4Method = Literal["awq", "gptq", "gptq_v2", "compressed-tensors", "compressed
 _KEPT = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 
-def pack_checkpoint(directory: Path, method: Int4Method, group: int) -> dict[str, torch.Tensor]:
-    """Quantise all matrices of layers, with groups of `group` columns or, if it is -1, of whole rows. Returns the
-    values of all tensors of the model now.
+def pack_checkpoint(directory: Path, method: Int4Method, group: int, *, only: str = "") -> dict[str, torch.Tensor]:
+    """Quantise all matrices of layers, or those with `only` in their name, with groups of `group` columns or, if it is
+    -1, of whole rows. Returns the values of all tensors of the model now.
     """
     path = directory / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     expanded: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        if tensor.ndim != 2 or name.endswith(_KEPT):
+        if tensor.ndim != 2 or name.endswith(_KEPT) or only not in name:
             stored[name] = expanded[name] = tensor
             continue
         values, scales, zeros = quantise(tensor, tensor.shape[1] if group == -1 else group, method)

@@ -1,13 +1,13 @@
 """Speed of linear layers with 4-bit weights on one GPU: the layers of Qwen3-8B, with bfloat16 beside them.
 
     python -m benchmarks.int4_linear [--rows 1,32,256,8192] [--group 128] [--json results.json]
-    python -m benchmarks.int4_linear --rows 1 --sweep [--outputs 64,128] [--splits 0,1,2,4] [--stages 2,3] [--warps 2,4]
+    python -m benchmarks.int4_linear --rows 1 --sweep [--outputs 16,32] [--stages 2,3] [--warps 4,8]
 
 Times are GPU time per call in a CUDA graph over several layers, more than the caches hold. The lower bound of a call is
 the packed weights that it must read over the copy rate, or its products over the rate of large bfloat16 products,
 whichever is longer; the copy rate is measured in the same run. `of copy` is the share of the copy rate at which the
 weights are read. Every method that takes the number of rows is timed; * marks the chosen one. `x bf16` is how many
-times as fast as bfloat16 it is. With --sweep, the fused kernel is timed with all combinations of tiles, and the best
+times as fast as bfloat16 it is. With --sweep, the CUDA kernel is timed with all combinations of tiles, and the best
 ten of each layer are printed (0: the launcher's own choice). The last lines add up the chosen methods of a layer.
 """
 
@@ -45,9 +45,9 @@ LINEARS: dict[str, tuple[int, int, bool]] = {
 ROWS = (1, 32, 256, 8192)
 READ_BYTES = 256 << 20
 """Minimum bytes of weights that one graph reads: several times the L2 cache."""
-METHODS: tuple[Method, ...] = ("cuda", "fused", "expand")
-FUSED_ROWS = 512
-"""The fused kernels are timed up to this many rows."""
+METHODS: tuple[Method, ...] = ("cuda", "expand")
+CUDA_ROWS = 512
+"""The CUDA kernel is timed up to this many rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +108,11 @@ class Layer:
 
         def compute(weight: GroupScaled) -> torch.Tensor:
             if self.gated and method != "expand":
-                return int4_gated_linear(x, weight, method=method, tiles=tiles)
+                return int4_gated_linear(x, weight, tiles=tiles)
             out = int4_linear(x, weight, method=method, tiles=tiles, scratch_bytes=scratch_bytes)
             return swiglu(out) if self.gated else out
 
-        taken = time_us(_calls(compute, self.packed if rows <= FUSED_ROWS else self.packed[:2]))
+        taken = time_us(_calls(compute, self.packed if rows <= CUDA_ROWS else self.packed[:2]))
         chosen = "*" if method == choose_method(x, self.packed[0]) else ""
         return Row(
             self.name,
@@ -128,7 +128,7 @@ class Layer:
     def _plain_us(self, x: torch.Tensor) -> float:
         if len(x) not in self._bfloat16_us:
             compute = gated_linear if self.gated else linear
-            weights = self._plain if len(x) <= FUSED_ROWS else self._plain[:2]
+            weights = self._plain if len(x) <= CUDA_ROWS else self._plain[:2]
             self._bfloat16_us[len(x)] = time_us([lambda w=weight: compute(x, w) for weight in weights])  # type: ignore[misc]
         return self._bfloat16_us[len(x)]
 
@@ -150,10 +150,10 @@ def check(layer: Layer, rows: int, tiles: Tiles | None) -> None:
 
 def sweep(layer: Layer, rows: int, options: argparse.Namespace) -> list[Row]:
     found = []
-    for values in itertools.product(options.outputs, options.splits, options.stages, options.warps):
+    for values in itertools.product(options.outputs, options.stages, options.warps):
         tiles = Tiles(*(value or None for value in values))
         try:
-            found.append(layer.measure(rows, options.method, tiles, options.scratch_mib << 20))
+            found.append(layer.measure(rows, "cuda", tiles, options.scratch_mib << 20))
         except Exception as error:  # a combination that does not fit this GPU
             print(f"{layer.name:>8} {rows:6} {_shown(tiles)}: {type(error).__name__}", flush=True)
     return sorted(found, key=lambda row: row.time_us)
@@ -169,12 +169,10 @@ def main() -> None:
     parser.add_argument("--layers", default=",".join(LINEARS))
     parser.add_argument("--group", type=int, default=128, help="columns that share a scale: 32, 64 or 128")
     parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="expanded weights at a time")
-    parser.add_argument("--sweep", action="store_true", help="time all combinations of the four options below")
-    parser.add_argument("--method", choices=METHODS[:-1], default="cuda", help="of the sweep")
-    parser.add_argument("--outputs", type=_numbers, default=[64, 128])
-    parser.add_argument("--splits", type=_numbers, default=[0, 1, 2, 4])
-    parser.add_argument("--stages", type=_numbers, default=[2, 3, 4])
-    parser.add_argument("--warps", type=_numbers, default=[2, 4])
+    parser.add_argument("--sweep", action="store_true", help="time all combinations of the three options below")
+    parser.add_argument("--outputs", type=_numbers, default=[16, 32])
+    parser.add_argument("--stages", type=_numbers, default=[2, 3, 5])
+    parser.add_argument("--warps", type=_numbers, default=[4, 8, 16])
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
     rate = copy_rate()
@@ -193,7 +191,7 @@ def main() -> None:
                 found += rows_found
                 print(*rows_found[:10], sep="\n", flush=True)
                 continue
-            for method in METHODS if rows <= FUSED_ROWS else METHODS[-1:]:
+            for method in METHODS if rows <= CUDA_ROWS else METHODS[-1:]:
                 found.append(layer.measure(rows, method, None, options.scratch_mib << 20))
                 print(found[-1], flush=True)
         del layer

@@ -1,4 +1,4 @@
-"""Launcher of the kernels for linear layers with few rows of x: csrc/few_rows.cuh."""
+"""Launcher of the kernels for linear layers with few rows of x: csrc/linear/few_rows.cuh."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,11 @@ LEAST_STAGES = 2
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a fused kernel divides its work; None: chosen by the launcher."""
+    """How a kernel divides its work; None: chosen by the launcher."""
 
-    outputs: int | None = None  # rows of the weights of a program
-    splits: int | None = None  # programs that divide the columns; Triton only
-    stages: int | None = None  # blocks of weights in shared memory
-    warps: int | None = None
+    outputs: int | None = None  # rows of the weights of a tile
+    stages: int | None = None  # of a ring
+    warps: int | None = None  # that divide the columns of a tile
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,9 @@ class Format:
     of the weights.
     """
 
-    name: str  # of the kernel and of its source
+    name: str  # of the kernel and of its source in csrc/linear/
     step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
+    warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
     constants: tuple[tuple[str, int], ...] = ()
 
 
@@ -50,17 +50,19 @@ def launch_few_rows(
     tiles: Tiles | None = None,
 ) -> None:
     """Fill `out` [rows, outputs] from weights at these addresses, whose rows have so many `steps`."""
+    if len(x) == 0:
+        return
     tiles = tiles or Tiles()
     row_tiles = 1
     while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
         row_tiles *= 2
-    outputs = tiles.outputs or 2 * OUTPUT_TILE
-    output_tiles = outputs // OUTPUT_TILE
-    weight_rows = out.shape[1] * (2 if gated else 1)
-    count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
     processors, limit = multiprocessors(x.device), shared_memory(x.device)
+    weight_rows = out.shape[1] * (2 if gated else 1)
+    outputs = tiles.outputs or (1 if weight_rows <= OUTPUT_TILE * processors else 2) * OUTPUT_TILE
+    output_tiles = outputs // OUTPUT_TILE
+    count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
     warps, stages, shared_bytes = _fit(
-        tiles, count, steps, form.step_bytes, output_tiles, row_tiles, processors=processors, limit=limit
+        form, tiles, count, steps, output_tiles, row_tiles, processors=processors, limit=limit
     )
     constants = (
         *form.constants,
@@ -72,7 +74,7 @@ def launch_few_rows(
         ("BIAS", int(bias is not None)),
         ("HALF", int(x.dtype == torch.float16)),
     )
-    kernel = load_kernel(f"{form.name}.cu", form.name, x.device, constants, shared_bytes)
+    kernel = load_kernel(f"linear/{form.name}.cu", form.name, x.device, constants, shared_bytes)
     kernel.launch(
         x.data_ptr(),
         *weights,
@@ -90,23 +92,23 @@ def launch_few_rows(
 
 
 def _fit(
+    form: Format,
     tiles: Tiles,
     count: int,
     steps: int,
-    step_bytes: int,
     output_tiles: int,
     row_tiles: int,
     *,
     processors: int,
     limit: int,
 ) -> tuple[int, int, int]:
-    """Warps, stages and shared memory of a block, of which `limit` bytes exist, for `count` tiles. The more tiles, the
-    fewer warps divide the columns of one.
+    """Warps, stages and shared memory of a block, of which `limit` bytes exist, for `count` tiles. Most warps have a
+    step of each tile.
     """
     many = count >= 4 * processors
-    warps = tiles.warps or (4 if many else 16 if count <= processors else 8)
+    warps = tiles.warps or form.warps[2 if many else 0 if count <= processors else 1]
     while True:
-        stage_bytes = warps * output_tiles * step_bytes
+        stage_bytes = warps * output_tiles * form.step_bytes
         sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
         stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // stage_bytes)
         if stages >= LEAST_STAGES and (warps == 1 or tiles.warps or steps > warps // 2):

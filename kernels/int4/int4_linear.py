@@ -1,7 +1,6 @@
-"""Linear layers with 4-bit weights (group_format.py), computed in one of three ways:
+"""Linear layers with 4-bit weights (group_format.py), computed in one of two ways:
 
-    cuda        x @ weight.T + bias          expands values in registers and scales the sums of a group: 16-bit x
-    fused       x @ weight.T + bias          the same in Triton, for any dtype
+    cuda        x @ weight.T + bias          expands values in registers, scales the sums of a group; few 16-bit rows
     expand      x @ round(weight).T + bias   expands the weights to the dtype of x, some rows at a time, for cuBLAS
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x, rounded once.
@@ -22,23 +21,17 @@ from ..backends.few_rows_cuda import Tiles
 from .group_format import GroupScaled
 from .int4_linear_cuda import launch_int4_linear_cuda, suits_cuda
 
-Method = Literal["cuda", "fused", "expand"]
+Method = Literal["cuda", "expand"]
 
 CUDA_ROWS = 128
 """Up to this many rows, the CUDA kernel is used where it can run."""
-FUSED_ROWS = 128
-"""Up to this many rows, the weights are not expanded in memory."""
 SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
-WIDE_BYTES = 160 << 10
-"""Shared memory that the Triton kernels need for tiles of 64 rows: two stages, and the expanded weights of one."""
 
 
 def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
     """The only place that decides it."""
-    if len(x) <= CUDA_ROWS and suits_cuda(x, weight):
-        return "cuda"
-    return "fused" if len(x) <= FUSED_ROWS else "expand"
+    return "cuda" if len(x) <= CUDA_ROWS and suits_cuda(x, weight) else "expand"
 
 
 def int4_linear_reference(x: torch.Tensor, weight: GroupScaled, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,8 +55,8 @@ def int4_linear(
         return int4_linear_reference(x, weight, bias)
     out = x.new_empty(len(x), len(weight))
     method = method or choose_method(x, weight)
-    if method != "expand":
-        _launch(method, x, weight, bias, out, gated=False, tiles=tiles)
+    if method == "cuda":
+        launch_int4_linear_cuda(x, weight, bias, out, gated=False, tiles=tiles)
         return out
     step = max(1, scratch_bytes // (weight.columns * x.itemsize))
     for first in range(0, len(weight), step):
@@ -81,32 +74,13 @@ def int4_gated_linear(
     weight: GroupScaled,
     bias: torch.Tensor | None = None,
     *,
-    method: Method | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """swiglu(int4_linear(x)) in one kernel, on a GPU or in Triton's interpreter."""
+    """swiglu(int4_linear(x)) by the CUDA kernel."""
     _check(x, weight, bias)
     out = x.new_empty(len(x), len(weight) // 2)
-    _launch(method or choose_method(x, weight), x, weight, bias, out, gated=True, tiles=tiles)
+    launch_int4_linear_cuda(x, weight, bias, out, gated=True, tiles=tiles)
     return out
-
-
-def _launch(
-    method: Method,
-    x: torch.Tensor,
-    weight: GroupScaled,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    gated: bool,
-    tiles: Tiles | None,
-) -> None:
-    if len(x) == 0:
-        return
-    if method == "cuda":
-        launch_int4_linear_cuda(x, weight, bias, out, gated=gated, tiles=tiles or Tiles())
-    else:
-        launcher("int4.int4_linear_triton", "launch_int4_linear")(x, weight, bias, out, gated=gated, tiles=tiles)
 
 
 def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Launcher of csrc/int4_linear.cu, for x of few rows in 16 bits."""
+"""Launcher of csrc/linear/int4_linear.cu, for x of few rows in 16 bits."""
 
 import torch
 
@@ -13,13 +13,18 @@ def launch_int4_linear_cuda(
     out: torch.Tensor,
     *,
     gated: bool,
-    tiles: Tiles,
+    tiles: Tiles | None = None,
 ) -> None:
     """Fill `out` [rows, outputs]; for tensors that `suits_cuda` accepts."""
     assert weight.zeros is not None, "MXFP4 has only kernels of experts"
     scale_bytes = 8 * OUTPUT_TILE  # scales and zeros of two groups
     launch_few_rows(
-        Format("int4_linear", OUTPUT_TILE * weight.group + scale_bytes, (("GROUP", weight.group),)),
+        Format(
+            "int4_linear",
+            OUTPUT_TILE * weight.group + scale_bytes,
+            warps=(16, 8, 4),
+            constants=(("GROUP", weight.group),),
+        ),
         x,
         (weight.packed.data_ptr(), weight.scales.data_ptr(), weight.zeros.data_ptr()),
         bias,

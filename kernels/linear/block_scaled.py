@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
-from ..backends.few_rows_cuda import OUTPUT_TILE, Format, launch_few_rows
+from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, launch_few_rows
 from .block_format import BLOCK, BlockScaled, supports_fp8
 from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
 from .swiglu import swiglu, swiglu_reference
@@ -129,12 +129,20 @@ def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tenso
 
 
 def _exact(x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool) -> None:
-    """Fill `out`: on CUDA by csrc/fp8_linear.cu where it can, otherwise by Triton."""
-    values, scales = weight.values, weight.scales
-    whole = values.shape[1] % BLOCK == 0 and values.is_contiguous() and values.data_ptr() % 16 == 0
-    if not (x.is_cuda and x.itemsize == 2 and whole):
+    """Fill `out`: on CUDA very few rows by csrc/linear/fp8_linear.cu, others by Triton."""
+    values = weight.values
+    whole = values.shape[1] % BLOCK == 0 and values.is_contiguous()
+    aligned = values.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+    if x.is_cuda and x.itemsize == 2 and len(x) <= ROW_TILE and whole and aligned:
+        _launch_cuda(x, weight, bias, out, gated=gated)
+    else:
         launcher("linear.few_rows_triton", "launch_few_rows")(x, weight, out, gated=gated, bias=bias)
-        return
+
+
+def _launch_cuda(
+    x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+) -> None:
+    values, scales = weight.values, weight.scales
     launch_few_rows(
         _CUDA_FORMAT,
         x,

@@ -1,8 +1,10 @@
-"""Triton kernel of float_linear.py: a program has a block of weight rows, a tile of rows of x, and a range of columns.
+"""Triton kernels of float_linear.py.
 
-Tensor cores multiply bfloat16: a float32 weight is the sum of three of them, which together have all of its 24 bits, so
-every product is exact and is added in float32. Other x are multiplied in float32, without tensor cores. Where there are
-too few blocks to keep the GPU busy, several programs divide the columns (backends/split_sums_triton.py).
+Up to 8 rows of x, a program has one row of weights, and sums columns last. For more, it has a block of weight rows, a
+tile of rows of x, and a range of columns; where there are too few blocks to keep the GPU busy, several programs divide
+the columns (backends/split_sums_triton.py). Tensor cores multiply bfloat16: a float32 weight is the sum of three of
+them, which together have all of its 24 bits, so every product is exact and is added in float32. Other x are multiplied
+in float32, without tensor cores.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -16,12 +18,42 @@ from ..backends.occupancy import counters_of, multiprocessors
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
 
+_FEW_ROWS, _FEW_ROWS_COLUMNS = 8, 1024
 _OUTPUTS = 32
 _MOST_ROWS = 128
 """Rows of x of a program."""
-_COLUMNS = 128
+_PROGRAMS = 2
+"""Programs per multiprocessor to aim at."""
 _LINE = tl.constexpr(32)
 """Weights in a line of the L2 cache."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _float_linear_few(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    out_size,
+    IN_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        start_next()
+        wait_for_previous()
+    output = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.static_range(0, IN_SIZE, COLUMNS):  # unrolled: loads of several iterations overlap
+        inside = first + column < IN_SIZE
+        weight = tl.load(weight_ptr + output * IN_SIZE + first + column, mask=inside, other=0.0)
+        mask = (row < rows)[:, None] & inside[None, :]
+        x = tl.load(x_ptr + row[:, None] * IN_SIZE + first + column[None, :], mask=mask, other=0.0)
+        acc += x.to(tl.float32) * weight[None, :]
+    tl.store(out_ptr + row * out_size + output, tl.sum(acc, 1), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -85,9 +117,25 @@ def launch_float_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
     rows, in_size = x.shape
     if rows == 0:
         return
+    if rows <= _FEW_ROWS:
+        _float_linear_few[(len(weight),)](
+            x,
+            weight,
+            out,
+            rows,
+            len(weight),
+            IN_SIZE=in_size,
+            ROWS=triton.next_power_of_2(rows),
+            COLUMNS=min(_FEW_ROWS_COLUMNS, triton.next_power_of_2(in_size)),
+            num_warps=8,
+            **overlap_options(x.device),
+        )
+        return
     row_block = max(16, min(triton.next_power_of_2(rows), _MOST_ROWS))
     blocks, row_tiles = ceil_div(len(weight), _OUTPUTS), ceil_div(rows, row_block)
-    splits = max(1, min(multiprocessors(x.device) // (blocks * row_tiles), ceil_div(in_size, _COLUMNS) // 2))
+    columns = 64 if row_block <= 64 else 128
+    wanted = _PROGRAMS * multiprocessors(x.device) // (blocks * row_tiles)
+    splits = max(1, min(wanted, ceil_div(in_size, columns) // 2))
     sums = counters = out  # not read
     if splits > 1:
         sums = out.new_empty(blocks * row_tiles * splits * _OUTPUTS * row_block)
@@ -104,7 +152,7 @@ def launch_float_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
         splits,
         ROWS=row_block,
         OUTPUTS=_OUTPUTS,
-        COLUMNS=_COLUMNS,
+        COLUMNS=columns,
         SPLIT=splits > 1,
         num_warps=4 if row_block <= 64 else 8,
         num_stages=3,

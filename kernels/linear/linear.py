@@ -11,6 +11,8 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
+On CUDA, csrc/linear/plain_linear.cu computes very few rows and Triton a few more.
+
 Weights in fp8 (block_scaled.py), in 4 bits (int4_linear.py) and in GGUF blocks (gguf_linear.py) have kernels of their
 own.
 """
@@ -19,6 +21,7 @@ import torch
 from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, launch_few_rows
 from ..gguf.blocks import GgufBlocks
 from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
 from ..int4.group_format import GroupScaled
@@ -33,6 +36,12 @@ FEW_ROWS = 32
 FEW_CPU_ROWS = 16
 """The same on a CPU: with AVX-512 on two cores, half the time of torch for 8 rows, three quarters for 16."""
 
+_CUDA_COLUMNS = 64
+"""Of a step of csrc/linear/plain_linear.cu."""
+_CUDA_FORMAT = Format("plain_linear", OUTPUT_TILE * _CUDA_COLUMNS * 2)
+_CUDA_BYTES = 256 << 20
+"""Weights up to this size are multiplied by it. Triton reads larger ones, such as lm_head, at the copy rate."""
+
 
 def gated_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False
@@ -41,8 +50,8 @@ def gated_linear_reference(
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
-    """A linear layer; see the module docstring. For few rows `auto` is Triton for 16 bits on CUDA and Numba for float32
-    on the CPU, else torch.
+    """A linear layer; see the module docstring. For few rows `auto` is a kernel of ours for 16 bits on CUDA, Numba for
+    float32 on the CPU, else torch.
     """
     if isinstance(weight, BlockScaled):
         return block_scaled_linear(x, weight, bias, impl=impl)
@@ -57,7 +66,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
     else:
         return linear_reference(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])  # `len` of a tensor takes microseconds
-    launch(x, weight, bias, out, gated=False)
+    (_launch_cuda if _cuda_fits(x, weight) else launch)(x, weight, bias, out, gated=False)
     return out
 
 
@@ -70,7 +79,7 @@ def gated_linear(
         return block_scaled_gated_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GroupScaled):
         assert not gelu, "4-bit layers have no GELU"
-        if use_triton(impl, x.device) and choose_method(x, weight) != "expand":
+        if use_triton(impl, x.device) and choose_method(x, weight) == "cuda":
             return int4_gated_linear(x, weight, bias)
         gate_up = int4_linear(x, weight, bias, impl=impl)
         return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
@@ -88,7 +97,10 @@ def gated_linear(
     else:
         return swiglu(linear_reference(x, weight, bias), gelu=gelu)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    launch(x, weight, bias, out, gated=True, gelu=gelu)
+    if not gelu and _cuda_fits(x, weight):
+        _launch_cuda(x, weight, bias, out, gated=True)
+    else:
+        launch(x, weight, bias, out, gated=True, gelu=gelu)
     return out
 
 
@@ -99,6 +111,21 @@ def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if impl == "numba" and not few:
         raise ValueError(f"x {list(x.shape)} must be 1 to {FEW_CPU_ROWS} rows as long as those of {list(weight.shape)}")
     return few and use_numba(impl, x, weight, *(() if bias is None else (bias,)))
+
+
+def _cuda_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether csrc/linear/plain_linear.cu takes less time than Triton."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or x.shape[0] > ROW_TILE:
+        return False
+    aligned = weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+    return aligned and x.shape[1] % _CUDA_COLUMNS == 0 and weight.nbytes <= _CUDA_BYTES
+
+
+def _launch_cuda(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
+) -> None:
+    steps = x.shape[1] // _CUDA_COLUMNS
+    launch_few_rows(_CUDA_FORMAT, x, (weight.data_ptr(),), bias, out, steps=steps, gated=gated)
 
 
 def _triton_fits(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:

@@ -29,7 +29,6 @@ from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.occupancy import shared_memory
 from ..int4.group_format import GroupScaled
-from ..int4.int4_linear import WIDE_BYTES
 from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.swiglu import swiglu, swiglu_reference
@@ -37,6 +36,8 @@ from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
 from .routing import Routing, route_tokens
 
+_WIDE_BYTES = 160 << 10
+"""Shared memory that tiles of 64 rows with 4-bit weights need: two stages, and the expanded weights of one."""
 FEW_ROWS = 32
 """Up to this many tokens per expert on average, activations are exact."""
 
@@ -109,7 +110,7 @@ def grouped_experts(
     _check(x, weights, experts, gate_up, down)
     rows = tile_rows(experts.numel(), num_experts)
     if isinstance(gate_up, GroupScaled):
-        rows = min(rows, 64 if shared_memory(x.device) >= WIDE_BYTES else 32)
+        rows = min(rows, 64 if shared_memory(x.device) >= _WIDE_BYTES else 32)
     routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
     place = None
     if isinstance(gate_up, GroupScaled):

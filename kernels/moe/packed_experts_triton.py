@@ -1,9 +1,10 @@
 """Triton kernel for experts with 4-bit weights (int4/group_format.py), for any number of tokens.
 
 A program has a block of weight rows (outputs) of one expert, a tile of its tokens (routing.py), and a range of columns.
-As in int4/int4_linear_triton.py, a step of its loop reads the bytes of one pair of groups, computes a product with each
-half, and scales it; where there are few programs, several divide the columns. Weights are never expanded in memory:
-with many tokens, each tile expands them again in registers, and the tiles of an expert find them in L2.
+A step of its loop reads the bytes of one pair of groups and computes two products, which it scales: of the low halves
+with the columns of the first group, and of the high halves with those of the second. Where there are few programs,
+several divide the columns (backends/split_sums_triton.py). Weights are never expanded in memory: with many tokens, each
+tile expands them again in registers, and the tiles of an expert find them in L2.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803  (compile-time parameters are written in capitals)
@@ -13,17 +14,22 @@ import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
-from ..backends.occupancy import counters_of, shared_memory
+from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
 from ..int4.group_format import GroupScaled
-from ..int4.int4_linear_triton import STAGE_BYTES, column_splits
 from ..int4.unpack_triton import factors, unpack, unpack_e2m1
 from ..linear.few_rows_triton import find_rows
 from ..linear.row_tiles import RowTiles
 from .clamped_gate import ALPHA
 
 _ALPHA = tl.constexpr(ALPHA)
+_STAGE_BYTES = 48 << 10
+"""Shared memory of a program for loads in flight: four programs of few rows fit a multiprocessor."""
+_LEAST_BLOCKS = 2
+"""Pairs of groups of a program, at least, if columns are divided."""
+_PROGRAMS = 4
+"""Programs per multiprocessor to aim at."""
 
 
 @triton.jit
@@ -213,14 +219,14 @@ def launch_packed_experts(
     group, rows = weight.group, max(16, tiles.rows)
     outputs = 64 if rows <= 32 else 128
     blocks, row_tiles, pairs = ceil_div(weight_rows, outputs), len(tiles.expert), row_bytes // group
-    splits = column_splits(blocks * row_tiles, pairs, x.device)
+    splits = _column_splits(blocks * row_tiles, pairs, x.device)
     sums = counters = out  # not read
     if splits > 1:
         sums = torch.empty(blocks * row_tiles * splits * rows * outputs, dtype=torch.float32, device=x.device)
         counters = counters_of(x.device)
         assert blocks * row_tiles <= len(counters)
     stage = outputs * group + 2 * rows * group * x.itemsize
-    stages = min(8, min(STAGE_BYTES, shared_memory(x.device)) // stage, ceil_div(pairs, splits))
+    stages = min(8, min(_STAGE_BYTES, shared_memory(x.device)) // stage, ceil_div(pairs, splits))
     _packed_experts[(blocks, row_tiles, splits)](
         x,
         weight.packed,
@@ -258,3 +264,10 @@ def launch_packed_experts(
         num_stages=max(2, stages),
         **overlap_options(x.device),
     )
+
+
+def _column_splits(blocks: int, pairs: int, device: torch.device) -> int:
+    """Programs that divide the columns: enough to keep all multiprocessors busy, each with columns."""
+    wanted = _PROGRAMS * multiprocessors(device) // blocks
+    splits = max(1, min(wanted, pairs // _LEAST_BLOCKS))
+    return ceil_div(pairs, ceil_div(pairs, splits))

@@ -29,7 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
+from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
+from pdserve.kernels.linear import block_scaled, linear
+from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.mla import index_plan
 from pdserve.kernels.sampling import keep_top_p
 from pdserve.models.layers import hot_rows
@@ -325,7 +328,18 @@ class PretendGpu(TorchFunctionMode):
         def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
             out.copy_(index_plan.select_top_reference(scores, visible, out.shape[1]))
 
-        for module in (index_topk_triton, swap_in_cuda, write_back, keep_top_p):
+        def multiply(
+            x: torch.Tensor,
+            weight: torch.Tensor | BlockScaled,
+            bias: torch.Tensor | None,
+            out: torch.Tensor,
+            *,
+            gated: bool,
+        ) -> None:
+            compute = linear.gated_linear if gated else linear.linear
+            out.copy_(compute(x, weight, bias, impl="reference"))
+
+        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)
@@ -335,13 +349,15 @@ class PretendGpu(TorchFunctionMode):
             (index_topk_triton, "launch_select_top", select),
             (hot_rows, "write_back", write_back.write_back_reference),
             (keep_top_p, "launch_keep_top_p", keep_top_p.keep_top_p_reference),
+            (linear, "_launch_cuda", multiply),
+            (block_scaled, "_launch_cuda", multiply),
         ):
             self._patches.setattr(place, name, self._with_reference(getattr(place, name), reference))
 
     def _with_reference(self, launcher: Callable[..., None], reference: Callable[..., None]) -> Callable[..., None]:
-        def launch(*args: Any) -> None:
-            launcher(*args)
-            self.launch(reference, *args)
+        def launch(*args: Any, **options: Any) -> None:
+            launcher(*args, **options)
+            self.launch(reference, *args, **options)
 
         return launch
 

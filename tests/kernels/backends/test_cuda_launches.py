@@ -8,14 +8,18 @@ import torch
 
 from pdserve.kernels.attention import paged_prefill_cuda
 from pdserve.kernels.attention.attention_plan import make_work_plan
+from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse import write_back
 from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
-from pdserve.kernels.int4 import int4_linear_cuda
 from pdserve.kernels.int4.group_format import GroupScaled
+from pdserve.kernels.int4.int4_linear_cuda import launch_int4_linear_cuda
+from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
+from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
@@ -83,16 +87,45 @@ def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyP
 def test_int4_launches_match_their_kernel(rows: int, outputs: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any number of rows and tiles, the rings fit into shared memory."""
     launched = counted(monkeypatch)
-    monkeypatch.setattr(int4_linear_cuda, "load_kernel", cuda_sources.load_kernel)
-    monkeypatch.setattr(int4_linear_cuda, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(int4_linear_cuda, "shared_memory", lambda _: 227 << 10)
+    hopper(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
         weight = GroupScaled.allocate(outputs, 2 * group, group=group, dtype=torch.bfloat16, device=DEVICE)
         x, out = (torch.zeros(rows, size, dtype=torch.bfloat16, device=DEVICE) for size in (2 * group, outputs // 2))
-        bias, tiles = torch.zeros(outputs, dtype=torch.bfloat16, device=DEVICE), int4_linear_cuda.Tiles()
-        int4_linear_cuda.launch_int4_linear_cuda(x, weight, bias, out, gated=True, tiles=tiles)
+        bias = torch.zeros(outputs, dtype=torch.bfloat16, device=DEVICE)
+        launch_int4_linear_cuda(x, weight, bias, out, gated=True)
     assert launched == ["int4_linear"]
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    hopper(monkeypatch)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        allocate = BlockScaled.allocate_by_row if by_row else BlockScaled.allocate
+        x = torch.zeros(3, 256, dtype=torch.bfloat16, device=DEVICE)
+        block_scaled_linear(x, allocate(96, 256, device=DEVICE))
+        block_scaled_gated_linear(x, allocate(96, 256, device=DEVICE))
+    assert launched == ["fp8_linear"] * 2
+
+
+def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    hopper(monkeypatch)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16, device=DEVICE) for rows in (3, 96))
+        linear(x, weight)
+        gated_linear(x, weight)
+    assert launched == ["plain_linear"] * 2
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch the kernels for few rows as on an H200."""
+    monkeypatch.setattr(few_rows_cuda, "load_kernel", cuda_sources.load_kernel)
+    monkeypatch.setattr(few_rows_cuda, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(few_rows_cuda, "shared_memory", lambda _: 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -125,12 +158,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"copy_misses", "int4_linear", "keep_top_p", "prefill_attention", "select_top", "swap_in", "write_back"}
-    kernels |= {"all_reduce", "dense_mla", "sparse_mla"}
-    sources = {name: name for name in kernels} | {"gather_shares": "all_reduce"}
-    assert {path.stem for path in SOURCE_FOLDER.glob("*.cu")} == set(sources.values())
+    kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
+    kernels |= {"swap_in", "write_back"}
+    sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
+    sources |= {name: f"linear/{name}.cu" for name in ("fp8_linear", "int4_linear", "plain_linear")}
+    assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())
     for name, source in sources.items():
-        kinds = cuda_sources.parameters(f"{source}.cu", name)
+        kinds = cuda_sources.parameters(source, name)
         assert all(kind.endswith("*") or kind == "long long" for kind in kinds), name
 
 

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.kernels.int4.expand_triton import _expand
-from pdserve.kernels.int4.int4_linear_triton import _int4_linear
 from pdserve.kernels.moe.expert_gate_triton import _expert_gate
 from pdserve.kernels.moe.packed_experts_triton import _packed_experts
 
@@ -38,17 +37,6 @@ def compile_kernel(kernel, dtype, warps, types=None, **constants):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-common = {"GROUP": 128, "WHOLE": True, "AHEAD": 512, "PRECISION": "tf32", "OVERLAP": True}
-few = compile_kernel(
-    _int4_linear, "bf16", 2, ROWS=16, OUTPUTS=64, GATED=True, BIAS=True, SPLIT=True, **common
-)
-assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in few
-assert "fma.rn.bf16x2" in few
-assert "cp.async.cg.shared.global" in few, "loads of weights are not pipelined"
-many = compile_kernel(
-    _int4_linear, "fp16", 8, ROWS=64, OUTPUTS=128, GATED=False, BIAS=False, SPLIT=False, **common
-)
-assert "fma.rn.f16x2" in many
 expand = compile_kernel(_expand, "bf16", 4, GROUP=128, ROWS=32, MXFP4=False, OVERLAP=True)
 assert "fma.rn.bf16x2" in expand
 assert "ld.global.v4.b32" in expand
@@ -57,8 +45,13 @@ assert "st.global.v4.b32" in expand
 common = {"GATHER": True, "SCATTER": False, "PER_TOKEN": 8, "WHOLE": True, "PRECISION": "tf32", "OVERLAP": True}
 of_integers = {"GROUP": 128, "MXFP4": False, "CLAMPED": False, "BIAS": False, "bias_ptr": None}
 few = compile_kernel(_packed_experts, "bf16", 2, ROWS=16, OUTPUTS=64, GATED=True, SPLIT=True, **of_integers, **common)
+assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in few
 assert "fma.rn.bf16x2" in few
 assert "cp.async.cg.shared.global" in few, "loads of weights are not pipelined"
+many = compile_kernel(
+    _packed_experts, "fp16", 8, ROWS=64, OUTPUTS=128, GATED=False, SPLIT=False, **of_integers, **common
+)
+assert "fma.rn.f16x2" in many
 of_mxfp4 = {"types": {"scales_ptr": "*u8"}, "GROUP": 32, "MXFP4": True, "CLAMPED": True, "BIAS": True}
 of_mxfp4 |= {"zeros_ptr": None}
 many = compile_kernel(

@@ -7,15 +7,8 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.backends.few_rows_cuda import Tiles
-from pdserve.kernels.int4 import int4_linear_cuda
 from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
-from pdserve.kernels.int4.int4_linear import (
-    Method,
-    choose_method,
-    expanded_rows,
-    int4_gated_linear,
-    int4_linear,
-)
+from pdserve.kernels.int4.int4_linear import expanded_rows, int4_gated_linear, int4_linear
 from pdserve.kernels.int4.int4_linear_cuda import suits_cuda
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
@@ -45,48 +38,39 @@ def drawn(place: Place, rows: int, out_size: int, in_size: int, group: int) -> t
     return x, weight, bias
 
 
-def fused_methods(
-    impl: Impl, x: torch.Tensor, weight: GroupScaled, tiles: Tiles | None
-) -> list[tuple[Method, Tiles | None]]:
-    """The fused kernels that take them, with the tiles that each is to use."""
-    methods: list[tuple[Method, Tiles | None]] = [("fused", tiles)]
-    if impl == "triton" and suits_cuda(x, weight):
-        assert choose_method(x, weight) == "cuda"
-        methods += [("cuda", None), ("cuda", Tiles(outputs=32, warps=4, stages=3))]
-    return methods
-
-
 def tolerance(place: Place) -> dict[str, Any]:
     return {"rtol": TOLERANCES[place[2]], "atol": TOLERANCES[place[2]]}
 
 
 @pytest.mark.parametrize(
-    ("rows", "out_size", "in_size", "group", "tiles"),
+    ("rows", "out_size", "in_size", "group"),
     [
-        (1, 64, 1280, 128, None),
-        (1, 64, 1280, 128, Tiles(outputs=32, splits=3)),
-        (3, 130, 384, 128, Tiles(splits=2)),  # an odd number of groups, and a partial block of outputs
-        (16, 66, 64, 32, Tiles(splits=1)),
-        (33, 96, 192, 64, Tiles(outputs=64)),
-        (70, 32, 256, 128, None),  # several tiles of rows
-        (2, 48, 1056, 32, None),
-        (20, 96, 1152, 128, None),
+        (1, 64, 1280, 128),
+        (3, 130, 384, 128),  # an odd number of groups, and rows that the CUDA kernel does not take
+        (3, 144, 384, 128),  # a partial tile of outputs
+        (16, 64, 64, 32),
+        (33, 96, 192, 64),
+        (70, 32, 256, 128),  # several tiles of rows
+        (2, 48, 1056, 32),
+        (20, 96, 1152, 128),
     ],
 )
-def test_fused_products(here: Place, rows: int, out_size: int, in_size: int, group: int, tiles: Tiles | None) -> None:
+def test_products(here: Place, rows: int, out_size: int, in_size: int, group: int) -> None:
+    impl, device, dtype = here
     x, weight, bias = drawn(here, rows, out_size, in_size, group)
     expected = x.double() @ weight.expanded().double().T
-    impl = here[0]
-    for method, chosen in fused_methods(impl, x, weight, tiles):
+    on_cuda = impl == "triton" and suits_cuda(x, weight)
+    assert on_cuda == (impl == "triton" and device.type == "cuda" and dtype.itemsize == 2 and out_size % 16 == 0)
+    for tiles in (None, *((Tiles(outputs=32, warps=4, stages=3), Tiles(outputs=16)) if on_cuda else ())):
         with poisoned(impl):
-            plain = int4_linear(x, weight, method=method, tiles=chosen, impl=impl)
-            biased = int4_linear(x, weight, bias, method=method, tiles=chosen, impl=impl)
+            plain = int4_linear(x, weight, tiles=tiles, impl=impl)
+            biased = int4_linear(x, weight, bias, tiles=tiles, impl=impl)
         torch.testing.assert_close(plain.double(), expected, **tolerance(here))
         torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(here))
-        if impl == "reference":
+        if not on_cuda:
             return
         with poisoned(impl):
-            gated = int4_gated_linear(x, weight, bias, method=method, tiles=chosen)
+            gated = int4_gated_linear(x, weight, bias, tiles=tiles)
         gate, up = (expected + bias.double()).chunk(2, dim=-1)
         limits = {name: 4 * value for name, value in tolerance(here).items()}
         torch.testing.assert_close(gated.double(), gate * gate.sigmoid() * up, **limits)
@@ -156,17 +140,3 @@ def test_unsuitable_arguments_are_refused() -> None:
         int4_linear(torch.zeros(2, 64), weight)
     with pytest.raises(ValueError, match="an element for each row"):
         int4_linear(torch.zeros(2, 128), weight, torch.zeros(63))
-
-
-@pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
-@pytest.mark.parametrize("row_tiles", [1, 2, 4])
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("count", [1, 132, 300, 4000])
-def test_a_block_fits_the_shared_memory_with_a_ring(limit: int, row_tiles: int, group: int, count: int) -> None:
-    warps, stages, used = int4_linear_cuda._fit(Tiles(), count, group, 2, row_tiles, processors=132, limit=limit)
-    assert 1 <= warps <= 16
-    assert stages >= 2
-    assert used <= limit
-    assert used == warps * 2 * (stages * (16 * group + 128) + row_tiles * 1024)
-    if (limit, row_tiles, count) == (227 << 10, 1, 132):
-        assert warps == 16

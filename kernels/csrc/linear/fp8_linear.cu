@@ -1,7 +1,7 @@
 // Linear layers with fp8 weights (e4m3) and few rows of x: see few_rows.cuh, and block_format.py for the layout. A step
 // has a block of 128 columns, whose sums are scaled in float32.
 
-#include "few_rows.cuh"
+#include "linear/few_rows.cuh"
 
 namespace {
 

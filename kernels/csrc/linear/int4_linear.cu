@@ -1,7 +1,7 @@
 // Linear layers with 4-bit weights and few rows of x: see few_rows.cuh, int4_linear.py, and group_format.py for the
 // layout. A step has a pair of groups, whose sums are scaled in float32. Constant: GROUP columns of a group.
 
-#include "few_rows.cuh"
+#include "linear/few_rows.cuh"
 
 namespace {
 

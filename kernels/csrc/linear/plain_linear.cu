@@ -1,6 +1,6 @@
 // Linear layers with weights in 16 bits and few rows of x: see few_rows.cuh. A step has 64 columns.
 
-#include "few_rows.cuh"
+#include "linear/few_rows.cuh"
 
 namespace {
 

@@ -6,6 +6,7 @@ Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on
 
 import argparse
 import difflib
+import functools
 import os
 import platform
 import select
@@ -103,8 +104,10 @@ def _stdout_is_closed() -> bool:
     return closed
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The whole command line. Namespaces also have their `parser` and all `commands`, for hints about unknown flags."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line; with `only`, other commands have no flags: there are hundreds, and a server should start
+    soon. Namespaces also have their `parser` and all `commands`.
+    """
     parser = _MainParser(
         prog="pdserve",
         description=DESCRIPTION,
@@ -117,39 +120,35 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     parser.set_defaults(commands=commands)
 
-    def command(name: str, summary: str) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, *flags: Callable[[argparse.ArgumentParser], None]) -> None:
         own_usage = name in ("version", "bench", "plan", "models", "doctor", "chat", "top", "store")
         usage = None if own_usage else f"pdserve {name} [--config FILE] [--SETTING VALUE ...]"
         added = commands.add_parser(name, usage=usage, help=summary, description=summary, allow_abbrev=False)
         added.set_defaults(parser=added)
-        return added
+        if only in (None, name):
+            for add in flags:
+                add(added)
 
-    _add_server_flags(command("prefill", "compute prompts and push their KV to decode servers"), "prefill")
-    _add_server_flags(command("decode", "generate; clients send their requests to this server"), "decode")
-    serve = command("serve", "compute prompts and generate in one server, without prefill servers")
-    _add_server_flags(serve, "decode", without=_NOT_OF_SERVE)
-    _add_pair_flags(command("up", "one prefill and one decode server on this machine, until Ctrl-C"))
-    demo = command("demo", "run 'up', ask one question, show the time of each stage")
-    demo.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
-    demo.add_argument("--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens to generate")
-    demo.add_argument(
-        "--keep",
-        action=argparse.BooleanOptionalAction,
-        help="keep the servers running afterwards (default: yes on a terminal)",
+    of_prefill = functools.partial(_add_server_flags, role="prefill")
+    of_decode = functools.partial(_add_server_flags, role="decode")
+    of_serve = functools.partial(_add_server_flags, role="decode", without=_NOT_OF_SERVE)
+    command("prefill", "compute prompts and push their KV to decode servers", of_prefill)
+    command("decode", "generate; clients send their requests to this server", of_decode)
+    command("serve", "compute prompts and generate in one server, without prefill servers", of_serve)
+    command("up", "one prefill and one decode server on this machine, until Ctrl-C", _add_pair_flags)
+    command("demo", "run 'up', ask one question, show the time of each stage", _add_demo_flags, _add_pair_flags)
+    command("chat", "talk to a running decode server", add_chat_flags)
+    command("top", "watch running servers: requests, rates, pools, peers", add_top_flags)
+    command("bench", "send load to a running decode server; show latencies and the time of each stage", add_bench_flags)
+    command(
+        "plan",
+        "how many requests a decode server holds on given GPUs; or, for a load, the best ratio of servers",
+        add_plan_flags,
     )
-    _add_pair_flags(demo)
-    add_chat_flags(command("chat", "talk to a running decode server"))
-    add_top_flags(command("top", "watch running servers: requests, rates, pools, peers"))
-    add_bench_flags(command("bench", "send load to a running decode server; show latencies and the time of each stage"))
-    add_plan_flags(
-        command(
-            "plan", "how many requests a decode server holds on given GPUs; or, for a load, the best ratio of servers"
-        )
-    )
-    add_store_flags(command("store", "lend memory to a KV store that servers share, and run its master"))
+    command("store", "lend memory to a KV store that servers share, and run its master", add_store_flags)
     command("models", "list the supported models and their memory")
-    add_doctor_flags(
-        command("doctor", "check this machine: versions, GPUs, RDMA, limits, ports and a transfer; and a peer")
+    command(
+        "doctor", "check this machine: versions, GPUs, RDMA, limits, ports and a transfer; and a peer", add_doctor_flags
     )
     command("version", "print the versions of pdserve, Python and torch")
     return parser
@@ -167,11 +166,11 @@ def version_line() -> str:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = make_parser()
+    parser = make_parser(arguments[0] if arguments and not arguments[0].startswith("-") else None)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]
-        commands = options.commands.choices.values()
+        commands = make_parser().get_default("commands").choices.values()
         lines = [_unknown_argument(options.parser, commands, word) for word in flags or unknown[:1]]
         raise StartupError("\n".join(lines))
     match "version" if options.version else options.command:
@@ -261,6 +260,18 @@ def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Coll
     own = [name for name in fields if name not in shared and name not in ("role", *without)]
     add_flags(parser.add_argument_group(f"{role} settings"), fields, own)
     add_flags(parser.add_argument_group("settings of every server"), fields, shared)
+
+
+def _add_demo_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
+    parser.add_argument(
+        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens to generate"
+    )
+    parser.add_argument(
+        "--keep",
+        action=argparse.BooleanOptionalAction,
+        help="keep the servers running afterwards (default: yes on a terminal)",
+    )
 
 
 def _add_pair_flags(parser: argparse.ArgumentParser) -> None:

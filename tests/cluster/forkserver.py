@@ -1,14 +1,14 @@
 """Starts servers and other programs for tests by forking a process that has already imported what they import.
 
 Imports take most of the time until a server is ready: about one second of CPU time in the frontend and three in the
-leader and in each rank. The fork server imports once; `ForkServer.start()` forks a server from it, `ForkServer.run()`
-any other program.
+leader and in each rank. The fork server imports once, for all workers of pytest-xdist; `ForkServer.start()` forks a
+server from it, `ForkServer.run()` any other program.
 
 The processes of a server are related as on the command line: the leader is a child of the frontend, ranks are children
-of the leader, each in a process group of its own. The frontend is a child of the fork server, which ends with the test
-run. All of them are forked before the first of them runs any code of pdserve, so that no thread, socket or event loop
-is copied: leader and ranks wait for the first line on their stdin, as they do after `python -m`. Mooncake is imported
-after the fork, as it does not survive one.
+of the leader, each in a process group of its own. The frontend is a child of the fork server, which ends it with the
+worker that has started it, and ends itself with the last worker. All of them are forked before the first of them runs
+any code of pdserve, so that no thread, socket or event loop is copied: leader and ranks wait for the first line on
+their stdin, as they do after `python -m`. Mooncake is imported after the fork, as it does not survive one.
 
 Forked servers report their state more often than others (INTERVALS), as tests wait for reports. They use a KV store
 even if computing is faster.
@@ -16,6 +16,7 @@ even if computing is faster.
 
 import atexit
 import contextlib
+import errno
 import functools
 import importlib
 import io
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -129,25 +131,29 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The fork server of a test process. It ends with that process, which holds the other end of its stdin."""
+    """A connection to the fork server of a test run, which the first worker that needs it starts."""
 
     def __init__(self, python_path: str) -> None:
         """`python_path` has the packages `pdserve` and `tests`."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        # OpenBLAS starts threads when numpy is imported
-        settings = {"PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": _spin_count()}
-        environment = {**os.environ, **settings}
-        command = [sys.executable, "-P", "-m", "tests.cluster.forkserver"]
-        with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
-        self.pid = self._process.pid
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        path = Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
+        with _new_socket() as listener:
+            try:
+                listener.bind(str(path))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                listener.listen()
+                _start_fork_server(listener, python_path)
+        self._socket = _connect(path)
+        self.pid = int(self._socket.recv(16))
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Servers that still run get SIGTERM from the kernel, as after the end of the test run."""
+        """Servers of this worker that still run get SIGTERM, as after its end."""
         self._socket.close()
-        self._process.wait()
 
     def start(
         self, arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], ranks: int, leaders: int = 1
@@ -174,6 +180,28 @@ class ForkServer:
         with theirs, self._lock:
             socket.send_fds(self._socket, [json.dumps(fields).encode()], descriptors)
         return ForkedProcess(ours)
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _start_fork_server(listener: socket.socket, python_path: str) -> None:
+    # OpenBLAS starts threads when numpy is imported
+    settings = {"PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": _spin_count()}
+    command = [sys.executable, "-P", "-m", "tests.cluster.forkserver"]
+    started = subprocess.Popen(command, stdin=listener.fileno(), env={**os.environ, **settings})
+    started.returncode = 0  # nobody waits for it: it may outlive this worker
+
+
+def _connect(path: Path) -> socket.socket:
+    connection = _new_socket()
+    while True:
+        try:
+            connection.connect(str(path))
+            return connection
+        except ConnectionRefusedError:  # another worker has bound the socket, but does not listen yet
+            time.sleep(0.01)
 
 
 def _spin_count() -> str:
@@ -234,26 +262,52 @@ class _RunInChild(BaseException):
         self.main = main
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a process per request until the test process ends. In a forked process this raises `_RunInChild`."""
-    reports: dict[int, tuple[int, socket.socket]] = {}
-    """By descriptor that becomes readable when a process ends: its PID, and where to send its exit status."""
+def serve(listener: socket.socket) -> None:
+    """Fork a process per request until the last worker has ended. In a forked process this raises `_RunInChild`."""
+    workers: dict[int, socket.socket] = {}
+    """Connections, by descriptor."""
+    running: dict[int, tuple[int, int, socket.socket]] = {}
+    """By descriptor that becomes readable when a process ends: its worker, its PID, where to send its exit status."""
     poller = select.poll()
-    poller.register(requests, select.POLLIN)
+    poller.register(listener, select.POLLIN)
     while True:
         for descriptor, _ in poller.poll():
-            if descriptor == requests.fileno():
-                request, received, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
+            if descriptor == listener.fileno():
+                worker, _ = listener.accept()
+                worker.send(str(os.getpid()).encode())
+                workers[worker.fileno()] = worker
+                poller.register(worker, select.POLLIN)
+            elif descriptor in running:
+                poller.unregister(descriptor)
+                os.close(descriptor)
+                _, pid, report = running.pop(descriptor)
+                _, status = os.waitpid(pid, 0)
+                with report, contextlib.suppress(BrokenPipeError):  # the test did not wait for it
+                    report.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+            else:
+                request, received, *_ = socket.recv_fds(workers[descriptor], MAX_REQUEST_BYTES, 4)
                 if not request:
-                    return
+                    poller.unregister(descriptor)
+                    workers.pop(descriptor).close()
+                    for owner, pid, _ in running.values():
+                        if owner == descriptor:
+                            os.kill(pid, signal.SIGTERM)
+                    if not workers:
+                        return
+                    continue
                 *files, last = received
                 report = socket.socket(fileno=last)
                 assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread would be missing after fork()"
                 pid = os.fork()
                 if pid == 0:
-                    for inherited in (requests, report, *(other for _, other in reports.values())):
+                    for inherited in (
+                        listener,
+                        report,
+                        *workers.values(),
+                        *(other for _, _, other in running.values()),
+                    ):
                         inherited.close()
-                    for ended in reports:
+                    for ended in running:
                         os.close(ended)
                     _become(json.loads(request), files)
                 for file in files:
@@ -261,14 +315,7 @@ def serve(requests: socket.socket) -> None:
                 report.send(_STATUS.pack(pid))
                 ended = os.pidfd_open(pid)
                 poller.register(ended, select.POLLIN)
-                reports[ended] = pid, report
-            else:
-                poller.unregister(descriptor)
-                os.close(descriptor)
-                pid, report = reports.pop(descriptor)
-                _, status = os.waitpid(pid, 0)
-                with report, contextlib.suppress(BrokenPipeError):  # the test did not wait for it
-                    report.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                running[ended] = descriptor, pid, report
 
 
 def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
@@ -352,12 +399,13 @@ def _main() -> int:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch would take its operators apart at the end of every process
     keep_for_good()  # otherwise every leader and rank would collect garbage among all modules
-    requests = socket.socket(fileno=os.dup(0))
+    listener = socket.socket(fileno=os.dup(0))
     try:
-        serve(requests)
+        serve(listener)
     except _RunInChild as forked:
         main: Main | None = forked.main
     else:
+        Path(listener.getsockname()).unlink()
         main = None
     while main is not None:  # a leader forks its ranks while it runs
         try:

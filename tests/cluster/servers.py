@@ -37,7 +37,7 @@ def python_path() -> str:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Started on first use. One per test process: workers of pytest-xdist have one each."""
+    """Connected on first use. Workers of pytest-xdist share it."""
     return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
 
 

@@ -28,7 +28,9 @@ from tests.transfer.control.tcp_proxy import TcpProxy
 STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
 """How many rounds. Even seeds use a dense model, odd ones sparse attention with KV in host memory."""
 FAULTS = 12
-CLIENTS = 12
+CLIENTS = 8
+MOST_PAUSE_S = 0.5
+"""Between two requests of a client: without pauses the clients only keep the cores busy."""
 NEW_TOKENS = 24
 LENGTHS = (1, 16, 33, 64, 100, 150, 230, 400)
 ANSWERED_S = 60.0
@@ -102,6 +104,7 @@ class Client:
                 self.wrong.append(f"no response: {error!r}")
             if time.monotonic() - started > ANSWERED_S:
                 self.wrong.append(f"a response after {time.monotonic() - started:.1f} s")
+            self._leaving.wait(self._draw.uniform(0, MOST_PAUSE_S))
         return self
 
     def _send(self, rid: str) -> str:

@@ -219,14 +219,14 @@ def test_request_past_its_deadline_responds_504(pair: Pair) -> None:
 
 def test_higher_priority_goes_first(source: Source) -> None:
     """The pool serves one request at a time: of those that wait, the one with the highest priority is next."""
-    decode = source.decode("--kv-tokens", "832", "--growth-tokens", "1000")
+    decode = source.decode("--kv-tokens", "416", "--growth-tokens", "1000")
     ended: list[str] = []
 
     def send(name: str, priority: int) -> None:
-        decode.post(prompt_of(20, seed=len(name)), 420, priority=priority).raise_for_status()
+        decode.post(prompt_of(20, seed=len(name)), 200, priority=priority).raise_for_status()
         ended.append(name)
 
-    first = body(prompt_of(20, seed=5), 800, stream=True)
+    first = body(prompt_of(20, seed=5), 380, stream=True)
     with (
         ThreadPoolExecutor(3) as pool,
         HTTP.stream("POST", f"{decode.url}/generate", json=first, timeout=60) as running,

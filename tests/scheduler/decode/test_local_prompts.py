@@ -47,7 +47,7 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request(monke
     """
     monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 1)
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(examples(84, 36)):
+    for seed in range(examples(84, 24)):
         simulator = Simulator(**MODES[seed % len(MODES)])
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)
@@ -71,7 +71,7 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request(monke
 def test_random_hisparse_workloads_end_with_full_pools_and_read_the_right_rows() -> None:
     """Prompts are computed in fully resident hot buffers, which become those of running requests."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(examples(84, 36)):
+    for seed in range(examples(84, 24)):
         simulator = Simulator(**HISPARSE_MODES[seed % len(HISPARSE_MODES)])
         run_workload(simulator, ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)

@@ -152,7 +152,7 @@ class PairMachine(RuleBasedStateMachine):
 
 
 TestPair = PairMachine.TestCase
-TestPair.settings = settings(max_examples=examples(100, 50), stateful_step_count=60, deadline=None)
+TestPair.settings = settings(max_examples=examples(100, 30), stateful_step_count=60, deadline=None)
 
 
 def test_random_workloads_reach_every_state() -> None:

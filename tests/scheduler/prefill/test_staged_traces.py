@@ -13,7 +13,7 @@ from tests.scheduler.simulation.staged_simulator import StagedSimulator
 def test_random_staged_workloads_reach_every_state() -> None:
     """Every kind of event happens often enough for the checks to be meaningful."""
     seen: collections.Counter[str] = collections.Counter()
-    for seed in range(examples(48, 24)):
+    for seed in range(examples(48, 16)):
         simulator = StagedSimulator(stages=1 + seed % 2, overlap=seed % 4 == 0, verifies=seed % 3 == 0)
         run_workload(simulator, STAGED_ACTIONS, seed, steps=800)
         seen.update(simulator.decode.counters)

@@ -15,6 +15,7 @@ from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import KvDestination, TransferKey
+from tests.examples import examples
 from tests.scheduler.simulation.simulator import DECODE
 from tests.scheduler.simulation.timed_simulator import TimedSimulator
 
@@ -78,7 +79,7 @@ class Steps:
         return step
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200, 80), deadline=None)
 @given(
     chunk_pages=st.sampled_from([1, 2, 3, 32]),
     prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3000)), min_size=1, max_size=30),
@@ -106,7 +107,7 @@ def test_no_prompt_needs_more_than_twice_the_steps_of_first_come_first_served(
     assert all(server.done[number] <= bound for number, bound in bounds.items()), (server.done, bounds)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100, 40), deadline=None)
 @given(longs=st.integers(1, 8), tokens=st.integers(1, 256), seed=st.integers(0, 1000))
 def test_short_prompt_is_in_the_next_step(longs: int, tokens: int, seed: int) -> None:
     """If it fits into half of a step and all others are longer."""

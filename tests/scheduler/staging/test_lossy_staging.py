@@ -514,5 +514,5 @@ class LossyStaging(RuleBasedStateMachine):
             assert transfer.landed or transfer.broken
 
 
-LossyStaging.TestCase.settings = settings(max_examples=examples(80, 40), stateful_step_count=80, deadline=None)
+LossyStaging.TestCase.settings = settings(max_examples=examples(80, 25), stateful_step_count=80, deadline=None)
 TestLossyStaging = LossyStaging.TestCase

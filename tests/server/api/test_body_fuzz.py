@@ -18,6 +18,7 @@ from pdserve.server.api.native.requests import parse_generate
 from pdserve.server.api.openai.models import CompletionBody
 from pdserve.server.api.openai.requests import parse_completion
 from pdserve.server.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.server.scripted_leader import make_ready
 
 LIMITS = Limits.of(DecodeConfig(), make_ready(), NEUTRAL_SAMPLING)
@@ -50,7 +51,7 @@ CASES: dict[str, tuple[Parse, st.SearchStrategy[dict[str, object]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150, 50), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_parsed_or_refused(case: str, tokenizer: Tokenizer, data: st.DataObject) -> None:
     parse, strategy = CASES[case]
@@ -60,7 +61,7 @@ def test_parsed_or_refused(case: str, tokenizer: Tokenizer, data: st.DataObject)
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50, 25), suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.binary(max_size=60))
 def test_bytes_that_are_no_object_are_refused(case: str, tokenizer: Tokenizer, body: bytes) -> None:
     parse, _ = CASES[case]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pdserve.transfer.plan.copy_regions import CopyRegion, CoverageError, plan_regions
 from pdserve.transfer.plan.copy_runs import check_bounds, expand_runs, expand_token_runs
 from pdserve.transfer.protocol.layout import KvLayout, Plane
+from tests.examples import examples
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -138,7 +139,7 @@ def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], d
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400, 120), deadline=None)
 @given(case=cases(), by_token=st.booleans())
 def test_regions_move_exactly_the_right_bytes_between_any_topologies(
     case: tuple[Sides, Tokens, int], by_token: bool
@@ -203,7 +204,7 @@ def sides(draw: st.DrawFn) -> Sides:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(1000, 300), deadline=None)
 @given(case=sides(), first=st.integers(0, 31))
 def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first: int) -> None:
     regions = plan_regions(*case, first=first % len(case.prefill))
@@ -226,7 +227,7 @@ def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500, 150), deadline=None)
 @given(layers=st.integers(1, 12), replicas=st.integers(1, 8), stages=st.integers(1, 4), copies=st.integers(1, 8))
 def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies: int) -> None:
     prefill = [layout((0, layers), (0, 1))] * replicas

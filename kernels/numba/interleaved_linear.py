@@ -10,8 +10,8 @@ from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row, unpack_gro
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for, wait_for_team
 from .swiglu import activate
 
-_TILE_ROWS = 4
-_multiply_one, _multiply_four = make_multiply(1), make_multiply(_TILE_ROWS)
+_FEW, _MANY = 4, 8
+_multiply_one, _multiply_few, _multiply_many = make_multiply(1), make_multiply(_FEW), make_multiply(_MANY)
 
 
 def packed_bytes(in_size: int) -> int:
@@ -22,7 +22,7 @@ def packed_bytes(in_size: int) -> int:
 @kernel_function
 def products_bytes(rows):
     """Memory for the products of a group with `rows` rows of x; a thread needs it twice, for gate and up."""
-    return 4 * GROUP_ROWS * -(-rows // _TILE_ROWS) * _TILE_ROWS
+    return 4 * GROUP_ROWS * -(-rows // _MANY) * _MANY
 
 
 @kernel_function
@@ -33,9 +33,12 @@ def _group_products(number, source, in_size, x, rows, target):
     if rows == 1:
         _multiply_one(number, source, tiles, x, x_bytes, rows, target)
     else:
-        for row in range(0, rows, _TILE_ROWS):
-            out = target + 4 * GROUP_ROWS * row
-            _multiply_four(number, source, tiles, x + row * x_bytes, x_bytes, rows - row, out)
+        for row in range(0, rows, _MANY):
+            out, first, count = target + 4 * GROUP_ROWS * row, x + row * x_bytes, rows - row
+            if count <= _FEW:
+                _multiply_few(number, source, tiles, first, x_bytes, count, out)
+            else:
+                _multiply_many(number, source, tiles, first, x_bytes, count, out)
 
 
 @kernel_function

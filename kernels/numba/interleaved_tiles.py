@@ -3,9 +3,8 @@ rows of x whose elements are 16-bit integers with a scale per 32 of them.
 
     sum of a tile  =  scale * x_scale * sum(integer * x_integer)  +  offset * x_sum
 
-The inner sum is exact: 32 products of 16 and at most 8 bits. Its instruction, pmaddwd (with VNNI the following
-addition is part of it), multiplies and adds twice as many pairs as one for float32, and integers of weights become its operands by a
-shift and a mask.
+The inner sum is exact: 32 products of 16 and at most 8 bits. Its instruction, vpdpwssd (without VNNI pmaddwd and an
+addition), multiplies twice as many elements as one for float32, and a shift and a mask make its operands of weights.
 
 A packed row of x has, for each 32 elements, x_scale and x_sum (float32) and then the integers, 72 bytes.
 """
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features, initialize_native_asmparser
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -28,6 +28,9 @@ PACKED_BYTES = 8 + 2 * TILE_COLUMNS
 """Of 32 elements of x."""
 LARGEST = 32767
 
+_HAS_VNNI = bool(get_host_cpu_features().get("avx512vnni"))
+if _HAS_VNNI:
+    initialize_native_asmparser()  # for `_add_products`; Numba needs none
 _LONG, _INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, GROUP_ROWS), ir.VectorType(_FLOAT, GROUP_ROWS)
 _HALVES = ir.VectorType(ir.HalfType(), GROUP_ROWS)
@@ -148,17 +151,17 @@ def _add_tile(
     """The sums plus the products of a tile with 32 columns of x, packed at addresses `xs`."""
     for line in range(0, _tile_bytes(name), _CACHE_LINE):
         prefetch(builder, builder.add(address, _LONG(_AHEAD_BYTES + line)))
-    # two sums for each row of x: an addition takes longer than the processor needs to start the next one
-    integers: list[list[Any]] = [[_filled(_INTS, 0), _filled(_INTS, 0)] for _ in xs]
+    # for a single row, two sums: an addition takes longer than the processor needs to start the next one
+    chains = 2 if len(xs) == 1 else 1
+    integers: list[list[Any]] = [[_filled(_INTS, 0)] * chains for _ in xs]
     for number, pairs in enumerate(_pairs(builder, name, address)):
         for x, running in zip(xs, integers, strict=True):
-            factor = builder.bitcast(_spread(builder, _load(builder, _INT, x, 8 + 4 * number)), _PAIRS)
-            products = _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, pairs, factor)
-            running[number % 2] = builder.add(running[number % 2], products)
+            factor = _spread(builder, _load(builder, _INT, x, 8 + 4 * number))
+            running[number % chains] = _add_products(builder, running[number % chains], pairs, factor)
     scale, offset = _scales(builder, name, address)
     results = []
-    for total, x, (even, odd) in zip(sums, xs, integers, strict=True):
-        products = builder.sitofp(builder.add(even, odd), _FLOATS)
+    for total, x, parts in zip(sums, xs, integers, strict=True):
+        products = builder.sitofp(parts[0] if chains == 1 else builder.add(*parts), _FLOATS)
         both = builder.fmul(scale, _spread(builder, _load(builder, _FLOAT, x, 0)))
         total = builder.fadd(total, builder.fmul(products, both, flags=_FUSED), flags=_FUSED)
         if offset is not None:
@@ -166,6 +169,15 @@ def _add_tile(
             total = builder.fadd(total, builder.fmul(offset, x_sum, flags=_FUSED), flags=_FUSED)
         results.append(total)
     return results
+
+
+def _add_products(builder: ir.IRBuilder, total: ir.Value, pairs: ir.Value, factors: ir.Value) -> ir.Value:
+    """`total` plus both products of each pair."""
+    if _HAS_VNNI:  # as assembly, because LLVM splits its own function for it into pmaddwd and an addition
+        kind = ir.FunctionType(_INTS, (_INTS, _PAIRS, _INTS))
+        return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", (total, pairs, factors), side_effect=False)
+    products = _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, pairs, builder.bitcast(factors, _PAIRS))
+    return builder.add(total, products)
 
 
 def _scales(builder: ir.IRBuilder, name: str, address: ir.Value) -> tuple[ir.Value, ir.Value | None]:

@@ -35,7 +35,7 @@ def gguf_linear_reference(x: torch.Tensor, weight: GgufBlocks, bias: torch.Tenso
 
 def round_x(x: torch.Tensor) -> torch.Tensor:
     """The x that interleaved blocks are multiplied with, if it has few rows."""
-    parts = x.unflatten(-1, (-1, TILE_COLUMNS))
+    parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
     largest = parts.abs().amax(-1, keepdim=True)
     factor = torch.where(largest == 0, 0, torch.tensor(32767.0) / largest)  # `32767 / x` is rounded twice
     return ((parts * factor).round() * (largest / 32767)).flatten(-2)

@@ -12,7 +12,7 @@ so that shifts and masks give pairs of adjacent columns, which one instruction m
 
 import torch
 
-from ..backends.dispatch import numba_computes
+from ..backends.dispatch import has_avx512, numba_computes
 
 GROUP_ROWS = 16
 TILE_COLUMNS = 32
@@ -26,16 +26,17 @@ _CHUNK_GROUPS = 64
 def interleaves(type_name: str, rows: int) -> bool:
     """Whether so many rows of a type are to be stored interleaved on this machine."""
     fits = type_name in HALVES and rows > 0 and rows % GROUP_ROWS == 0
-    return fits and torch.backends.cpu.get_cpu_capability() == "AVX512" and numba_computes()
+    return fits and has_avx512() and numba_computes()
 
 
 def interleave(blocks: torch.Tensor, type_name: str) -> None:
     """Rearrange rows of blocks [rows, bytes] in place."""
     size_bytes, halves_bytes = _tile_bytes(type_name)
-    for chunk in blocks.split(_CHUNK_GROUPS * GROUP_ROWS):
+    for first in range(0, len(blocks), _CHUNK_GROUPS * GROUP_ROWS):
+        chunk = blocks[first : first + _CHUNK_GROUPS * GROUP_ROWS]
         groups = len(chunk) // GROUP_ROWS
         stored = chunk.view(groups, GROUP_ROWS, -1, size_bytes)
-        halves = stored[..., :halves_bytes].unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4)
+        halves = torch.unflatten(stored[..., :halves_bytes], -1, (-1, 2)).permute(0, 2, 3, 1, 4)
         integers = _integers(stored[..., halves_bytes:], type_name)  # [group, row, tile, pass, s, h]
         words = _packed(integers.permute(0, 2, 3, 1, 5, 4), type_name)  # [group, tile, pass, row, h, byte]
         chunk.copy_(torch.cat((halves.flatten(2), words.flatten(2)), dim=2).view_as(chunk))
@@ -47,8 +48,9 @@ def plain_rows(blocks: torch.Tensor, type_name: str, indices: torch.Tensor) -> t
     tiles = blocks.view(len(blocks) // GROUP_ROWS, -1, GROUP_ROWS * size_bytes)
     split = GROUP_ROWS * halves_bytes
     group, row = indices // GROUP_ROWS, indices % GROUP_ROWS
-    halves = tiles[..., :split].unflatten(-1, (-1, GROUP_ROWS, 2))[group, :, :, row]
-    words = tiles[..., split:].unflatten(-1, (-1, GROUP_ROWS, 2, 2))[group, :, :, row]  # [index, tile, pass, h, byte]
+    halves = torch.unflatten(tiles[..., :split], -1, (-1, GROUP_ROWS, 2))[group, :, :, row]
+    # [index, tile, pass, h, byte]
+    words = torch.unflatten(tiles[..., split:], -1, (-1, GROUP_ROWS, 2, 2))[group, :, :, row]
     if type_name == "Q8_0":
         integers = words.transpose(-1, -2).flatten(2)
     else:
@@ -67,8 +69,8 @@ def _tile_bytes(type_name: str) -> tuple[int, int]:
 def _integers(stored: torch.Tensor, type_name: str) -> torch.Tensor:
     """[..., pass, s, h] uint8, from the bytes of blocks."""
     if type_name == "Q8_0":
-        return stored.unflatten(-1, (-1, 2, 2))
-    return torch.cat((stored & 15, stored >> 4), dim=-1).unflatten(-1, (-1, 4, 2))
+        return torch.unflatten(stored, -1, (-1, 2, 2))
+    return torch.unflatten(torch.cat((stored & 15, stored >> 4), dim=-1), -1, (-1, 4, 2))
 
 
 def _packed(integers: torch.Tensor, type_name: str) -> torch.Tensor:

@@ -3,9 +3,9 @@
     for each layer:   hidden += o(attention(rope(qkv(rms_norm(hidden)))))
                       hidden += down(swiglu(gate_up(rms_norm(hidden))))
 
-The operations are those of ../linear/, ../gguf/gguf_linear.py and ../attention/, which are also the reference: a decoder
-computes the same with a call for each of them. In a model of 30 small layers these 300 calls, and the threads that wait
-for each other's begin and end, take as long as the arithmetic.
+The operations are those of ../linear/, ../gguf/gguf_linear.py and ../attention/, which are also the reference: a
+decoder computes the same with a call for each of them. In a model of 30 small layers these 300 calls, and the threads
+that wake up and wait for each other in each, take as long as the arithmetic.
 
 Weights are interleaved GGUF blocks. Shapes: hidden [rows, hidden size] float32, one row for each sequence.
 """

@@ -13,6 +13,7 @@ same code is compiled for AVX-512, AVX2 and NEON. Formats are those of ggml's `g
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils

@@ -45,7 +45,7 @@ def write(
 
 
 def assert_logits(logits: torch.Tensor, expected: torch.Tensor, kind: str) -> None:
-    """Interleaved blocks are multiplied by an x that is rounded to 16 bits; with others only the order of sums differs."""
+    """Interleaved blocks are multiplied by an x of 16 bits; with others only the order of sums differs."""
     tolerance = 8e-5 * expected.abs().max().item() if interleaves(kind, rows=16) else 5e-5
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
 

@@ -37,9 +37,9 @@ def interleave(blocks: torch.Tensor, type_name: str) -> None:
         groups = len(chunk) // GROUP_ROWS
         stored = chunk.view(groups, GROUP_ROWS, -1, size_bytes)
         halves = torch.unflatten(stored[..., :halves_bytes], -1, (-1, 2)).permute(0, 2, 3, 1, 4)
-        integers = _integers(stored[..., halves_bytes:], type_name)  # [group, row, tile, pass, s, h]
-        words = _packed(integers.permute(0, 2, 3, 1, 5, 4), type_name)  # [group, tile, pass, row, h, byte]
-        chunk.copy_(torch.cat((halves.flatten(2), words.flatten(2)), dim=2).view_as(chunk))
+        units = _units(stored[..., halves_bytes:], type_name).permute(0, 2, 3, 1)  # [group, tile, pass, row]
+        integers = units.contiguous().view(torch.uint8)
+        chunk.copy_(torch.cat((halves.flatten(2), integers.flatten(2)), dim=2).view_as(chunk))
 
 
 def plain_rows(blocks: torch.Tensor, type_name: str, indices: torch.Tensor) -> torch.Tensor:
@@ -66,13 +66,12 @@ def _tile_bytes(type_name: str) -> tuple[int, int]:
     return halves_bytes + (TILE_COLUMNS if type_name == "Q8_0" else TILE_COLUMNS // 2), halves_bytes
 
 
-def _integers(stored: torch.Tensor, type_name: str) -> torch.Tensor:
-    """[..., pass, s, h] uint8, from the bytes of blocks."""
+def _units(stored: torch.Tensor, type_name: str) -> torch.Tensor:
+    """The 32 bits of a row in a pass, int32 [..., pass], from the bytes of blocks."""
     if type_name == "Q8_0":
-        return torch.unflatten(stored, -1, (-1, 2, 2))
-    return torch.unflatten(torch.cat((stored & 15, stored >> 4), dim=-1), -1, (-1, 4, 2))
-
-
-def _packed(integers: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Bytes of words, from integers [..., s]."""
-    return integers if type_name == "Q8_0" else integers[..., 0::2] | integers[..., 1::2] << 4
+        columns = stored.contiguous().view(*stored.shape[:-1], -1, 4)
+        words = [columns[..., at] for at in (0, 2, 1, 3)]
+    else:
+        columns = torch.cat((stored & 15, stored >> 4), dim=-1).view(*stored.shape[:-1], -1, 8)
+        words = [columns[..., at] | columns[..., at + 2] << 4 for at in (0, 4, 1, 5)]
+    return torch.stack(words, dim=-1).view(torch.int32).squeeze(-1)

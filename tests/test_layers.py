@@ -74,6 +74,7 @@ LAYERS = {
         "collectives",
         "head_linear",
         "numba",
+        "layer_stack",
         "attention",
         "linear",
         "int4",

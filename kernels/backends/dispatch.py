@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _KERNELS = __package__.rpartition(".")[0]
 _NUMBA_MODULES = ("linear", "paged_decode", "rms_norm", "rope_kv_write", "swiglu")
+_GGUF_MODULES = ("gguf_linear",)
+_AVX512_MODULES = ("interleaved_linear", "layer_stack")
 _numba_allowed = True
 
 
@@ -66,6 +68,11 @@ def numba_computes(cpu_kernels: CpuKernelsSetting | None = None) -> bool:
     return allowed and _numba_problem() is None
 
 
+def has_avx512() -> bool:
+    """Whether this processor has AVX-512, with the parts for bytes and words."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def prepare_kernels(
     device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto", *, gguf: bool = False
 ) -> None:
@@ -83,7 +90,8 @@ def prepare_kernels(
             raise StartupError(f"cpu_kernels = numba: {problem}; install pdserve with the extra cpu, or use auto")
         log.info("CPU kernels: plain torch (%s)", problem)
         return
-    for name in (*_NUMBA_MODULES, "gguf_linear") if gguf else _NUMBA_MODULES:
+    gguf_modules = _GGUF_MODULES + (_AVX512_MODULES if has_avx512() else ()) if gguf else ()
+    for name in _NUMBA_MODULES + gguf_modules:
         importlib.import_module(f"{_KERNELS}.numba.{name}")
     log.info("CPU kernels: compiled by Numba, on %d threads", torch.get_num_threads())
 

@@ -1,5 +1,7 @@
 """Weights as a GGUF file stores them: rows of blocks, which have integers of a few bits and their scales.
 
+Where the processor has AVX-512, blocks of some types are interleaved (interleaved.py).
+
 A matrix may consist of parts of several types: q, k and v, which are one matrix in memory, often differ. Each part has
 whole rows.
 """
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from .interleaved import GROUP_ROWS, interleaves, plain_rows
 
 PACKED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """The types that kernels read."""
@@ -38,6 +42,7 @@ class GgufRows:
 
     blocks: torch.Tensor  # [rows, bytes of a row] uint8, contiguous
     type_name: str
+    interleaved: bool = False
 
     @property
     def columns(self) -> int:
@@ -49,7 +54,10 @@ class GgufRows:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        values = dequantize(self.blocks.numpy().reshape(1, -1), GGMLQuantizationType[self.type_name])
+        blocks = self.blocks
+        if self.interleaved:
+            blocks = plain_rows(blocks, self.type_name, torch.arange(len(blocks)))
+        values = dequantize(blocks.numpy().reshape(1, -1), GGMLQuantizationType[self.type_name])
         return torch.from_numpy(np.require(values, np.float32, "W")).reshape(len(self.blocks), self.columns)
 
 
@@ -57,22 +65,27 @@ class GgufRows:
 class GgufBlocks:
     """One matrix [rows, columns] in memory of the CPU. See the module docstring."""
 
-    parts: tuple[GgufRows, ...]  # adjacent ones differ in type
+    parts: tuple[GgufRows, ...]  # adjacent ones differ in type or in being interleaved
     columns: int
 
     @staticmethod
-    def allocate(parts: Sequence[tuple[int, str]], columns: int, *, device: torch.device) -> "GgufBlocks":
-        """Uninitialised; `parts` are numbers of rows and their types."""
-        merged: list[tuple[int, str]] = []
+    def allocate(
+        parts: Sequence[tuple[int, str]], columns: int, *, device: torch.device, interleave: bool = False
+    ) -> "GgufBlocks":
+        """Uninitialised; `parts` are numbers of rows and their types. With `interleave`, those are interleaved that
+        can be.
+        """
+        merged: list[tuple[int, str, bool]] = []
         for rows, type_name in parts:
-            if merged and merged[-1][1] == type_name:
+            kind = (type_name, interleave and interleaves(type_name, rows))
+            if merged and merged[-1][1:] == kind:
                 rows += merged.pop()[0]
-            merged.append((rows, type_name))
+            merged.append((rows, *kind))
         held = []
-        for rows, type_name in merged:
+        for rows, type_name, interleaved in merged:
             elements, size_bytes = block_size(type_name)
-            row_bytes = columns // elements * size_bytes
-            held.append(GgufRows(torch.empty(rows, row_bytes, dtype=torch.uint8, device=device), type_name))
+            blocks = torch.empty(rows, columns // elements * size_bytes, dtype=torch.uint8, device=device)
+            held.append(GgufRows(blocks, type_name, interleaved))
         return GgufBlocks(tuple(held), columns)
 
     def __len__(self) -> int:
@@ -85,7 +98,10 @@ class GgufBlocks:
         for part in self.parts:
             size = len(part.blocks)
             if start < first + size and first < stop:
-                parts.append(GgufRows(part.blocks[max(0, start - first) : stop - first], part.type_name))
+                held = part.blocks[max(0, start - first) : stop - first]
+                whole = max(0, start - first) % GROUP_ROWS == 0 and len(held) % GROUP_ROWS == 0
+                assert whole or not part.interleaved, "a range of interleaved rows begins and ends with a group"
+                parts.append(GgufRows(held, part.type_name, part.interleaved))
             first += size
         if not parts:  # of no rows
             parts = [GgufRows(self.parts[0].blocks[:0], self.parts[0].type_name)]

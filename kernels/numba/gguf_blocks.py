@@ -10,10 +10,9 @@ same code is compiled for AVX-512, AVX2 and NEON. Formats are those of ggml's `g
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -208,13 +207,13 @@ def unpack(_context, number, source, end, target, ahead):
 
     def generate(_context, builder, _signature, arguments):
         number, source, end, target, ahead = arguments
-        with _cases(builder, number) as (before, done, cases):
-            for name, read in cases:
+        with cases(builder, number, _TYPES) as (before, done, names):
+            for name in names:
                 elements, size = block_size(name)
                 body = builder.block
                 at, out = builder.phi(_LONG), builder.phi(_LONG)
                 _prefetch_block(builder, builder.add(at, ahead), size)
-                for index, (integers, scale, offset) in enumerate(read(_Block(builder, at))):
+                for index, (integers, scale, offset) in enumerate(_TYPES[name](_Block(builder, at))):
                     weights = builder.fmul(_floats(builder, integers), scale, flags=_FUSED)
                     if offset is not None:
                         weights = builder.fadd(weights, offset, flags=_FUSED)
@@ -242,8 +241,8 @@ def dot_blocks(_context, number, source, row_bytes, rows, x, ahead):
         number, source, row_bytes, rows, x, ahead = arguments
         results = [cgutils.alloca_once(builder, _FLOAT) for _ in range(WEIGHT_ROWS)]
         addresses = row_addresses(builder, source, rows, row_bytes, WEIGHT_ROWS)
-        with _cases(builder, number) as (before, done, cases):
-            for name, read in cases:
+        with cases(builder, number, _TYPES) as (before, done, names):
+            for name in names:
                 elements, size = block_size(name)
                 body = builder.block
                 at, x_at = builder.phi(_LONG), builder.phi(_LONG)
@@ -255,7 +254,7 @@ def dot_blocks(_context, number, source, row_bytes, rows, x, ahead):
                 for running, address in zip(sums, addresses, strict=True):
                     position = builder.add(address, at)
                     _prefetch_block(builder, builder.add(position, ahead), size)
-                    added.append(_add_block(builder, read(_Block(builder, position)), columns, running))
+                    added.append(_add_block(builder, _TYPES[name](_Block(builder, position)), columns, running))
                 following = builder.add(at, _LONG(size))
                 for phi, first, last in (
                     (at, _LONG(0), following),
@@ -290,21 +289,23 @@ def _add_block(builder: ir.IRBuilder, parts: Iterator[_Part], columns: list[ir.V
 
 
 @contextmanager
-def _cases(builder: ir.IRBuilder, number: ir.Value) -> Iterator[tuple[ir.Block, ir.Block, Iterator[Any]]]:
-    """A branch for each type, at whose beginning the builder is: (the block before, the block after, types and their
-    readers).
+def cases(
+    builder: ir.IRBuilder, number: ir.Value, names: Iterable[str]
+) -> Iterator[tuple[ir.Block, ir.Block, Iterator[str]]]:
+    """A branch for each of these types, at whose beginning the builder is: (the block before, the block after, the
+    types).
     """
     before, done = builder.block, builder.append_basic_block("done")
     choice = builder.switch(number, done)
 
-    def cases() -> Iterator[Any]:
-        for name, read in _TYPES.items():
+    def branches() -> Iterator[str]:
+        for name in names:
             body = builder.append_basic_block(name)
             choice.add_case(ir.Constant(number.type, ggml_number(name)), body)
             builder.position_at_end(body)
-            yield name, read
+            yield name
 
-    yield before, done, cases()
+    yield before, done, branches()
     builder.position_at_end(done)
 
 

@@ -76,7 +76,7 @@ def _unpack(arguments):
         unpack(a.type, source, end, a.out + first * a.out_bytes, 1024)
 
 
-def launch_gguf_linear(
+def launch_linear(
     x: torch.Tensor,
     weight: GgufRows,
     bias: torch.Tensor | None,

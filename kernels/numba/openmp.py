@@ -49,7 +49,7 @@ def _fingerprint() -> str:
     name in its signature, also when a file with functions that it calls changes.
     """
     folder = Path(__file__).parent
-    files = [*sorted(folder.glob("*.py")), folder.parent / "gguf" / "blocks.py"]
+    files = [*sorted(folder.glob("*.py")), *sorted((folder.parent / "gguf").glob("*.py"))]
     return f"of_{zlib.crc32(b''.join(file.read_bytes() for file in files)):08x}"
 
 

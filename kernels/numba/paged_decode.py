@@ -64,8 +64,8 @@ def _add_values(weights, start, values, sums):
 
 
 @kernel_function
-def _attend(a, part, sequence, kv_head):
-    """One part of the keys of a sequence, for the query heads of one KV head."""
+def _attend(a, keys_at, values_at, part, sequence, kv_head):
+    """One part of the keys of a sequence, for the query heads of one KV head, in the pages at these addresses."""
     heads, dim, page_size = a.heads, a.head_dim, a.page_size
     group, slots = heads // a.kv_heads, a.batch * heads
     slot = part * slots + sequence * heads + kv_head * group
@@ -84,7 +84,7 @@ def _attend(a, part, sequence, kv_head):
     for index in used_pages:
         start, end = max(first, index * page_size), min(last, (index + 1) * page_size)
         at = pages[index] * a.page_stride + kv_head * a.head_stride + start % page_size * a.token_stride
-        keys = floats(a.keys + 4 * at, (end - start, a.token_stride))
+        keys = floats(keys_at + 4 * at, (end - start, a.token_stride))
         _score(query, keys, scale, scores, start - first)
     for member in range(group):
         bests[member], totals[member] = _to_weights(scores[member], last - first)
@@ -93,7 +93,7 @@ def _attend(a, part, sequence, kv_head):
     for index in used_pages:
         start, end = max(first, index * page_size), min(last, (index + 1) * page_size)
         at = pages[index] * a.page_stride + kv_head * a.head_stride + start % page_size * a.token_stride
-        values = floats(a.values + 4 * at, (end - start, a.token_stride))
+        values = floats(values_at + 4 * at, (end - start, a.token_stride))
         _add_values(scores, start - first, values, sums)
 
 
@@ -120,6 +120,20 @@ def _join(a, slot):
             out[i] = (out[i] if part else 0) + share_of_part * sums[part, slot, i]
 
 
+@kernel_function
+def attend_share(a, keys, values):
+    """In a kernel: attention over the pages at these addresses. `a` has the other fields of the kernel below."""
+    first, last = share(a.parts)
+    for part in range(first, last):
+        for sequence in range(a.batch):
+            for kv_head in range(a.kv_heads):
+                _attend(a, keys, values, part, sequence, kv_head)
+    wait_for_team()
+    first, last = share(a.batch * a.heads)
+    for slot in range(first, last):
+        _join(a, slot)
+
+
 @kernel(
     "query keys values out sinks rows firsts kv_lens page_starts pages scores bests totals sums "
     "batch heads kv_heads head_dim page_size page_stride head_stride token_stride most_keys parts",
@@ -127,15 +141,17 @@ def _join(a, slot):
 )
 def _paged_decode(arguments):
     a = fields(arguments)
-    first, last = share(a.parts)
-    for part in range(first, last):
-        for sequence in range(a.batch):
-            for kv_head in range(a.kv_heads):
-                _attend(a, part, sequence, kv_head)
-    wait_for_team()
-    first, last = share(a.batch * a.heads)
-    for slot in range(first, last):
-        _join(a, slot)
+    attend_share(a, a.keys, a.values)
+
+
+def attention_scratch(
+    batch: int, heads: int, kv_heads: int, head_dim: int, most_keys: int, parts: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Memory of an attention call, and the addresses in it for scores, bests, totals and sums."""
+    slots = batch * heads
+    sizes = (heads // kv_heads * most_keys, slots, slots, slots * head_dim)
+    scratch = torch.empty(parts * sum(sizes), dtype=torch.float32)
+    return scratch, [scratch.data_ptr() + 4 * parts * sum(sizes[:at]) for at in range(4)]
 
 
 def launch_decode(
@@ -153,11 +169,8 @@ def launch_decode(
     page_stride, head_stride, token_stride, _ = key_pages.stride()
     batch, longest = len(decode.rows), decode.longest
     parts = threads_for(batch * longest * heads * _SCORE_ELEMENTS)
-    most_keys, slots = -(-longest // parts), batch * heads
-    sizes = (heads // kv_heads * most_keys, slots, slots, slots * head_dim)  # of scores, bests, totals and sums
-    scratch = torch.empty(parts * sum(sizes), dtype=torch.float32)
-    address = scratch.data_ptr()
-    scores, bests, totals, sums = (address + 4 * parts * sum(sizes[:at]) for at in range(4))
+    most_keys = -(-longest // parts)
+    _scratch, addresses = attention_scratch(batch, heads, kv_heads, head_dim, most_keys, parts)
     _paged_decode(
         query.data_ptr(),
         key_pages.data_ptr(),
@@ -169,10 +182,7 @@ def launch_decode(
         decode.kv_lens.data_ptr(),
         decode.page_starts.data_ptr(),
         decode.pages.data_ptr(),
-        scores,
-        bests,
-        totals,
-        sums,
+        *addresses,
         batch,
         heads,
         kv_heads,

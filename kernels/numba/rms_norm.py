@@ -6,7 +6,18 @@ import math
 import numpy as np
 import torch
 
-from .openmp import fields, floats, kernel, share, threads_for
+from .openmp import fields, floats, kernel, kernel_function, share, threads_for
+
+
+@kernel_function
+def norm_row(row, weight, eps, out, size):
+    """In a kernel: the norm of a row, also of a head of q or k. `out` may be `row` itself."""
+    squares = np.float32(0)
+    for i in range(size):
+        squares += row[i] * row[i]
+    factor = np.float32(1 / math.sqrt(squares / size + eps))
+    for i in range(size):
+        out[i] = weight[i] * (row[i] * factor)
 
 
 @kernel("x y weight total out rows size", "eps")
@@ -20,12 +31,7 @@ def _rms_norm(arguments):
         if a.y:
             for i in range(size):
                 total[row, i] = x[row, i] + y[row, i]
-        squares = np.float32(0)
-        for i in range(size):
-            squares += total[row, i] * total[row, i]
-        factor = np.float32(1 / math.sqrt(squares / size + a.eps))
-        for i in range(size):
-            out[row, i] = weight[i] * (total[row, i] * factor)
+        norm_row(total[row], weight, a.eps, out[row], size)
 
 
 def launch_rms_norm(

@@ -1,22 +1,10 @@
 """Numba kernel of ../attention/rope_kv_write.py: a thread processes some of the tokens."""
 # mypy: allow-untyped-defs, allow-untyped-decorators
 
-import math
-
-import numpy as np
 import torch
 
 from .openmp import fields, floats, kernel, kernel_function, longs, share, threads_for
-
-
-@kernel_function
-def _norm(head, weight, eps, out, dim):
-    squares = np.float32(0)
-    for i in range(dim):
-        squares += head[i] * head[i]
-    factor = np.float32(1 / math.sqrt(squares / dim + eps))
-    for i in range(dim):
-        out[i] = weight[i] * (head[i] * factor)
+from .rms_norm import norm_row
 
 
 @kernel_function
@@ -29,6 +17,32 @@ def _rotate(head, cos, signed_sin, out, dim):
         out[half + i] = two * cos[half + i] + one * signed_sin[half + i]
 
 
+@kernel_function
+def rope_and_write(a, token, q_norm, k_norm, keys, values):
+    """In a kernel: rotate the queries and the keys of a token, and write its keys and values into the pages at these
+    addresses. `a` has the other fields of the kernel below.
+    """
+    heads, kv_heads, dim = a.heads, a.kv_heads, a.head_dim
+    row_bytes, head_bytes = 4 * (heads + 2 * kv_heads) * dim, 4 * dim
+    cos, signed_sin = floats(a.cos + token * head_bytes, dim), floats(a.signed_sin + token * head_bytes, dim)
+    slot = longs(a.page_ids, a.tokens)[token] * a.page_stride + longs(a.offsets, a.tokens)[token] * a.token_stride
+    for index in range(heads + kv_heads):
+        head = floats(a.qkv + token * row_bytes + index * head_bytes, dim)
+        if index < heads:
+            out, norm = floats(a.query + (token * heads + index) * head_bytes, dim), q_norm
+        else:
+            out, norm = floats(keys + 4 * (slot + (index - heads) * a.head_stride), dim), k_norm
+        if norm:
+            norm_row(head, floats(norm, dim), a.eps, out, dim)
+            head = out
+        _rotate(head, cos, signed_sin, out, dim)
+    for index in range(kv_heads):
+        head = floats(a.qkv + token * row_bytes + (heads + kv_heads + index) * head_bytes, dim)
+        value = floats(values + 4 * (slot + index * a.head_stride), dim)
+        for i in range(dim):
+            value[i] = head[i]
+
+
 @kernel(
     "qkv cos signed_sin q_norm k_norm keys values query page_ids offsets "
     "tokens heads kv_heads head_dim page_stride head_stride token_stride",
@@ -36,28 +50,9 @@ def _rotate(head, cos, signed_sin, out, dim):
 )
 def _rope_kv_write(arguments):
     a = fields(arguments)
-    heads, kv_heads, dim = a.heads, a.kv_heads, a.head_dim
-    row_bytes, head_bytes = 4 * (heads + 2 * kv_heads) * dim, 4 * dim
-    page_ids, offsets = longs(a.page_ids, a.tokens), longs(a.offsets, a.tokens)
     first, last = share(a.tokens)
     for token in range(first, last):
-        cos, signed_sin = floats(a.cos + token * head_bytes, dim), floats(a.signed_sin + token * head_bytes, dim)
-        slot = page_ids[token] * a.page_stride + offsets[token] * a.token_stride
-        for index in range(heads + kv_heads):
-            head = floats(a.qkv + token * row_bytes + index * head_bytes, dim)
-            if index < heads:
-                out, norm = floats(a.query + (token * heads + index) * head_bytes, dim), a.q_norm
-            else:
-                out, norm = floats(a.keys + 4 * (slot + (index - heads) * a.head_stride), dim), a.k_norm
-            if norm:
-                _norm(head, floats(norm, dim), a.eps, out, dim)
-                head = out
-            _rotate(head, cos, signed_sin, out, dim)
-        for index in range(kv_heads):
-            head = floats(a.qkv + token * row_bytes + (heads + kv_heads + index) * head_bytes, dim)
-            value = floats(a.values + 4 * (slot + index * a.head_stride), dim)
-            for i in range(dim):
-                value[i] = head[i]
+        rope_and_write(a, token, a.q_norm, a.k_norm, a.keys, a.values)
 
 
 def launch_rope_kv_write(

@@ -7,6 +7,7 @@ parts that are rounded first; in float32 that changes the last digits only.
 
 import torch
 
+from ...kernels.attention.gather_plan import GatherPlan
 from ...kernels.attention.paged_attention import paged_attention
 from ...kernels.attention.rope_kv_write import rope_kv_write
 from ...kernels.linear.linear import linear
@@ -18,6 +19,7 @@ from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.vocabulary import Vocabulary
 from .dense_parameters import DecoderParameters
+from .layer_stack import make_layer_stack
 
 
 class Decoder:
@@ -44,6 +46,7 @@ class Decoder:
             self._local_rotary = Rotary(self.config, parameters.device, parameters.dtype, local)
         self._windowed = [self.config.window_of(layer) is not None for layer in parameters.layer_range]
         self._scale = (self.config.query_scalar or self.config.head_dim) ** -0.5
+        self._stack = None if parallel.shard.tp_size > 1 else make_layer_stack(parameters, self._kv_dtype, self._scale)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -97,6 +100,10 @@ class Decoder:
         angles = local_angles = self._rotary.cos_sin(batch.positions)
         if self._local_rotary is not None:
             local_angles = self._local_rotary.cos_sin(batch.positions)
+        if self._stack is not None and self._stack.computes(batch.attention):
+            assert isinstance(batch.attention, GatherPlan)
+            pages = [pool.layer(index) for index in range(len(layers))]
+            return self._stack.run(hidden, angles, pages, batch.page_ids, batch.offsets, batch.attention)
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             qkv = linear(normed, layer.qkv, layer.qkv_bias)

@@ -99,7 +99,11 @@ class WeightMemory:
         """
         types = [(rows, self._gguf.get(name)) for name, rows in parts]
         kept = [(rows, found) for rows, found in types if found and fits_blocks(found, columns, first_column)]
-        return GgufBlocks.allocate(kept, columns, device=self.device) if len(kept) == len(parts) else None
+        if len(kept) < len(parts):
+            return None
+        # a rank of several may have padding rows, where groups of interleaved rows would not begin with a tensor
+        alone = self.shard.tp_size == 1
+        return GgufBlocks.allocate(kept, columns, device=self.device, interleave=alone)
 
     def in_fp8(self, names: Collection[str]) -> bool:
         """Whether all of these tensors are to be kept in fp8."""

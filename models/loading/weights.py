@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from ...configs.errors import StartupError
 from ...configs.progress import ProgressLog
 from ...kernels.gguf.blocks import block_size
+from ...kernels.gguf.interleaved import interleave
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
 from ..decoders.slots import Slot
@@ -141,7 +142,7 @@ class GgufCheckpoint:
             slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
 
     def _copy_blocks(self, tensor: GgufTensor, slot: Slot, head_dim: int | None) -> None:
-        """The rows of permuted heads are put in order (`head_dim`); their blocks are not touched."""
+        """The rows of permuted heads are put in order (`head_dim`); their blocks stay as they are."""
         (first_row, first_column), (rows, row_bytes) = slot.start, slot.target.shape
         elements, size_bytes = block_size(tensor.type_name)
         first_byte = first_column // elements * size_bytes
@@ -150,9 +151,11 @@ class GgufCheckpoint:
         target = slot.target.numpy()
         if head_dim is None:
             target[:] = wanted
-            return
-        pairs = wanted.reshape(-1, head_dim // 2, 2, row_bytes)
-        target.reshape(-1, 2, head_dim // 2, row_bytes)[:] = pairs.transpose(0, 2, 1, 3)
+        else:
+            pairs = wanted.reshape(-1, head_dim // 2, 2, row_bytes)
+            target.reshape(-1, 2, head_dim // 2, row_bytes)[:] = pairs.transpose(0, 2, 1, 3)
+        if slot.gguf is not None and slot.gguf.interleaved:
+            interleave(slot.target, tensor.type_name)
 
 
 _ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.models.decoders.dense import Decoder
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.runner import ModelRunner
@@ -52,7 +53,10 @@ def test_greedy_tokens_and_logits_equal_transformers(runner: ModelRunner, tokeni
     assert is_reference_greedy(reference, prompt_ids, greedy(runner, prompt_ids, 20))
     logits = runner.forward(runner.make_cache(4, 16), [SequenceSlice(prompt_ids, 0, range(4))])
     assert logits is not None
-    torch.testing.assert_close(logits[0], reference_logits(reference, prompt_ids)[-1], rtol=0, atol=3e-4)
+    expected = reference_logits(reference, prompt_ids)[-1]
+    stack = runner._decoder._stack if isinstance(runner._decoder, Decoder) else None
+    tolerance = 3e-4 if stack is None else 2e-4 * expected.abs().max().item()  # it rounds activations to 16 bits
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=tolerance)
 
 
 def test_embedded_model_answers_a_question_and_stops(runner: ModelRunner, tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from pdserve.kernels.backends import dispatch
 from pdserve.kernels.gguf.blocks import GgufBlocks
+from pdserve.kernels.gguf.interleaved import interleaves
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.decoders.slots import Slot
@@ -43,6 +44,12 @@ def write(
     return locate_model(str(folder / "model.gguf")), reference
 
 
+def assert_logits(logits: torch.Tensor, expected: torch.Tensor, kind: str) -> None:
+    """Interleaved blocks are multiplied by an x of 16 bits; with others only the order of sums differs."""
+    tolerance = 8e-5 * expected.abs().max().item() if interleaves(kind, rows=16) else 5e-5
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize(
     ("architecture", "fields"),
@@ -50,7 +57,9 @@ def write(
     ids=["llama-biases", "llama-tied", "qwen2", "qwen3"],
 )
 def test_logits_equal_transformers(architecture: str, fields: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """A prompt, computed with unpacked weights, and the step after it, computed from blocks."""
+    """A prompt, computed with unpacked weights, and the step after it, computed from blocks; with AVX-512 and for some
+    types in one call for all layers.
+    """
     source, reference = write(tmp_path, kind, architecture, **fields)
     runner = ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=True)
     cache, pages = runner.make_cache(8, 16), [3, 1, 0, 7]
@@ -58,7 +67,7 @@ def test_logits_equal_transformers(architecture: str, fields: dict[str, Any], ki
     for tokens, start in ((TOKENS[:-1], 0), (TOKENS[-1:], len(TOKENS) - 1)):
         logits = runner.forward(cache, [SequenceSlice(tokens, start, pages)])
         assert logits is not None
-        torch.testing.assert_close(logits[0], expected[start + len(tokens) - 1], rtol=0, atol=5e-5)
+        assert_logits(logits[0], expected[start + len(tokens) - 1], kind)
 
 
 def test_fused_matrices_may_have_several_types(tmp_path: Path) -> None:
@@ -73,7 +82,7 @@ def test_fused_matrices_may_have_several_types(tmp_path: Path) -> None:
     assert isinstance(layer.o, torch.Tensor)
     logits = runner.forward(runner.make_cache(8, 16), [SequenceSlice(TOKENS, 0, range(4))])
     assert logits is not None
-    torch.testing.assert_close(logits[0], reference_logits(reference, TOKENS)[-1], rtol=0, atol=5e-5)
+    assert_logits(logits[0], reference_logits(reference, TOKENS)[-1], "Q4_0")
 
 
 def test_weights_take_the_memory_that_they_take_in_the_file() -> None:

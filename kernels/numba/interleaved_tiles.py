@@ -1,0 +1,230 @@
+"""Reads interleaved GGUF blocks (../gguf/interleaved.py) in LLVM instructions: to unpack them, or to multiply them by
+rows of x whose elements are 16-bit integers with a scale per 32 of them.
+
+    sum of a tile  =  scale * x_scale * sum(integer * x_integer)  +  offset * x_sum
+
+The inner sum is exact: 32 products of 16 and at most 8 bits. Its instruction, vpdpwssd (without VNNI pmaddwd and an
+addition), multiplies twice as many elements as one for float32, and a shift and a mask make its operands of weights.
+
+A packed row of x has, for each 32 elements, x_scale and x_sum (float32) and then the integers, 72 bytes.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features, initialize_native_asmparser
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ..gguf.blocks import block_size
+from ..gguf.interleaved import GROUP_ROWS, HALVES, TILE_COLUMNS
+from .dot_tile import prefetch, row_addresses
+from .gguf_blocks import cases
+
+PACKED_BYTES = 8 + 2 * TILE_COLUMNS
+"""Of 32 elements of x."""
+LARGEST = 32767
+
+_HAS_VNNI = bool(get_host_cpu_features().get("avx512vnni"))
+if _HAS_VNNI:
+    initialize_native_asmparser()  # for `_add_products`; Numba needs none
+_LONG, _INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_INT, GROUP_ROWS), ir.VectorType(_FLOAT, GROUP_ROWS)
+_HALVES = ir.VectorType(ir.HalfType(), GROUP_ROWS)
+_PAIRS = ir.VectorType(_SHORT, 2 * GROUP_ROWS)
+_FUSED = ("contract",)
+_REGISTER_BYTES, _CACHE_LINE = 64, 64
+_AHEAD_BYTES = 2048
+"""How far ahead of the multiplication weights are fetched into the cache."""
+
+
+def make_multiply(x_rows: int) -> Any:
+    """The function for `x_rows` rows of x at a time."""
+
+    @intrinsic
+    def multiply(_context, number, source, tiles, x, x_bytes, rows, target):
+        """In a kernel: products of the group of rows at `source`, of `tiles` tiles of the ggml type `number`, with
+        packed rows of x, `x_bytes` apart; stores `x_rows` times 16 floats to `target`. If there are fewer `rows`,
+        results of the last one are repeated.
+        """
+
+        def generate(_context, builder, _signature, arguments):
+            number, source, tiles, x, x_bytes, rows, target = arguments
+            xs = row_addresses(builder, x, rows, x_bytes, x_rows)
+            with cases(builder, number, HALVES) as (before, done, types_):
+                for name in types_:
+                    at, x_at, left = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
+                    sums = [builder.phi(_FLOATS) for _ in xs]
+                    body = builder.block
+                    added = _add_tile(builder, name, at, [builder.add(each, x_at) for each in xs], sums)
+                    remaining = builder.sub(left, _LONG(1))
+                    for phi, first, last in (
+                        (at, source, builder.add(at, _LONG(_tile_bytes(name)))),
+                        (x_at, _LONG(0), builder.add(x_at, _LONG(PACKED_BYTES))),
+                        (left, tiles, remaining),
+                        *((phi, _filled(_FLOATS, 0.0), last) for phi, last in zip(sums, added, strict=True)),
+                    ):
+                        phi.add_incoming(first, before)
+                        phi.add_incoming(last, body)
+                    after = builder.append_basic_block()
+                    builder.cbranch(builder.icmp_signed(">", remaining, _LONG(0)), body, after)
+                    builder.position_at_end(after)
+                    for row, lanes in enumerate(added):
+                        _store(builder, lanes, target, row * _REGISTER_BYTES)
+                    builder.branch(done)
+
+        return types.void(number, source, tiles, x, x_bytes, rows, target), generate
+
+    return multiply
+
+
+@intrinsic
+def unpack_group(_context, number, source, tiles, target, column_bytes):
+    """In a kernel: unpack the group of rows at `source` into columns of 16 floats, `column_bytes` apart."""
+
+    def generate(_context, builder, _signature, arguments):
+        number, source, tiles, target, column_bytes = arguments
+        with cases(builder, number, HALVES) as (before, done, types_):
+            for name in types_:
+                at, out, left = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
+                body = builder.block
+                scale, offset = _scales(builder, name, at)
+                column = out
+                for pairs in _pairs(builder, name, at):
+                    words, high = builder.bitcast(pairs, _INTS), _filled(_INTS, 16)
+                    for integers in (builder.ashr(builder.shl(words, high), high), builder.ashr(words, high)):
+                        weights = builder.fmul(builder.sitofp(integers, _FLOATS), scale, flags=_FUSED)
+                        if offset is not None:
+                            weights = builder.fadd(weights, offset, flags=_FUSED)
+                        _store(builder, weights, column, 0)
+                        column = builder.add(column, column_bytes)
+                remaining = builder.sub(left, _LONG(1))
+                for phi, first, last in (
+                    (at, source, builder.add(at, _LONG(_tile_bytes(name)))),
+                    (out, target, column),
+                    (left, tiles, remaining),
+                ):
+                    phi.add_incoming(first, before)
+                    phi.add_incoming(last, body)
+                builder.cbranch(builder.icmp_signed(">", remaining, _LONG(0)), body, done)
+
+    return types.void(number, source, tiles, target, column_bytes), generate
+
+
+@intrinsic
+def pack_row(_context, source, tiles, target):
+    """In a kernel: pack the floats at `source`, 32 for each of `tiles`, to `target`. NaN becomes a NaN scale."""
+
+    def generate(_context, builder, _signature, arguments):
+        source, tiles, target = arguments
+        with cgutils.for_range(builder, tiles) as loop:
+            at = builder.add(source, builder.mul(loop.index, _LONG(4 * TILE_COLUMNS)))
+            out = builder.add(target, builder.mul(loop.index, _LONG(PACKED_BYTES)))
+            parts = [_load(builder, _FLOATS, at, first * _REGISTER_BYTES) for first in range(2)]
+            # magnitudes of floats are ordered like their bits, and NaN is the largest
+            bits = [builder.and_(builder.bitcast(part, _INTS), _filled(_INTS, 0x7FFFFFFF)) for part in parts]
+            larger = builder.select(builder.icmp_unsigned(">", bits[0], bits[1]), bits[0], bits[1])
+            largest = builder.bitcast(_call(builder, "llvm.vector.reduce.umax.v16i32", _INT, larger), _FLOAT)
+            scale = builder.fdiv(largest, _FLOAT(LARGEST))
+            some = builder.fcmp_unordered("!=", largest, _FLOAT(0.0))
+            factor = builder.select(some, builder.fdiv(_FLOAT(LARGEST), largest), _FLOAT(0.0))
+            total: Any = _filled(_INTS, 0)
+            for first, part in enumerate(parts):
+                scaled = builder.fmul(part, _spread(builder, factor))
+                integers = builder.fptosi(_call(builder, "llvm.rint.v16f32", _FLOATS, scaled), _INTS)
+                short = builder.trunc(integers, ir.VectorType(_SHORT, GROUP_ROWS))
+                _store(builder, short, out, 8 + first * _REGISTER_BYTES // 2)
+                total = builder.add(total, integers)
+            summed = builder.sitofp(_call(builder, "llvm.vector.reduce.add.v16i32", _INT, total), _FLOAT)
+            _store(builder, scale, out, 0)
+            _store(builder, builder.fmul(scale, summed), out, 4)
+
+    return types.void(source, tiles, target), generate
+
+
+def _add_tile(
+    builder: ir.IRBuilder, name: str, address: ir.Value, xs: list[ir.Value], sums: list[ir.Value]
+) -> list[ir.Value]:
+    """The sums plus the products of a tile with 32 columns of x, packed at addresses `xs`."""
+    for line in range(0, _tile_bytes(name), _CACHE_LINE):
+        prefetch(builder, builder.add(address, _LONG(_AHEAD_BYTES + line)))
+    # for a single row, two sums: an addition takes longer than the processor needs to start the next one
+    chains = 2 if len(xs) == 1 else 1
+    integers: list[list[Any]] = [[_filled(_INTS, 0)] * chains for _ in xs]
+    for number, pairs in enumerate(_pairs(builder, name, address)):
+        for x, running in zip(xs, integers, strict=True):
+            factor = _spread(builder, _load(builder, _INT, x, 8 + 4 * number))
+            running[number % chains] = _add_products(builder, running[number % chains], pairs, factor)
+    scale, offset = _scales(builder, name, address)
+    results = []
+    for total, x, parts in zip(sums, xs, integers, strict=True):
+        products = builder.sitofp(parts[0] if chains == 1 else builder.add(*parts), _FLOATS)
+        both = builder.fmul(scale, _spread(builder, _load(builder, _FLOAT, x, 0)))
+        total = builder.fadd(total, builder.fmul(products, both, flags=_FUSED), flags=_FUSED)
+        if offset is not None:
+            x_sum = _spread(builder, _load(builder, _FLOAT, x, 4))
+            total = builder.fadd(total, builder.fmul(offset, x_sum, flags=_FUSED), flags=_FUSED)
+        results.append(total)
+    return results
+
+
+def _add_products(builder: ir.IRBuilder, total: ir.Value, pairs: ir.Value, factors: ir.Value) -> ir.Value:
+    """`total` plus both products of each pair."""
+    if _HAS_VNNI:  # as assembly, because LLVM splits its own function for it into pmaddwd and an addition
+        kind = ir.FunctionType(_INTS, (_INTS, _PAIRS, _INTS))
+        return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", (total, pairs, factors), side_effect=False)
+    products = _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, pairs, builder.bitcast(factors, _PAIRS))
+    return builder.add(total, products)
+
+
+def _scales(builder: ir.IRBuilder, name: str, address: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Scales of a tile and, if its type has them, offsets, of 16 rows."""
+    halves = [builder.fpext(_load(builder, _HALVES, address, 32 * at), _FLOATS) for at in range(HALVES[name])]
+    if name == "Q4_0":
+        return halves[0], builder.fmul(halves[0], _filled(_FLOATS, -8.0))
+    return halves[0], (halves[1] if len(halves) > 1 else None)
+
+
+def _pairs(builder: ir.IRBuilder, name: str, address: ir.Value) -> Iterator[ir.Value]:
+    """Integers of columns 0 and 1, 2 and 3, ... of a tile: 16 bits each, a pair for each of 16 rows."""
+    for at in range(32 * HALVES[name], _tile_bytes(name), _REGISTER_BYTES):
+        words = _load(builder, _PAIRS, address, at)
+        if name == "Q8_0":
+            eight = _filled(_PAIRS, 8)
+            yield builder.ashr(builder.shl(words, eight), eight)
+            yield builder.ashr(words, eight)
+        else:
+            for shift in (0, 4, 8, 12):
+                yield builder.and_(builder.lshr(words, _filled(_PAIRS, shift)), _filled(_PAIRS, 15))
+
+
+def _tile_bytes(name: str) -> int:
+    return GROUP_ROWS * block_size(name)[1]
+
+
+def _filled(item: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(item, [value] * item.count)
+
+
+def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A register filled with a value."""
+    item = ir.VectorType(value.type, GROUP_ROWS)
+    one = builder.insert_element(ir.Constant(item, ir.Undefined), value, _INT(0))
+    return builder.shuffle_vector(one, one, _filled(_INTS, 0))
+
+
+def _load(builder: ir.IRBuilder, item: ir.Type, address: ir.Value, offset: int) -> ir.Value:
+    return builder.load(builder.inttoptr(builder.add(address, _LONG(offset)), item.as_pointer()), align=1)
+
+
+def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, offset: int) -> None:
+    pointer = builder.inttoptr(builder.add(address, _LONG(offset)), value.type.as_pointer())
+    builder.store(value, pointer, align=1)
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(result, [each.type for each in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)

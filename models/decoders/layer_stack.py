@@ -1,0 +1,37 @@
+"""Decides whether the layers of a decoder can be computed in one call (kernels/layer_stack/)."""
+
+import torch
+
+from ...kernels.gguf.blocks import GgufBlocks
+from ...kernels.layer_stack.layer_stack import Layer, LayerStack, Linear
+from ...kernels.linear.block_format import Weight
+from ..layers.moe import MlpParameters
+from .dense_parameters import DecoderParameters, LayerParameters
+
+
+def make_layer_stack(parameters: DecoderParameters, kv_dtype: torch.dtype, scale: float) -> LayerStack | None:
+    """The layers for decode steps on the CPU, if their weights are interleaved GGUF blocks; None if one of them is not,
+    and for architectures with windows, sinks, mixtures or norms of results. Attention scores are multiplied by `scale`.
+    """
+    config = parameters.config
+    if config.window is not None or config.sinks or config.post_norms or kv_dtype != torch.float32:
+        return None
+    layers = [layer for each in parameters.layers if (layer := _layer(each)) is not None]
+    if len(layers) < len(parameters.layers) or not LayerStack.fits(layers):
+        return None
+    return LayerStack(layers, eps=config.norm_eps, scale=scale, gelu=config.gelu)
+
+
+def _layer(layer: LayerParameters) -> Layer | None:
+    mlp = layer.mlp
+    if not isinstance(mlp, MlpParameters):
+        return None
+    qkv, o = _linear(layer.qkv, layer.qkv_bias), _linear(layer.o, layer.o_bias)
+    gate_up, down = _linear(mlp.gate_up, mlp.gate_up_bias), _linear(mlp.down, mlp.down_bias)
+    if qkv is None or o is None or gate_up is None or down is None:
+        return None
+    return Layer(layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, qkv, o, gate_up, down)
+
+
+def _linear(weight: Weight, bias: torch.Tensor | None) -> Linear | None:
+    return Linear(weight, bias) if isinstance(weight, GgufBlocks) else None

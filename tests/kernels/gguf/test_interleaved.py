@@ -1,0 +1,104 @@
+"""Interleaved GGUF blocks: their bits against the file's, products against float64 of the rounded x."""
+
+import pytest
+import torch
+
+from pdserve.kernels.backends.dispatch import has_avx512
+from pdserve.kernels.gguf import gguf_linear as module
+from pdserve.kernels.gguf.blocks import GgufBlocks, GgufRows
+from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_linear, gguf_rows, round_x
+from pdserve.kernels.gguf.interleaved import interleave, plain_rows
+from pdserve.kernels.linear.linear import gated_linear, linear
+from tests.kernels.numba_kernels import needs_numba
+from tests.kernels.poison import poisoned
+from tests.kernels.random_blocks import random_rows
+
+needs_avx512 = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
+TOLERANCE = 2e-6
+
+
+def both(rows: int, columns: int, type_name: str, seed: int = 0) -> tuple[GgufBlocks, torch.Tensor]:
+    """An interleaved matrix, and its weights."""
+    stored = random_rows(rows, columns, type_name, seed)
+    blocks = stored.blocks.clone()
+    interleave(blocks, type_name)
+    return GgufBlocks((GgufRows(blocks, type_name, interleaved=True),), columns), stored.expanded()
+
+
+@types
+def test_rows_are_those_of_the_file(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More groups than are rearranged at a time."""
+    monkeypatch.setattr("pdserve.kernels.gguf.interleaved._CHUNK_GROUPS", 2)
+    stored = random_rows(80, 96, type_name)
+    blocks = stored.blocks.clone()
+    interleave(blocks, type_name)
+    assert not blocks.equal(stored.blocks)
+    indices = torch.tensor([79, 0, 17, 17, 40])
+    assert plain_rows(blocks, type_name, indices).equal(stored.blocks[indices])
+    matrix = GgufBlocks((GgufRows(blocks, type_name, interleaved=True),), 96)
+    assert matrix.expanded().equal(stored.expanded())
+    assert gguf_rows(matrix, indices).equal(stored.expanded()[indices])
+    assert matrix[16:48].expanded().equal(stored.expanded()[16:48])
+
+
+@needs_numba
+@needs_avx512
+@types
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 16, FEW_ROWS])
+def test_products_of_few_rows_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
+    matrix, weights = both(112, 576, type_name, seed=rows)
+    x, bias = torch.randn(rows, 576) / 24, torch.randn(112)
+    x[0, :32] = 0
+    expected = round_x(x).double() @ weights.double().T
+    with poisoned("numba"):
+        plain, shifted = linear(x, matrix, impl="numba"), linear(x, matrix, bias, impl="numba")
+    torch.testing.assert_close(plain.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(shifted.double(), expected + bias, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@needs_numba
+@needs_avx512
+@types
+@pytest.mark.parametrize("rows", [1, 6])
+def test_gated_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
+    matrix, weights = both(96, 512, type_name)
+    x, bias = torch.randn(rows, 512) / 512**0.5, torch.randn(96)
+    gate, up = (round_x(x).double() @ weights.double().T + bias).chunk(2, dim=1)
+    with poisoned("numba"):
+        silu = gated_linear(x, matrix, bias, impl="numba")
+        gelu = gated_linear(x, matrix, bias, gelu=True, impl="numba")
+    torch.testing.assert_close(silu.double(), gate * gate.sigmoid() * up, rtol=1e-5, atol=1e-5)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(gelu.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_numba
+@needs_avx512
+@types
+def test_many_rows_are_multiplied_without_rounding(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several parts, the last one smaller."""
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 4 * 256 * 20)
+    matrix, weights = both(80, 256, type_name)
+    x, bias = torch.randn(FEW_ROWS + 8, 256) / 16, torch.randn(80)
+    with poisoned("numba"):
+        found = gguf_linear(x, matrix, bias, impl="numba")
+    torch.testing.assert_close(found.double(), x.double() @ weights.double().T + bias, rtol=2e-6, atol=2e-6)
+
+
+def test_x_is_rounded_to_sixteen_bits() -> None:
+    x = torch.randn(3, 64) * torch.tensor([1e-20, 1.0, 1e20]).unsqueeze(1)
+    error = (round_x(x) - x).abs().view(3, 2, 32)
+    assert (error <= x.view(3, 2, 32).abs().amax(-1, keepdim=True) * 0.51 / 32767).all()
+    assert round_x(torch.zeros(1, 32)).equal(torch.zeros(1, 32))
+
+
+@needs_numba
+@needs_avx512
+def test_nan_reaches_the_result() -> None:
+    matrix, _ = both(16, 64, "Q4_1")
+    x = torch.randn(2, 64)
+    x[1, 40] = torch.nan
+    found = linear(x, matrix, impl="numba")
+    assert found[0].isfinite().all()
+    assert found[1].isnan().all()

@@ -19,7 +19,8 @@ from ..backends.overlap_triton import overlap_options, start_next, wait_for_prev
 from .attention_plan import PIECE_TOKENS, WorkPlan
 from .page_rows_triton import add_sinks, load_page_rows
 
-_COMBINED_AT_ONCE = 64
+_COMBINED_ELEMENTS = 8192
+"""Of partial results that are combined at a time: as many as registers hold."""
 
 
 @triton.jit(do_not_specialize=["pieces_stride"])
@@ -218,7 +219,7 @@ def launch_decode(
         out,
         D=head_dim,
         BLOCK_D=block_d,
-        BLOCK=_COMBINED_AT_ONCE,
+        BLOCK=min(64, _COMBINED_ELEMENTS // block_d),
         SINKS=sinks is not None,
         num_warps=2,
         **overlap_options(query.device),

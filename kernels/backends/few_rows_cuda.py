@@ -1,5 +1,6 @@
 """Launcher of the kernels for linear layers with few rows of x: csrc/linear/few_rows.cuh."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,12 @@ MOST_ROWS = 32
 
 LEAST_STAGES = 2
 """Of a ring: one is filled while another is read."""
+
+
+@functools.cache
+def can_run(device: torch.device) -> bool:
+    """Whether a GPU has the instructions of these kernels: compute capability 8.0 and later."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @dataclass(frozen=True)

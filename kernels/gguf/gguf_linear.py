@@ -21,7 +21,7 @@ from torch.nn.functional import linear as torch_linear
 from ...configs.arithmetic import round_up
 from ..backends.dispatch import Impl, launcher, use_numba
 from .blocks import GgufBlocks, GgufRows
-from .interleaved import GROUP_ROWS, TILE_COLUMNS, plain_rows
+from .interleaved import GROUP_ROWS, SMALLEST, TILE_COLUMNS, plain_rows
 
 FEW_ROWS = 32
 """Up to this many rows of x the Numba kernel is faster: at 32 it takes three quarters of the time."""
@@ -37,7 +37,8 @@ def round_x(x: torch.Tensor) -> torch.Tensor:
     """The x that interleaved blocks are multiplied with, if it has few rows."""
     parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
     largest = parts.abs().amax(-1, keepdim=True)
-    factor = torch.where(largest == 0, 0, torch.tensor(32767.0) / largest)  # `32767 / x` is rounded twice
+    # `32767 / x` would be rounded twice; below SMALLEST it would be infinite
+    factor = torch.where(largest < SMALLEST, 0, torch.tensor(32767.0) / largest)
     return ((parts * factor).round() * (largest / 32767)).flatten(-2)
 
 
@@ -81,9 +82,11 @@ def gguf_rows(weight: GgufBlocks, indices: torch.Tensor, *, impl: Impl = "auto")
     else:
         blocks = part.blocks.index_select(0, indices)
     wanted = GgufRows(blocks, part.type_name)
-    if not use_numba(impl) or not len(indices):
-        return wanted.expanded()
     out = torch.empty(len(indices), weight.columns)
+    if not len(indices):
+        return out
+    if not use_numba(impl):
+        return wanted.expanded()
     launcher("numba.gguf_linear", "launch_unpack")(wanted, out)
     return out
 

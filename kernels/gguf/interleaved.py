@@ -19,6 +19,8 @@ TILE_COLUMNS = 32
 
 HALVES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}
 """Float16 values at the beginning of a block of the types that can be interleaved; the integers follow."""
+SMALLEST = 1e-34
+"""Of 32 elements of x: if all are smaller, they count as 0."""
 _CHUNK_GROUPS = 64
 """Groups that are rearranged at a time, to limit temporary memory."""
 

@@ -38,6 +38,8 @@ def launch_int4_linear_cuda(
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:
-    """Whether the kernel can multiply them. It copies 8 scales at a time, so they must begin at 16 bytes."""
-    aligned = weight.scales.stride(0) % 8 == 0 and weight.scales.data_ptr() % 16 == 0
-    return x.is_cuda and x.itemsize == 2 and len(weight) % 16 == 0 and aligned
+    """Whether the kernel can multiply them. It copies 16 bytes at a time: 8 scales, for example."""
+    if not x.is_cuda or x.itemsize != 2 or len(weight) % 16 or weight.zeros is None:
+        return False
+    tensors = (x, weight.packed, weight.scales, weight.zeros)
+    return weight.scales.stride(0) % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

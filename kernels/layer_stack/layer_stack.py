@@ -67,13 +67,13 @@ def _address(tensor: torch.Tensor | None) -> int:
 class LayerStack:
     """The layers of a decoder; holds their weights."""
 
-    def __init__(self, layers: Sequence[Layer], *, eps: float, scale: float, gelu: bool) -> None:
+    def __init__(self, layers: Sequence[Layer], *, eps: float, scale: float) -> None:
         """`scale` is that of attention scores."""
         self._layers = layers  # the table below has addresses in them
         self.table = torch.tensor([layer.fields() for layer in layers])
         self.hidden_size, self.mlp_size = layers[0].down.weight.shape
         self.query_size = layers[0].o.weight.columns  # all heads
-        self.eps, self.scale, self.gelu = eps, scale, gelu
+        self.eps, self.scale = eps, scale
 
     @staticmethod
     def fits(layers: Sequence[Layer]) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
-from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, launch_few_rows
+from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, can_run, launch_few_rows
 from ..gguf.blocks import GgufBlocks
 from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
 from ..int4.group_format import GroupScaled
@@ -115,7 +115,7 @@ def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _cuda_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether csrc/linear/plain_linear.cu takes less time than Triton."""
-    if not x.is_cuda or x.dtype.itemsize != 2 or x.shape[0] > ROW_TILE:
+    if not x.is_cuda or x.dtype.itemsize != 2 or x.shape[0] > ROW_TILE or not can_run(x.device):
         return False
     aligned = weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     return aligned and x.shape[1] % _CUDA_COLUMNS == 0 and weight.nbytes <= _CUDA_BYTES

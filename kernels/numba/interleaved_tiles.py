@@ -20,7 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..gguf.blocks import block_size
-from ..gguf.interleaved import GROUP_ROWS, HALVES, TILE_COLUMNS
+from ..gguf.interleaved import GROUP_ROWS, HALVES, SMALLEST, TILE_COLUMNS
 from .dot_tile import prefetch, row_addresses
 from .gguf_blocks import cases
 
@@ -129,12 +129,13 @@ def pack_row(_context, source, tiles, target):
             larger = builder.select(builder.icmp_unsigned(">", bits[0], bits[1]), bits[0], bits[1])
             largest = builder.bitcast(_call(builder, "llvm.vector.reduce.umax.v16i32", _INT, larger), _FLOAT)
             scale = builder.fdiv(largest, _FLOAT(LARGEST))
-            some = builder.fcmp_unordered("!=", largest, _FLOAT(0.0))
+            some = builder.fcmp_unordered(">=", largest, _FLOAT(SMALLEST))
             factor = builder.select(some, builder.fdiv(_FLOAT(LARGEST), largest), _FLOAT(0.0))
             total: Any = _filled(_INTS, 0)
             for first, part in enumerate(parts):
                 scaled = builder.fmul(part, _spread(builder, factor))
-                integers = builder.fptosi(_call(builder, "llvm.rint.v16f32", _FLOATS, scaled), _INTS)
+                whole = _call(builder, "llvm.rint.v16f32", _FLOATS, scaled)
+                integers = _call(builder, "llvm.fptosi.sat.v16i32.v16f32", _INTS, whole)  # 0 for NaN
                 short = builder.trunc(integers, ir.VectorType(_SHORT, GROUP_ROWS))
                 _store(builder, short, out, 8 + first * _REGISTER_BYTES // 2)
                 total = builder.add(total, integers)

@@ -41,7 +41,7 @@ def _linear(a, matrix, in_size, out_size, own, out, add, gated):
     blocks, number, row_bytes, bias = matrix[0], matrix[1], matrix[2], matrix[3]
     packed = own + a.packed_at
     linear_share(
-        number, blocks, row_bytes, in_size, out_size, packed, a.tokens, own, bias, out, out_size, add, gated, a.gelu
+        number, blocks, row_bytes, in_size, out_size, packed, a.tokens, own, bias, out, out_size, add, gated, False
     )
     wait_for_team()
 
@@ -50,7 +50,7 @@ def _linear(a, matrix, in_size, out_size, own, out, add, gated):
     "hidden qkv query out gated layers cos signed_sin keys values layer_bytes page_ids offsets sinks rows firsts "
     "kv_lens page_starts pages scores bests totals sums own own_bytes packed_at normed_at "
     "layer_count tokens batch hidden_size mlp_size heads kv_heads head_dim page_size page_stride head_stride "
-    "token_stride most_keys parts gelu",
+    "token_stride most_keys parts",
     "scale eps",
 )
 def _layer_stack(arguments):
@@ -139,7 +139,6 @@ def launch_layers(
         token_stride,
         most_keys,
         threads,
-        stack.gelu,
         stack.scale,
         stack.eps,
         threads=threads,

@@ -11,15 +11,15 @@ from .dense_parameters import DecoderParameters, LayerParameters
 
 def make_layer_stack(parameters: DecoderParameters, kv_dtype: torch.dtype, scale: float) -> LayerStack | None:
     """The layers for decode steps on the CPU, if their weights are interleaved GGUF blocks; None if one of them is not,
-    and for architectures with windows, sinks, mixtures or norms of results. Attention scores are multiplied by `scale`.
+    and for architectures with windows, sinks, mixtures, GELU or norms of results. `scale` is that of attention scores.
     """
     config = parameters.config
-    if config.window is not None or config.sinks or config.post_norms or kv_dtype != torch.float32:
+    if config.window is not None or config.sinks or config.gelu or config.post_norms or kv_dtype != torch.float32:
         return None
     layers = [layer for each in parameters.layers if (layer := _layer(each)) is not None]
     if len(layers) < len(parameters.layers) or not LayerStack.fits(layers):
         return None
-    return LayerStack(layers, eps=config.norm_eps, scale=scale, gelu=config.gelu)
+    return LayerStack(layers, eps=config.norm_eps, scale=scale)
 
 
 def _layer(layer: LayerParameters) -> Layer | None:

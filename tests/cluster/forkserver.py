@@ -71,6 +71,8 @@ HOOKS_VARIABLE, ROLE_VARIABLE = "PDSERVE_TEST_HOOKS", "PDSERVE_TEST_ROLE"
 """In the environment of a server that `tests/faults` pauses: the path of the test's socket, and the server's role."""
 FIRST_SCRIPT = "PDSERVE_TEST_FIRST_SCRIPT"
 """Environment variable: a Python file to execute first. Leaders and ranks are forked afterwards."""
+_START_S = 120.0
+"""How long a worker waits for the fork server, whose imports take seconds of CPU time."""
 MAX_REQUEST_BYTES = 1 << 20
 _STATUS = struct.Struct("i")
 
@@ -138,17 +140,7 @@ class ForkServer:
         self._lock = threading.Lock()
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         path = Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
-        with _new_socket() as listener:
-            try:
-                listener.bind(str(path))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                listener.listen()
-                _start_fork_server(listener, python_path)
-        self._socket = _connect(path)
-        self.pid = int(self._socket.recv(16))
+        self._socket, self.pid = _connect(path, python_path)
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -194,14 +186,29 @@ def _start_fork_server(listener: socket.socket, python_path: str) -> None:
     started.returncode = 0  # nobody waits for it: it may outlive this worker
 
 
-def _connect(path: Path) -> socket.socket:
-    connection = _new_socket()
-    while True:
+def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
+    """A connection to the fork server that listens at `path`, which is started if there is none, and its PID."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        with _new_socket() as listener:
+            try:
+                listener.bind(str(path))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                listener.listen()
+                _start_fork_server(listener, python_path)
+        connection = _new_socket()
         try:
             connection.connect(str(path))
-            return connection
-        except ConnectionRefusedError:  # another worker has bound the socket, but does not listen yet
-            time.sleep(0.01)
+            if pid := connection.recv(16):
+                return connection, int(pid)
+        except (ConnectionRefusedError, ConnectionResetError, FileNotFoundError):
+            pass  # it does not listen yet, or has just ended with its last worker
+        connection.close()
+        time.sleep(0.01)
+    raise TimeoutError(f"no fork server has answered at {path} for {_START_S:.0f} s")
 
 
 def _spin_count() -> str:
@@ -274,7 +281,7 @@ def serve(listener: socket.socket) -> None:
         for descriptor, _ in poller.poll():
             if descriptor == listener.fileno():
                 worker, _ = listener.accept()
-                worker.send(str(os.getpid()).encode())
+                _send(worker, str(os.getpid()).encode())
                 workers[worker.fileno()] = worker
                 poller.register(worker, select.POLLIN)
             elif descriptor in running:
@@ -282,10 +289,12 @@ def serve(listener: socket.socket) -> None:
                 os.close(descriptor)
                 _, pid, report = running.pop(descriptor)
                 _, status = os.waitpid(pid, 0)
-                with report, contextlib.suppress(BrokenPipeError):  # the test did not wait for it
-                    report.send(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                with report:
+                    _send(report, _STATUS.pack(os.waitstatus_to_exitcode(status)))
             else:
-                request, received, *_ = socket.recv_fds(workers[descriptor], MAX_REQUEST_BYTES, 4)
+                request = b""
+                with contextlib.suppress(ConnectionResetError):  # it ended before it had read its answer
+                    request, received, *_ = socket.recv_fds(workers[descriptor], MAX_REQUEST_BYTES, 4)
                 if not request:
                     poller.unregister(descriptor)
                     workers.pop(descriptor).close()
@@ -312,10 +321,15 @@ def serve(listener: socket.socket) -> None:
                     _become(json.loads(request), files)
                 for file in files:
                     os.close(file)
-                report.send(_STATUS.pack(pid))
+                _send(report, _STATUS.pack(pid))
                 ended = os.pidfd_open(pid)
                 poller.register(ended, select.POLLIN)
                 running[ended] = descriptor, pid, report
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+        connection.send(message)
 
 
 def _become(request: dict[str, Any], files: list[int]) -> NoReturn:
@@ -400,13 +414,14 @@ def _main() -> int:
         finalizer.atexit = False  # torch would take its operators apart at the end of every process
     keep_for_good()  # otherwise every leader and rank would collect garbage among all modules
     listener = socket.socket(fileno=os.dup(0))
+    path, main = Path(listener.getsockname()), None
     try:
         serve(listener)
     except _RunInChild as forked:
-        main: Main | None = forked.main
-    else:
-        Path(listener.getsockname()).unlink()
-        main = None
+        main = forked.main
+    finally:
+        if main is None:
+            path.unlink()
     while main is not None:  # a leader forks its ranks while it runs
         try:
             _end(main())

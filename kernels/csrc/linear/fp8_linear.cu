@@ -17,7 +17,8 @@ __device__ __forceinline__ unsigned two_weights(unsigned values) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(bytes));
 #else
     // Each byte becomes the upper one of a half. Exponent and mantissa then move to their places in a bfloat16, where
-    // the number is too small by 2^120: the exponents count from other numbers.
+    // the number is too small by 2^120: the exponents count from other numbers. NaN, which no checkpoint has, becomes
+    // 480.
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(values), "n"(FIRST ? 0x3424 : 0x1404));
     both = (both & 0x80008000u) | (both >> 4 & 0x07f007f0u);
     asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(both) : "r"(0x7b807b80u), "r"(0x80008000u));

@@ -95,6 +95,34 @@ def test_x_is_rounded_to_sixteen_bits() -> None:
 
 @needs_numba
 @needs_avx512
+@pytest.mark.parametrize("gated", [False, True])
+def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads multiply rows that each of them has packed some of."""
+    monkeypatch.setattr("pdserve.kernels.numba.openmp._THREAD_ELEMENTS", 1)
+    matrix, _ = both(96, 4096, "Q4_1")
+    x, compute = torch.randn(7, 4096), gated_linear if gated else linear
+    alone = compute(x, matrix, impl="numba")
+    torch.set_num_threads(3)
+    try:
+        together = [compute(x, matrix, impl="numba") for _ in range(20)]
+    finally:
+        torch.set_num_threads(1)
+    assert all(found.equal(alone) for found in together)
+
+
+@needs_numba
+@needs_avx512
+def test_tiny_x_counts_as_zero() -> None:
+    matrix, weights = both(16, 64, "Q4_1")
+    x = torch.randn(1, 64)
+    x[:, :32] *= 1e-36
+    expected = round_x(x).double() @ weights.double().T
+    assert expected.isfinite().all()
+    torch.testing.assert_close(linear(x, matrix, impl="numba").double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_numba
+@needs_avx512
 def test_nan_reaches_the_result() -> None:
     matrix, _ = both(16, 64, "Q4_1")
     x = torch.randn(2, 64)

@@ -47,6 +47,9 @@ def tolerance(place: Place, method: Method) -> dict[str, Any]:
         (33, 192, 256, 128),
         (FEW_ROWS, 64, 128, 8),
         (2, 130, 1096, None),
+        (3, 200, 512, 64),  # from here on, up to 8 rows of whole blocks
+        (8, 130, 1024, None),
+        (5, 72, 128, 8),
     ],
 )
 def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int, row_group: int | None) -> None:

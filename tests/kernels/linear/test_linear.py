@@ -25,6 +25,8 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
         (7, 38, 80),
         (1, 6, 15),
         (3, 100, 2200),  # programs divide the columns
+        (8, 100, 64),
+        (5, 38, 1024),
     ],
 )
 def test_both_equal_float64(

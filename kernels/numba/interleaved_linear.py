@@ -19,10 +19,12 @@ def packed_bytes(in_size: int) -> int:
     return in_size // TILE_COLUMNS * PACKED_BYTES
 
 
-@kernel_function
-def products_bytes(rows):
+def products_bytes(rows: int) -> int:
     """Memory for the products of a group with `rows` rows of x; a thread needs it twice, for gate and up."""
     return 4 * GROUP_ROWS * -(-rows // _MANY) * _MANY
+
+
+_products_bytes = kernel_function(products_bytes)
 
 
 @kernel_function
@@ -47,14 +49,14 @@ def linear_share(number, blocks, row_bytes, in_size, out_size, x, rows, own, bia
     thread for products. With `add`, results are added to `out`.
     """
     group_bytes = GROUP_ROWS * row_bytes
-    groups, ups_at = out_size // GROUP_ROWS, own + products_bytes(rows)
+    groups, ups_at = out_size // GROUP_ROWS, own + _products_bytes(rows)
     products, ups = floats(own, (rows, GROUP_ROWS)), floats(ups_at, (rows, GROUP_ROWS))
     biases = floats(bias, 2 * out_size)
     first, last = share(groups)
     for group in range(first, last):
-        _group_products(number, blocks + group * group_bytes, in_size, x, rows, own)
-        if gated:
-            _group_products(number, blocks + (groups + group) * group_bytes, in_size, x, rows, ups_at)
+        for half in range(2 if gated else 1):  # one call: every call compiles all types again
+            source, target = blocks + (half * groups + group) * group_bytes, ups_at if half else own
+            _group_products(number, source, in_size, x, rows, target)
         for row in range(rows):
             results = floats(out + 4 * (row * out_stride + group * GROUP_ROWS), GROUP_ROWS)
             for i in range(GROUP_ROWS):

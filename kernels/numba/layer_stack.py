@@ -61,20 +61,26 @@ def _layer_stack(arguments):
     for index in range(a.layer_count):
         layer = table[index]
         keys, values = a.keys + index * a.layer_bytes, a.values + index * a.layer_bytes
-        _pack_rows(a, a.hidden, a.hidden_size, layer[_INPUT_NORM], own)
-        _linear(a, layer[_QKV:], a.hidden_size, q_size + 2 * kv_size, own, a.qkv, False, False)
-        first, last = share(a.tokens)
-        for token in range(first, last):
-            rope_and_write(a, token, layer[_Q_NORM], layer[_K_NORM], keys, values)
-        wait_for_team()
-        attend_share(a, keys, values)
-        wait_for_team()
-        _pack_rows(a, a.out, q_size, 0, own)
-        _linear(a, layer[_O:], q_size, a.hidden_size, own, a.hidden, True, False)
-        _pack_rows(a, a.hidden, a.hidden_size, layer[_MLP_NORM], own)
-        _linear(a, layer[_GATE_UP:], a.hidden_size, a.mlp_size, own, a.gated, False, True)
-        _pack_rows(a, a.gated, a.mlp_size, 0, own)
-        _linear(a, layer[_DOWN:], a.mlp_size, a.hidden_size, own, a.hidden, True, False)
+        # all four matrices by one call of each function: every call is compiled for itself, which takes seconds
+        for matrix in range(_QKV, _FIELDS, 4):
+            x, in_size, norm, out, out_size = a.hidden, a.hidden_size, 0, a.hidden, a.hidden_size
+            if matrix == _QKV:
+                norm, out, out_size = layer[_INPUT_NORM], a.qkv, q_size + 2 * kv_size
+            elif matrix == _O:
+                x, in_size = a.out, q_size
+            elif matrix == _GATE_UP:
+                norm, out, out_size = layer[_MLP_NORM], a.gated, a.mlp_size
+            else:
+                x, in_size = a.gated, a.mlp_size
+            _pack_rows(a, x, in_size, norm, own)
+            _linear(a, layer[matrix:], in_size, out_size, own, out, out == a.hidden, matrix == _GATE_UP)
+            if matrix == _QKV:
+                first, last = share(a.tokens)
+                for token in range(first, last):
+                    rope_and_write(a, token, layer[_Q_NORM], layer[_K_NORM], keys, values)
+                wait_for_team()
+                attend_share(a, keys, values)
+                wait_for_team()
 
 
 def launch_layers(

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 NEW_TOKENS = 12
 LENGTHS = (1, 17, 49, 130, 300)
 SHARED_TOKENS, MORE_TOKENS = 200, 30
-"""Of a prompt that begins as the longest one."""
+"""Of the prompt that shares its first tokens with the longest one."""
 CHUNKS = {"float32": 48, "bfloat16": 160}
 """Tokens of a prompt in one step. Up to 64, products with fp8 weights have exact activations, which float32 needs; from
 129 on, every format uses its kernels for many tokens.
@@ -134,7 +134,7 @@ def start(servers: Cluster, model: Path, layout: Layout, dtype: Dtype) -> tuple[
 
 
 def draw_prompts(seed: int) -> list[list[int]]:
-    """Prompts of all lengths, and one that begins as the longest does."""
+    """A prompt of each length, and one that shares its first tokens with the longest."""
     draw = random.Random(seed)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     return [*prompts, prompts[-1][:SHARED_TOKENS] + draw.choices(range(VOCAB_SIZE), k=MORE_TOKENS)]

@@ -68,7 +68,7 @@ def launch_few_rows(
     outputs = tiles.outputs or (1 if weight_rows <= OUTPUT_TILE * processors else 2) * OUTPUT_TILE
     output_tiles = outputs // OUTPUT_TILE
     count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
-    warps, stages, shared_bytes = _fit(
+    warps, stages, shared_bytes = fit(
         form, tiles, count, steps, output_tiles, row_tiles, processors=processors, limit=limit
     )
     constants = (
@@ -98,7 +98,7 @@ def launch_few_rows(
     )
 
 
-def _fit(
+def fit(
     form: Format,
     tiles: Tiles,
     count: int,

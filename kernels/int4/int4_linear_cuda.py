@@ -17,14 +17,8 @@ def launch_int4_linear_cuda(
 ) -> None:
     """Fill `out` [rows, outputs]; for tensors that `suits_cuda` accepts."""
     assert weight.zeros is not None, "MXFP4 has only kernels of experts"
-    scale_bytes = 8 * OUTPUT_TILE  # scales and zeros of two groups
     launch_few_rows(
-        Format(
-            "int4_linear",
-            OUTPUT_TILE * weight.group + scale_bytes,
-            warps=(16, 8, 4),
-            constants=(("GROUP", weight.group),),
-        ),
+        cuda_format(weight.group),
         x,
         (weight.packed.data_ptr(), weight.scales.data_ptr(), weight.zeros.data_ptr()),
         bias,
@@ -35,6 +29,13 @@ def launch_int4_linear_cuda(
         gated=gated,
         tiles=tiles,
     )
+
+
+def cuda_format(group: int) -> Format:
+    """The kernel for groups of so many columns."""
+    scale_bytes = 8 * OUTPUT_TILE  # scales and zeros of two groups
+    constants = (("GROUP", group),)
+    return Format("int4_linear", OUTPUT_TILE * group + scale_bytes, warps=(16, 8, 4), constants=constants)
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:

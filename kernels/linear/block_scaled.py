@@ -28,7 +28,7 @@ Method = Literal["exact", "triton", "cublas", "rowwise"]
 
 FEW_ROWS = 64
 """Up to this many rows, activations are exact."""
-_CUDA_FORMAT = Format("fp8_linear", OUTPUT_TILE * BLOCK + 4 * OUTPUT_TILE)
+CUDA_FORMAT = Format("fp8_linear", OUTPUT_TILE * BLOCK + 4 * OUTPUT_TILE)
 _ROWWISE_ALIGNMENT = 16
 """Of the sizes of a matrix for "rowwise", which torch requires."""
 
@@ -144,7 +144,7 @@ def _launch_cuda(
 ) -> None:
     values, scales = weight.values, weight.scales
     launch_few_rows(
-        _CUDA_FORMAT,
+        CUDA_FORMAT,
         x,
         (values.data_ptr(), scales.data_ptr()),
         bias,

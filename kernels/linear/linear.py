@@ -36,9 +36,9 @@ FEW_ROWS = 32
 FEW_CPU_ROWS = 16
 """The same on a CPU: with AVX-512 on two cores, half the time of torch for 8 rows, three quarters for 16."""
 
-_CUDA_COLUMNS = 64
+CUDA_COLUMNS = 64
 """Of a step of csrc/linear/plain_linear.cu."""
-_CUDA_FORMAT = Format("plain_linear", OUTPUT_TILE * _CUDA_COLUMNS * 2)
+CUDA_FORMAT = Format("plain_linear", OUTPUT_TILE * CUDA_COLUMNS * 2)
 _CUDA_BYTES = 256 << 20
 """Weights up to this size are multiplied by it. Triton reads larger ones, such as lm_head, at the copy rate."""
 
@@ -118,14 +118,14 @@ def _cuda_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype.itemsize != 2 or x.shape[0] > ROW_TILE or not can_run(x.device):
         return False
     aligned = weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
-    return aligned and x.shape[1] % _CUDA_COLUMNS == 0 and weight.nbytes <= _CUDA_BYTES
+    return aligned and x.shape[1] % CUDA_COLUMNS == 0 and weight.nbytes <= _CUDA_BYTES
 
 
 def _launch_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
 ) -> None:
-    steps = x.shape[1] // _CUDA_COLUMNS
-    launch_few_rows(_CUDA_FORMAT, x, (weight.data_ptr(),), bias, out, steps=steps, gated=gated)
+    steps = x.shape[1] // CUDA_COLUMNS
+    launch_few_rows(CUDA_FORMAT, x, (weight.data_ptr(),), bias, out, steps=steps, gated=gated)
 
 
 def _triton_fits(x: torch.Tensor, weight: torch.Tensor, impl: Impl) -> bool:

@@ -13,7 +13,8 @@ with quantised ones otherwise, as in linear/block_scaled.py; with exact ones als
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
 if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product; of
-4-bit weights that are expanded for it (expanded_experts.py).
+4-bit weights that are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
+(token_experts_cuda.py), which do not round the results of experts before they are added.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -35,6 +36,7 @@ from ..linear.swiglu import swiglu, swiglu_reference
 from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
 from .routing import Routing, route_tokens
+from .token_experts_cuda import launch_token_experts, suits_token_experts
 
 _WIDE_BYTES = 160 << 10
 """Shared memory that tiles of 64 rows with 4-bit weights need: two stages, and the expanded weights of one."""
@@ -108,6 +110,11 @@ def grouped_experts(
         )
         return routed if shared is None else routed + shared
     _check(x, weights, experts, gate_up, down)
+    out = torch.empty_like(x)
+    plain = gate_up_bias is None and down_bias is None and limit is None
+    if plain and suits_token_experts(x, experts, gate_up, down):
+        launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
+        return out
     rows = tile_rows(experts.numel(), num_experts)
     if isinstance(gate_up, GroupScaled):
         rows = min(rows, 64 if shared_memory(x.device) >= _WIDE_BYTES else 32)
@@ -125,7 +132,6 @@ def grouped_experts(
         results = compute(x, routing, gate_up, down, impl)
     else:
         results, place = _grouped_results(x, routing, gate_up, down), routing.place
-    out = torch.empty_like(x)
     add = launcher("moe.weighted_sum_triton", "launch_weighted_sum")
     add(results, weights, experts, first, len(gate_up), out, place=place, shared=shared)
     return out

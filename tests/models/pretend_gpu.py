@@ -34,6 +34,7 @@ from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.mla import index_plan
+from pdserve.kernels.moe import experts, token_experts_cuda
 from pdserve.kernels.sampling import keep_top_p
 from pdserve.models.layers import hot_rows
 from tests.kernels import cuda_sources
@@ -339,7 +340,12 @@ class PretendGpu(TorchFunctionMode):
             compute = linear.gated_linear if gated else linear.linear
             out.copy_(compute(x, weight, bias, impl="reference"))
 
-        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p):
+        def mix(x: torch.Tensor, *args: Any, first: int, shared: torch.Tensor | None) -> None:
+            *inputs, out = args
+            mixed = experts.experts_reference(x, *inputs, first=first, exact=True)
+            out.copy_(mixed if shared is None else mixed + shared)
+
+        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p, token_experts_cuda):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)
@@ -351,6 +357,7 @@ class PretendGpu(TorchFunctionMode):
             (keep_top_p, "launch_keep_top_p", keep_top_p.keep_top_p_reference),
             (linear, "_launch_cuda", multiply),
             (block_scaled, "_launch_cuda", multiply),
+            (experts, "launch_token_experts", mix),
         ):
             self._patches.setattr(place, name, self._with_reference(getattr(place, name), reference))
 

@@ -1,126 +1,19 @@
-// Linear layers with few rows of x, for weights in any format: int4_linear.cu, fp8_linear.cu, plain_linear.cu.
+// Linear layers with few rows of x: int4_linear.cu, fp8_linear.cu, plain_linear.cu, token_experts.cu.
 //
-// A block takes tiles of 16 * OUTPUT_TILES weight rows, one after the other. Its warps divide the steps of a tile among
-// them, which are ranges of columns; a warp copies several steps ahead into a ring in shared memory, also across tiles.
-// A product (16 weight rows x 16 columns x 8 rows of x) takes both operands from registers. The order of its columns is
-// free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
-// columns. Weights are read before the previous kernel has ended, x after it. At the end of a tile the sums of the
-// warps are added, always in the same order.
+// A block takes tiles of weight rows (products.cuh), one after the other. Its warps divide the steps of a tile among
+// them; a warp copies several steps ahead into a ring in shared memory, also across tiles. Weights are read before the
+// previous kernel has ended, x after it. At the end of a tile the sums of warps are added, always in the same order.
 //
-// Constants: WARPS; STAGES of a ring; OUTPUT_TILES, and ROW_TILES of 8 rows of x; GATED, 1 if the lower 8 rows of a
-// tile are of the gate and the upper 8 of up; BIAS; HALF, 1 for float16, 0 for bfloat16.
-//
-// A format is a struct with these members:
-//     kStageBytes                                   of a step in the ring of a warp
-//     steps                                         of a row
-//     copy(stage, shape, number, step, lane)        copy the weights of a step of tile `number`, asynchronously
-//     X; load(x, shape, number, step, lane)         load the x of a step
-//     add(sums, stage, x, lane)                     add the products of a step
+// Constants besides those of products.cuh: WARPS; STAGES of a ring; BIAS, 1 if there is one, 2 if results are
+// rounded before it is added.
 
-#if HALF
-#define ELEMENT "f16"
-#else
-#define ELEMENT "bf16"
-#endif
+#pragma once
+
+#include "linear/products.cuh"
 
 namespace {
 
-typedef unsigned short Bits;  // of a float16 or bfloat16
-typedef float Sums[OUTPUT_TILES][ROW_TILES][4];  // of a thread, as products have them
-
-constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
-constexpr int kRows = 8 * ROW_TILES;
 constexpr int kSums = 4 * OUTPUT_TILES * ROW_TILES;  // of a thread
-
-__device__ __forceinline__ float to_float(Bits bits) {
-#if HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float(static_cast<unsigned>(bits) << 16);
-#endif
-}
-
-__device__ __forceinline__ Bits to_bits(float value) {
-    Bits bits;
-    asm("cvt.rn." ELEMENT ".f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-__device__ __forceinline__ float rounded(float value) { return to_float(to_bits(value)); }
-
-template <int BYTES>
-__device__ __forceinline__ void copy_async(char* to, const void* from) {
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
-}
-
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-struct Shape {
-    const Bits* x;
-    long long rows, out_size, in_size;
-    int row_tiles;
-};
-
-// The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
-__device__ __forceinline__ long long weight_row(const Shape& shape, long long output, int half) {
-    if (output >= shape.out_size) output = 0;  // not stored
-    return GATED && half ? shape.out_size + output : output;
-}
-
-__device__ __forceinline__ long long output_of(long long first, int tile, int half, int quad) {
-    return first + quad + (GATED ? 8 * tile : 16 * tile + 8 * half);
-}
-
-__device__ __forceinline__ long long first_output(const Shape& shape, int number) {
-    return static_cast<long long>(number / shape.row_tiles) * kOutputs;
-}
-
-__device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Add the sums of a group; a thread has one row of the lower 8 of a tile and one of the upper 8, each with its scale.
-__device__ __forceinline__ void add_scaled(
-    float (&sums)[ROW_TILES][4], const float (&parts)[ROW_TILES][4], float lower, float upper
-) {
-#pragma unroll
-    for (int row = 0; row < ROW_TILES; ++row) {
-        sums[row][0] += parts[row][0] * lower;
-        sums[row][1] += parts[row][1] * lower;
-        sums[row][2] += parts[row][2] * upper;
-        sums[row][3] += parts[row][3] * upper;
-    }
-}
-
-// A thread's columns of a group: words of 4, in runs of RUN adjacent columns. The 4 threads that share a row of x have
-// runs next to each other.
-template <int COLUMNS, int RUN>
-struct Columns {
-    static constexpr int kWords = COLUMNS / 16;
-    uint4 of_words[ROW_TILES][kWords / 2];
-
-    __device__ __forceinline__ void load(const Shape& shape, int number, long long first, int lane) {
-#pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-            const long long row = static_cast<long long>(number % shape.row_tiles) * kRows + 8 * tile + lane / 4;
-            // instead of a row that does not exist, the last one: its results are not stored
-            const Bits* x = shape.x + min(row, shape.rows - 1) * shape.in_size + first + lane % 4 * RUN;
-#pragma unroll
-            for (int word = 0; word < kWords; word += 2)
-                of_words[tile][word / 2] =
-                    *reinterpret_cast<const uint4*>(x + word / (RUN / 4) * 4 * RUN + word % (RUN / 4) * 4);
-        }
-    }
-};
 
 // A thread stores a result: a part of what lane `lane` of all warps has summed up.
 __device__ __forceinline__ void store_tile(
@@ -141,6 +34,7 @@ __device__ __forceinline__ void store_tile(
             if (GATED) up += all_sums[warp][sum + 2][lane];
         }
         if (BIAS) {
+            if (BIAS == 2) total = rounded(total);
             total += to_float(bias[output]);
             if (GATED) up += to_float(bias[shape.out_size + output]);
         }
@@ -152,17 +46,28 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-template <class Weights>
-__device__ __forceinline__ void few_rows(const Weights& weights, const Shape& shape, const Bits* bias, Bits* out) {
+__device__ __forceinline__ void start_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Compute `tiles` tiles; `store(number, sums)` stores the results of one.
+template <class Weights, class Store>
+__device__ __forceinline__ void multiply_tiles(
+    const Weights& weights, const Shape& shape, int tiles, const Store& store
+) {
     extern __shared__ __align__(16) char rings[];
     constexpr int kRingBytes = STAGES * Weights::kStageBytes;
     auto all_sums = reinterpret_cast<float(*)[WARPS][kSums][32]>(rings + WARPS * kRingBytes);  // two buffers
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     char* ring = rings + warp * kRingBytes;
-    const int tiles = static_cast<int>((shape.out_size + kOutputs - 1) / kOutputs) * shape.row_tiles;
 
     // What is copied next: a tile, a step, and a stage of the ring.
     int ahead_tile = blockIdx.x, ahead_step = warp, ahead_stage = 0;
@@ -181,9 +86,7 @@ __device__ __forceinline__ void few_rows(const Weights& weights, const Shape& sh
         commit();
         advance(ahead_tile, ahead_step, ahead_stage);
     }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    wait_for_previous();
     // The x of the next step is loaded ahead, as far as there are registers for it.
     constexpr bool kAhead = ROW_TILES == 1;
     int tile = blockIdx.x, step = warp, stage = 0;
@@ -220,9 +123,18 @@ __device__ __forceinline__ void few_rows(const Weights& weights, const Shape& sh
                     sums[output][row][part] = 0.0f;
                 }
         __syncthreads();
-        store_tile(out, all_sums[buffer], shape, bias, current);
+        store(current, all_sums[buffer]);
         buffer ^= 1;  // the other one has been read: before the __syncthreads above
     }
+}
+
+template <class Weights>
+__device__ __forceinline__ void few_rows(const Weights& weights, const Shape& shape, const Bits* bias, Bits* out) {
+    start_next();
+    const int tiles = static_cast<int>((shape.out_size + kOutputs - 1) / kOutputs) * shape.row_tiles;
+    multiply_tiles(weights, shape, tiles, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+        store_tile(out, sums, shape, bias, number);
+    });
 }
 
 }  // namespace

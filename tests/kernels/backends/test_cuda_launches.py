@@ -17,10 +17,12 @@ from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
 from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.kernels.int4.int4_linear_cuda import launch_int4_linear_cuda
-from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear.block_format import BlockScaled, Weight
 from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
+from pdserve.kernels.moe import token_experts_cuda
+from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -121,6 +123,40 @@ def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     assert launched == ["plain_linear"] * 2
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "fp8", "int4"])
+def test_launches_for_the_experts_of_a_token_match_their_kernels(
+    kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(token_experts_cuda, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(token_experts_cuda, "shared_memory", lambda _: 227 << 10)
+
+    def matrices(rows: int, columns: int) -> Weight:
+        if kind == "fp8":
+            weight = BlockScaled.allocate(4, rows, columns, device=DEVICE)
+            weight.scales.fill_(1.0)
+            return weight
+        if kind == "int4":
+            packed = GroupScaled.allocate(4, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+            assert packed.zeros is not None
+            for part in (packed.packed, packed.scales, packed.zeros):
+                part.zero_()
+            return packed
+        return torch.zeros(4, rows, columns, dtype=torch.bfloat16, device=DEVICE)
+
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        x = torch.ones(2, 256, dtype=torch.bfloat16, device=DEVICE)
+        chosen = torch.tensor([[3, 0], [1, 2]], device=DEVICE)
+        weights = torch.ones(2, 2, device=DEVICE)
+        found = grouped_experts(
+            x, weights, chosen, matrices(256, 256), matrices(256, 128), shared=x.clone() if shared else None
+        )
+        assert found.shape == x.shape
+    assert launched == ["expert_gates", "expert_sums"]
+
+
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch the kernels for few rows as on an H200."""
     monkeypatch.setattr(few_rows_cuda, "load_kernel", cuda_sources.load_kernel)
@@ -162,6 +198,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     kernels |= {"swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
     sources |= {name: f"linear/{name}.cu" for name in ("fp8_linear", "int4_linear", "plain_linear")}
+    sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")
     assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())
     for name, source in sources.items():
         kinds = cuda_sources.parameters(source, name)

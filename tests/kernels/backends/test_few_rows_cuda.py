@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, _fit
+from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, fit
 
 
 @pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
@@ -10,11 +10,11 @@ from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, _fit
 @pytest.mark.parametrize("step_bytes", [640, 2112, 2176])
 @pytest.mark.parametrize("steps", [1, 2, 12, 100])
 @pytest.mark.parametrize("count", [1, 132, 300, 4000])
-def test_a_block_fits_the_shared_memory_with_a_ring(
+def test_a_blockfits_the_shared_memory_with_a_ring(
     limit: int, row_tiles: int, step_bytes: int, steps: int, count: int
 ) -> None:
     form = Format("any", step_bytes, warps=(16, 8, 4))
-    warps, stages, used = _fit(form, Tiles(), count, steps, 2, row_tiles, processors=132, limit=limit)
+    warps, stages, used = fit(form, Tiles(), count, steps, 2, row_tiles, processors=132, limit=limit)
     assert 1 <= warps <= min(16, 2 * steps)
     assert stages >= 2
     assert used <= limit

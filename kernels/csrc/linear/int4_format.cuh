@@ -1,0 +1,122 @@
+// Weights in 4 bits, for products.cuh; group_format.py has the layout. A step has a pair of groups, whose sums are
+// scaled in float32. Constant: GROUP columns of a group.
+
+#pragma once
+
+#include "linear/products.cuh"
+
+namespace {
+
+constexpr int kWords = GROUP / 16;               // of 4 bytes, that a thread has of a weight row and pair of groups
+constexpr int kLoad = kWords < 4 ? kWords : 4;   // words of one copy
+constexpr int kWeightBytes = OUTPUT_TILES * 2 * kWords * 4 * 32;
+// A byte in the lower half of this number is the number plus the byte: 128 in bfloat16, 1024 in float16.
+constexpr unsigned kOffset = HALF ? 0x6400u : 0x4300u;
+constexpr unsigned kOne = HALF ? 0x3c003c00u : 0x3f803f80u;
+
+// Two values of 4 bits, in bytes FIRST and FIRST + 1 of `values`, minus the zero point in both halves of `negated`.
+template <int FIRST>
+__device__ __forceinline__ unsigned two_weights(unsigned values, unsigned negated) {
+    unsigned both;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(both) : "r"(values), "r"(kOffset >> 8), "n"(FIRST ? 0x4342 : 0x4140));
+    asm("fma.rn." ELEMENT "x2 %0, %0, %1, %2;" : "+r"(both) : "r"(kOne), "r"(negated));
+    return both;
+}
+
+struct GroupScaled {
+    static constexpr int kStageBytes = kWeightBytes + OUTPUT_TILES * 8 * 16;  // weights; scales and zeros
+
+    const unsigned char* packed;
+    const Bits *scales, *zeros;
+    long long row_bytes, group_stride;
+    int steps;
+
+    // Each thread copies the weights that it multiplies.
+    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int pair, int lane) const {
+        const long long first = first_output(shape, number);
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
+                const unsigned char* bytes =
+                    packed + row * row_bytes + static_cast<long long>(pair) * GROUP + lane % 4 * 4 * kLoad;
+#pragma unroll
+                for (int word = 0; word < kWords; word += kLoad)
+                    copy_async<4 * kLoad>(
+                        stage + (((tile * 2 + half) * kWords + word) * 32 + lane * kLoad) * 4, bytes + word * 16
+                    );
+            }
+            if (lane < 8) {  // 8 adjacent scales or zeros: lane = (zeros * 2 + group) * 2 + half
+                const int half = lane % 2, group = lane / 2 % 2;
+                const long long row = weight_row(shape, output_of(first, tile, half, 0), half);
+                const long long place = (2 * pair + group) * group_stride + row;
+                copy_async<16>(stage + kWeightBytes + (tile * 8 + lane) * 16, (lane < 4 ? scales : zeros) + place);
+            }
+        }
+    }
+
+    struct X {
+        Columns<GROUP, 4 * kLoad> groups[2];
+    };
+
+    // A group that does not exist has no x; its scales are 0.
+    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int pair, int lane) const {
+        const long long first = 2 * static_cast<long long>(pair) * GROUP;
+        x.groups[0].load(shape, number, first, lane);
+        if (first + GROUP < shape.in_size)
+            x.groups[1].load(shape, number, first + GROUP, lane);
+        else
+            x.groups[1] = {};
+    }
+
+    // Group 0 is in the low halves of the bytes, group 1 in the high halves.
+    __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& x, int lane) const {
+        const Bits* own = reinterpret_cast<const Bits*>(stage + kWeightBytes) + lane / 4;
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+            Sums parts = {};
+            unsigned negated[OUTPUT_TILES][2];
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const Bits zero = own[(tile * 8 + 4 + group * 2 + half) * 8];
+                    negated[tile][half] = (0x8000u | kOffset | static_cast<unsigned>(to_float(zero))) * 0x10001u;
+                }
+#pragma unroll
+            for (int word = 0; word < kWords; word += 2) {
+#pragma unroll
+                for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+                    unsigned a[2][4];  // of two words
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int before = ((tile * 2 + half) * kWords + word / kLoad * kLoad) * 32;  // words
+                        const uint2 bytes =
+                            *reinterpret_cast<const uint2*>(stage + (before + lane * kLoad + word % kLoad) * 4);
+                        const unsigned low = bytes.x >> (4 * group) & 0x0f0f0f0fu;
+                        const unsigned high = bytes.y >> (4 * group) & 0x0f0f0f0fu;
+                        a[0][half] = two_weights<0>(low, negated[tile][half]);
+                        a[0][2 + half] = two_weights<2>(low, negated[tile][half]);
+                        a[1][half] = two_weights<0>(high, negated[tile][half]);
+                        a[1][2 + half] = two_weights<2>(high, negated[tile][half]);
+                    }
+#pragma unroll
+                    for (int row = 0; row < ROW_TILES; ++row) {
+                        const uint4 columns = x.groups[group].of_words[row][word / 2];
+                        multiply(parts[tile][row], a[0], columns.x, columns.y);
+                        multiply(parts[tile][row], a[1], columns.z, columns.w);
+                    }
+                }
+            }
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+                add_scaled(
+                    sums[tile], parts[tile], to_float(own[(tile * 8 + group * 2) * 8]),
+                    to_float(own[(tile * 8 + group * 2 + 1) * 8])
+                );
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,59 @@
+// Weights in 16 bits, for products.cuh. A step has 64 columns.
+
+#pragma once
+
+#include "linear/products.cuh"
+
+namespace {
+
+constexpr int kColumns = 64, kRun = 8;     // of a step; adjacent ones of a thread, which are 16 bytes
+constexpr int kRuns = kColumns / 4 / kRun;  // of a thread in a weight row and step
+
+struct Plain {
+    static constexpr int kStageBytes = OUTPUT_TILES * 16 * kColumns * 2;
+
+    const Bits* values;
+    int steps;
+
+    // Each thread copies the weights that it multiplies.
+    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int step, int lane) const {
+        const long long first = first_output(shape, number);
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
+                const Bits* own =
+                    values + row * shape.in_size + static_cast<long long>(step) * kColumns + lane % 4 * kRun;
+#pragma unroll
+                for (int run = 0; run < kRuns; ++run)
+                    copy_async<16>(stage + (((tile * 2 + half) * kRuns + run) * 32 + lane) * 16, own + run * 4 * kRun);
+            }
+    }
+
+    typedef Columns<kColumns, kRun> X;
+
+    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int step, int lane) const {
+        x.load(shape, number, static_cast<long long>(step) * kColumns, lane);
+    }
+
+    __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& columns, int lane) const {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run)
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+                const char* own = stage + (tile * 2 * kRuns + run) * 32 * 16 + lane * 16;
+                const uint4 lower = *reinterpret_cast<const uint4*>(own);
+                const uint4 upper = *reinterpret_cast<const uint4*>(own + kRuns * 32 * 16);
+                const unsigned a[2][4] = {{lower.x, upper.x, lower.y, upper.y}, {lower.z, upper.z, lower.w, upper.w}};
+#pragma unroll
+                for (int row = 0; row < ROW_TILES; ++row) {
+                    const uint4 x = columns.of_words[row][run];
+                    multiply(sums[tile][row], a[0], x.x, x.y);
+                    multiply(sums[tile][row], a[1], x.z, x.w);
+                }
+            }
+    }
+};
+
+}  // namespace

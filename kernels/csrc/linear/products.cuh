@@ -1,0 +1,123 @@
+// Products of weights in any format with few rows of x, for few_rows.cuh.
+//
+// A product (16 weight rows x 16 columns x 8 rows of x) takes both operands from registers. The order of its columns is
+// free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
+// columns. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
+//
+// Constants: OUTPUT_TILES, and ROW_TILES of 8 rows of x; GATED, 1 if the lower 8 rows of a product are of the gate and
+// the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
+//
+// A format (plain_format.cuh, fp8_format.cuh, int4_format.cuh) is a struct with these members:
+//     kStageBytes                                   of a step in the ring of a warp
+//     steps                                         of a row
+//     copy(stage, shape, number, step, lane)        copy the weights of a step of tile `number`, asynchronously
+//     X; load(x, shape, number, step, lane)         load the x of a step
+//     add(sums, stage, x, lane)                     add the products of a step
+
+#pragma once
+
+#if HALF
+#define ELEMENT "f16"
+#else
+#define ELEMENT "bf16"
+#endif
+
+namespace {
+
+typedef unsigned short Bits;  // of a float16 or bfloat16
+typedef float Sums[OUTPUT_TILES][ROW_TILES][4];  // of a thread, as products have them
+
+constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
+constexpr int kRows = 8 * ROW_TILES;
+
+__device__ __forceinline__ float to_float(Bits bits) {
+#if HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float(static_cast<unsigned>(bits) << 16);
+#endif
+}
+
+__device__ __forceinline__ Bits to_bits(float value) {
+    Bits bits;
+    asm("cvt.rn." ELEMENT ".f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+__device__ __forceinline__ float rounded(float value) { return to_float(to_bits(value)); }
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(char* to, const void* from) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
+}
+
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+struct Shape {
+    const Bits* x;
+    long long rows, out_size, in_size;
+    int row_tiles;
+};
+
+// The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
+__device__ __forceinline__ long long weight_row(const Shape& shape, long long output, int half) {
+    if (output >= shape.out_size) output = 0;  // not stored
+    return GATED && half ? shape.out_size + output : output;
+}
+
+__device__ __forceinline__ long long output_of(long long first, int tile, int half, int quad) {
+    return first + quad + (GATED ? 8 * tile : 16 * tile + 8 * half);
+}
+
+__device__ __forceinline__ long long first_output(const Shape& shape, int number) {
+    return static_cast<long long>(number / shape.row_tiles) * kOutputs;
+}
+
+__device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Add the sums of a group; a thread has one row of the lower 8 of a tile and one of the upper 8, each with its scale.
+__device__ __forceinline__ void add_scaled(
+    float (&sums)[ROW_TILES][4], const float (&parts)[ROW_TILES][4], float lower, float upper
+) {
+#pragma unroll
+    for (int row = 0; row < ROW_TILES; ++row) {
+        sums[row][0] += parts[row][0] * lower;
+        sums[row][1] += parts[row][1] * lower;
+        sums[row][2] += parts[row][2] * upper;
+        sums[row][3] += parts[row][3] * upper;
+    }
+}
+
+// A thread's columns of a group: words of 4, in runs of RUN adjacent columns. The 4 threads that share a row of x have
+// runs next to each other.
+template <int COLUMNS, int RUN>
+struct Columns {
+    static constexpr int kWords = COLUMNS / 16;
+    uint4 of_words[ROW_TILES][kWords / 2];
+
+    __device__ __forceinline__ void load(const Shape& shape, int number, long long first, int lane) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            const long long row = static_cast<long long>(number % shape.row_tiles) * kRows + 8 * tile + lane / 4;
+            // instead of a row that does not exist, the last one: its results are not stored
+            const Bits* x = shape.x + min(row, shape.rows - 1) * shape.in_size + first + lane % 4 * RUN;
+#pragma unroll
+            for (int word = 0; word < kWords; word += 2)
+                of_words[tile][word / 2] =
+                    *reinterpret_cast<const uint4*>(x + word / (RUN / 4) * 4 * RUN + word % (RUN / 4) * 4);
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,139 @@
+"""Launcher of csrc/linear/token_experts.cu: the experts of very few tokens, in two kernels.
+
+Of a single token, every expert has one row. Sorting tokens by expert, and adding the results afterwards, takes as long
+as reading a quarter of the weights.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ...configs.arithmetic import ceil_div
+from ..backends.few_rows_cuda import OUTPUT_TILE, Format, Tiles, can_run, fit
+from ..backends.nvrtc import load_kernel
+from ..backends.occupancy import multiprocessors, shared_memory
+from ..int4.group_format import GroupScaled
+from ..int4.int4_linear_cuda import cuda_format
+from ..linear.block_format import BLOCK, BlockScaled, Weight
+from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
+from ..linear.linear import CUDA_COLUMNS
+from ..linear.linear import CUDA_FORMAT as PLAIN_FORMAT
+
+MOST_TOKENS, MOST_CHOICES = 4, 32
+"""Of more tokens, many choose the same experts."""
+
+
+class _Matrices(NamedTuple):
+    """The matrices of all experts, for the kernels."""
+
+    form: Format
+    number: int  # of the format
+    addresses: tuple[int, ...]  # values, scales and zeros; those that a format does not have are not read
+    sizes: tuple[int, int, int]
+    steps: int  # of a row
+
+
+def suits_token_experts(x: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight) -> bool:
+    """Whether the kernels take these tensors, and so few tokens."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or not can_run(x.device):
+        return False
+    if not 1 <= len(x) <= MOST_TOKENS or experts.numel() > MOST_CHOICES or x.data_ptr() % 16:
+        return False
+    return all(_suits(weight, x.dtype) for weight in (gate_up, down)) and type(gate_up) is type(down)
+
+
+def _suits(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether rows are whole tiles and steps, and 16 bytes can be copied at a time."""
+    rows, columns = weight.shape[-2:]
+    if isinstance(weight, torch.Tensor):
+        return weight.dtype == dtype and columns % CUDA_COLUMNS == 0 and _aligned(weight)
+    if isinstance(weight, BlockScaled):
+        return columns % BLOCK == 0 and _aligned(weight.values, weight.scales)
+    if isinstance(weight, GroupScaled):
+        return rows % 16 == 0 and weight.zeros is not None and _aligned(weight.packed, weight.scales, weight.zeros)
+    return False
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _matrices(weight: Weight) -> _Matrices:
+    if isinstance(weight, BlockScaled):
+        values, scales = weight.values, weight.scales
+        sizes = weight.row_group, scales.stride(-2), 0 if weight.by_row else 1
+        return _Matrices(FP8_FORMAT, 1, (values.data_ptr(), *[scales.data_ptr()] * 2), sizes, values.shape[-1] // BLOCK)
+    if isinstance(weight, GroupScaled):
+        assert weight.zeros is not None
+        addresses = weight.packed.data_ptr(), weight.scales.data_ptr(), weight.zeros.data_ptr()
+        row_bytes = weight.packed.shape[-1]
+        sizes = row_bytes, weight.scales.stride(-2), 0
+        return _Matrices(cuda_format(weight.group), 2, addresses, sizes, row_bytes // weight.group)
+    assert isinstance(weight, torch.Tensor)
+    return _Matrices(PLAIN_FORMAT, 0, (weight.data_ptr(),) * 3, (0, 0, 0), weight.shape[-1] // CUDA_COLUMNS)
+
+
+def launch_token_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    out: torch.Tensor,
+    *,
+    first: int,
+    shared: torch.Tensor | None,
+) -> None:
+    """Fill `out` [tokens, hidden]; for tensors that `suits_token_experts` accepts."""
+    gated = x.new_empty(experts.numel(), down.shape[-1])
+    numbers = experts.data_ptr()
+    _launch("expert_gates", x, gate_up, (numbers, gated.data_ptr()), experts, gated.shape[1], first, bias=0)
+    added = (out if shared is None else shared).data_ptr()
+    pointers = numbers, weights.data_ptr(), added, out.data_ptr()
+    _launch("expert_sums", gated, down, pointers, experts, out.shape[1], first, bias=0 if shared is None else 2)
+
+
+def _launch(
+    name: str,
+    x: torch.Tensor,
+    weight: Weight,
+    pointers: tuple[int, ...],
+    experts: torch.Tensor,
+    outputs: int,
+    first: int,
+    *,
+    bias: int,
+) -> None:
+    (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight)
+    tiles = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
+    steps = matrices.steps * (1 if gated else per_token)
+    processors, limit = multiprocessors(x.device), shared_memory(x.device)
+    warps, stages, shared_bytes = fit(matrices.form, Tiles(), tiles, steps, 1, 1, processors=processors, limit=limit)
+    constants = (
+        *matrices.form.constants,
+        ("WARPS", warps),
+        ("STAGES", stages),
+        ("OUTPUT_TILES", 1),
+        ("ROW_TILES", 1),
+        ("GATED", int(gated)),
+        ("BIAS", bias),
+        ("HALF", int(x.dtype == torch.float16)),
+        ("FORMAT", matrices.number),
+        ("PER_TOKEN", per_token),
+    )
+    kernel = load_kernel("linear/token_experts.cu", name, x.device, constants, shared_bytes)
+    kernel.launch(
+        x.data_ptr(),
+        *matrices.addresses,
+        *pointers,
+        tokens,
+        outputs,
+        x.shape[1],
+        first,
+        len(weight),
+        *matrices.sizes,
+        blocks=min(tiles, processors * (limit // shared_bytes)),
+        threads=32 * warps,
+        shared_bytes=shared_bytes,
+        overlap_previous=True,
+    )

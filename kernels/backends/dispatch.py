@@ -93,6 +93,7 @@ def prepare_kernels(
     gguf_modules = _GGUF_MODULES + (_AVX512_MODULES if has_avx512() else ()) if gguf else ()
     for name in _NUMBA_MODULES + gguf_modules:
         importlib.import_module(f"{_KERNELS}.numba.{name}")
+    launcher("numba.openmp", "compile_kernels")()
     log.info("CPU kernels: compiled by Numba, on %d threads", torch.get_num_threads())
 
 

@@ -5,17 +5,20 @@ thread's part of the work. The team belongs to the OpenMP runtime that torch is 
 would compete for cores with torch's threads, which spin for a while after each operation.
 
 Compiled code is cached in the user's cache folder, or in NUMBA_CACHE_DIR; Numba's default, beside the source, would
-remain after an uninstall. Processes that compile a kernel at the same time write the same file, each atomically.
+remain after an uninstall. A kernel is compiled on its first call, or by `compile_kernels`. All of them take half a
+minute of one core: processes that start at the same time, such as the servers of a pair, divide them.
 Importing this module raises ImportError if Numba or torch's OpenMP runtime is missing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import ctypes
+import fcntl
 import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ import numpy as np
 import torch
 from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
+
+from ...configs.progress import ProgressLog
 
 log = logging.getLogger(__name__)
 
@@ -80,38 +85,101 @@ wait_for_team = types.ExternalFunction("GOMP_barrier", types.void())
 
 
 class Kernel:
-    """Compiled code. A call packs the arguments in field order and returns when all threads have finished."""
+    """A compiled function. A call packs the arguments in field order and returns when all threads have finished."""
 
-    def __init__(self, code: Any, layout: str) -> None:
+    def __init__(self, body: Callable[[Any], None], signature: Any, layout: str) -> None:
+        self._body = body
+        self._signature = signature
         self._pack = struct.Struct(layout).pack
-        self._address: int = code.address
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code.address)
-        self._code = code  # owns the memory
+        self._code: Any = None  # owns the memory
+        self._address = 0
+        self._alone: Any = None
 
     def __call__(self, *arguments: float, threads: int) -> None:
+        if self._code is None:
+            self.compile()
         packed = self._pack(*arguments)
         if threads == 1:
             self._alone(packed)
         else:
             _run_team(self._address, packed, threads, 0)
 
+    def compile(self, *, wait: bool = True) -> bool:
+        """Compile it, or load it from the cache. Returns False if another process is compiling it, unless `wait`: then
+        what that process has cached is loaded.
+        """
+        if self._code is None:
+            with _claim(f"{self._body.__module__}.{self._body.__name__}", wait=wait) as claimed:
+                if not claimed:
+                    return False
+                self._code = self._compiled()
+            self._address = self._code.address
+            self._alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._address)
+        return True
+
+    def _compiled(self) -> Any:
+        try:
+            return cfunc(self._signature, cache=True, **_ARITHMETIC)(self._body)
+        except RuntimeError as error:  # no writable cache folder
+            log.warning("compiling %s at every start: %s", self._body.__name__, error)
+            return cfunc(self._signature, **_ARITHMETIC)(self._body)
+
+
+@contextmanager
+def _claim(name: str, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of a kernel, which processes with the same cache share; yields whether this process has it. Where
+    files cannot be locked, every process has it.
+    """
+    try:
+        folder = Path(numba.config.CACHE_DIR) / "locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / name).open("w")
+    except OSError:
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        yield True
+
+
+_declared: list[Kernel] = []
+
+
+def compile_kernels() -> None:
+    """Compile the kernels of all imported modules, or load them from the cache, the last one first: it takes longest.
+    Those that other processes are compiling are left for the end, when they are in the cache.
+    """
+    progress = ProgressLog(log, "CPU kernels: %d of %d are compiled", len(_declared))
+    busy = []
+    for each in reversed(_declared):
+        if each.compile(wait=False):
+            progress.add(1)
+        else:
+            busy.append(each)
+    for each in busy:
+        each.compile()
+        progress.add(1)
+
 
 def kernel(integers: str, floats: str = "") -> Callable[[Callable[[Any], None]], Kernel]:
-    """Compile a function of a pointer to one record with these fields; addresses of tensors are integers."""
+    """Declare a kernel: a function of a pointer to one record with these fields; addresses of tensors are integers."""
     names, layout = integers.split() + floats.split(), "q" * len(integers.split()) + "d" * len(floats.split())
     types_ = [np.int64 if kind == "q" else np.float64 for kind in layout]
     record = from_dtype(np.dtype([*zip(names, types_, strict=True), (_SOURCE, np.int64)]))
     signature = types.void(types.CPointer(record))
 
-    def compile_kernel(body: Callable[[Any], None]) -> Kernel:
-        try:
-            code = cfunc(signature, cache=True, **_ARITHMETIC)(body)
-        except RuntimeError as error:  # no writable cache folder
-            log.warning("compiling %s at every start: %s", body.__name__, error)
-            code = cfunc(signature, **_ARITHMETIC)(body)
-        return Kernel(code, layout)
+    def declare(body: Callable[[Any], None]) -> Kernel:
+        declared = Kernel(body, signature, layout)
+        _declared.append(declared)
+        return declared
 
-    return compile_kernel
+    return declare
 
 
 def kernel_function(body: Callable[..., Any]) -> Any:

@@ -142,6 +142,35 @@ def test_processes_can_compile_at_the_same_time(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").rglob("*.nbi"))
 
 
+DIVIDE = """
+import os
+import pdserve.kernels.numba.openmp as openmp
+
+def compile_in_another_process():
+    if pid := os.fork():
+        return pid
+    import many_kernels
+    openmp.compile_kernels()
+    print(*(each._code.cache_hits for each in many_kernels.ALL), flush=True)
+    os._exit(0)
+
+for pid in [compile_in_another_process() for _ in range(3)]:
+    assert os.waitpid(pid, 0) == (pid, 0)
+"""
+
+
+def test_processes_divide_the_kernels_among_themselves(tmp_path: Path) -> None:
+    """Each kernel is compiled once, and loaded from the cache by the others."""
+    kernels = [KERNEL.replace("count_up", f"count_{number}") for number in range(4)]
+    names = ", ".join(f"count_{number}" for number in range(4))
+    (tmp_path / "many_kernels.py").write_text("\n".join((*kernels, f"ALL = {names}")))
+    path = f"{ROOT / '.dev'}{os.pathsep}{tmp_path}"
+    compiling = run_python(DIVIDE, NUMBA_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=path)
+    hits = [[int(number) for number in line.split()] for line in compiling.communicate(timeout=120)[0].splitlines()]
+    assert compiling.returncode == 0
+    assert [sum(of_kernel) for of_kernel in zip(*hits, strict=True)] == [2] * 4
+
+
 def test_torch_computes_if_numba_is_missing() -> None:
     source = (
         "import sys; sys.modules['numba'] = None; import torch;"

@@ -50,17 +50,25 @@ def _rope_kv_write(
 ):
     if OVERLAP:
         start_next()
-        wait_for_previous()
     token = tl.program_id(0).to(tl.int64)
-    if PADDED:  # noqa: SIM102  (with `and`, Triton would compile the load of a missing pointer)
-        if token >= tl.load(live_rows_ptr):
-            return
+    # places and weights were written before this step, so they are read before the previous kernel ends
+    slot = tl.load(page_ids_ptr + token).to(tl.int64) * page_stride + tl.load(offsets_ptr + token) * token_stride
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]
+    in_half = column < HALF
+    if NORM:
+        q_weight1 = tl.load(q_norm_ptr + column, mask=in_half, other=0.0).to(tl.float32)
+        q_weight2 = tl.load(q_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+        k_weight1 = tl.load(k_norm_ptr + column, mask=in_half, other=0.0).to(tl.float32)
+        k_weight2 = tl.load(k_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
+    live = token < tl.load(live_rows_ptr) if PADDED else True
+    if OVERLAP:
+        wait_for_previous()
+    if not live:
+        return
     is_query = head < Q_HEADS
     is_key = (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS)
     is_value = (head >= Q_HEADS + KV_HEADS) & (head < Q_HEADS + 2 * KV_HEADS)
-    in_half = column < HALF
     inside = (head < Q_HEADS + 2 * KV_HEADS) & in_half
 
     qkv_row = qkv_ptr + token * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF) + head * (2 * HALF) + column
@@ -72,10 +80,6 @@ def _rope_kv_write(
     if NORM:
         mean = (tl.sum(x1 * x1, axis=1) + tl.sum(x2 * x2, axis=1)) / (2 * HALF)
         inverse = tl.rsqrt(mean + eps)[:, None]
-        q_weight1 = tl.load(q_norm_ptr + column, mask=in_half, other=0.0).to(tl.float32)
-        q_weight2 = tl.load(q_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
-        k_weight1 = tl.load(k_norm_ptr + column, mask=in_half, other=0.0).to(tl.float32)
-        k_weight2 = tl.load(k_norm_ptr + HALF + column, mask=in_half, other=0.0).to(tl.float32)
         x1, x2 = x1 * inverse, x2 * inverse
         if q_norm_ptr.dtype.element_ty != tl.float32:  # as in rms_norm.py
             x1, x2 = x1.to(dtype).to(tl.float32), x2.to(dtype).to(tl.float32)
@@ -90,7 +94,6 @@ def _rope_kv_write(
     query = query_ptr + token * (Q_HEADS * 2 * HALF) + head * (2 * HALF) + column
     tl.store(query, rotated1, mask=is_query & in_half)
     tl.store(query + HALF, rotated2, mask=is_query & in_half)
-    slot = tl.load(page_ids_ptr + token).to(tl.int64) * page_stride + tl.load(offsets_ptr + token) * token_stride
     key = key_ptr + slot + (head - Q_HEADS) * head_stride + column
     tl.store(key, _round_to_pages(rotated1, FP8_PAGES, LARGEST), mask=is_key & in_half)
     tl.store(key + HALF, _round_to_pages(rotated2, FP8_PAGES, LARGEST), mask=is_key & in_half)

@@ -74,7 +74,7 @@ def _linear(arguments):
     tiles = a.in_size // TILE_COLUMNS
     first, last = share(a.rows)
     for row in range(first, last):
-        pack_row(a.x + 4 * a.in_size * row, tiles, a.packed + row * tiles * PACKED_BYTES)
+        pack_row(a.type, a.x + 4 * a.in_size * row, tiles, a.packed + row * tiles * PACKED_BYTES)
     wait_for_team()
     own = a.own + thread_number() * a.own_bytes
     linear_share(

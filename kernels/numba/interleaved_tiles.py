@@ -72,8 +72,8 @@ def make_multiply(x_rows: int, weight_rows: int) -> Any:
                     at, x_at, left = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
                     sums = [builder.phi(_SUMS) for _ in range(x_rows * registers)]
                     body = builder.block
-                    _prefetch_tile(builder, name, at)
                     columns = [builder.add(each, x_at) for each in xs]
+                    _prefetch_tile(builder, name, at)
                     if NEON:
                         added = _add_tile_neon(builder, name, at, first_row, columns, sums)
                     else:
@@ -279,12 +279,11 @@ def _scales(
     builder: ir.IRBuilder, name: str, address: ir.Value, part: int = 0, lanes: int = _SUM_LANES
 ) -> tuple[ir.Value, ir.Value | None]:
     """Scales of a tile and, if its type has them, offsets, of the part'th `lanes` rows."""
-    floats = ir.VectorType(_FLOAT, lanes)
-    stored = [
-        _load(builder, ir.VectorType(ir.HalfType(), lanes), address, 2 * (at * GROUP_ROWS + part * lanes))
+    stored, floats = ir.VectorType(ir.HalfType(), lanes), ir.VectorType(_FLOAT, lanes)
+    halves = [
+        builder.fpext(_load(builder, stored, address, 2 * (at * GROUP_ROWS + part * lanes)), floats)
         for at in range(HALVES[name])
     ]
-    halves = [builder.fpext(each, floats) for each in stored]
     if name == "Q4_0":
         return halves[0], builder.fmul(halves[0], _filled(floats, -8.0))
     return halves[0], (halves[1] if len(halves) > 1 else None)

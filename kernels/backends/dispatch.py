@@ -5,6 +5,7 @@ the operation has such a kernel, plain torch everywhere else.
 import functools
 import importlib
 import logging
+import platform
 from collections.abc import Callable
 from typing import Literal
 
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 _KERNELS = __package__.rpartition(".")[0]
 _NUMBA_MODULES = ("linear", "paged_decode", "rms_norm", "rope_kv_write", "swiglu")
 _GGUF_MODULES = ("gguf_linear",)
-_AVX512_MODULES = ("interleaved_linear", "layer_stack")
+_INTERLEAVED_MODULES = ("interleaved_linear", "layer_stack")
 _numba_allowed = True
 
 
@@ -68,8 +69,12 @@ def numba_computes(cpu_kernels: CpuKernelsSetting | None = None) -> bool:
     return allowed and _numba_problem() is None
 
 
-def has_avx512() -> bool:
-    """Whether this processor has AVX-512, with the parts for bytes and words."""
+def has_interleaved_kernels() -> bool:
+    """Whether this processor has the instructions of the kernels for interleaved GGUF blocks: AVX-512 with the parts
+    for bytes and words, or NEON with dot products.
+    """
+    if platform.machine() == "aarch64":
+        return bool(torch.cpu.get_capabilities()["dot"])
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -90,7 +95,7 @@ def prepare_kernels(
             raise StartupError(f"cpu_kernels = numba: {problem}; install pdserve with the extra cpu, or use auto")
         log.info("CPU kernels: plain torch (%s)", problem)
         return
-    gguf_modules = _GGUF_MODULES + (_AVX512_MODULES if has_avx512() else ()) if gguf else ()
+    gguf_modules = _GGUF_MODULES + (_INTERLEAVED_MODULES if has_interleaved_kernels() else ()) if gguf else ()
     for name in _NUMBA_MODULES + gguf_modules:
         importlib.import_module(f"{_KERNELS}.numba.{name}")
     launcher("numba.openmp", "compile_kernels")()

@@ -10,7 +10,8 @@ of expanded weights by the order of sums only.
 `gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
 
 Lower bound for a row: the packed weights read once, a seventh of float32 for Q4_0. The arithmetic takes 13 vector
-instructions for 32 weights of Q4_1 in AVX-512, of which two can start per cycle; for interleaved blocks, 3.5.
+instructions for 32 weights of Q4_1 in AVX-512, of which two can start per cycle; for interleaved blocks, 3.5, and 8 in
+NEON.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.nn.functional import linear as torch_linear
 from ...configs.arithmetic import round_up
 from ..backends.dispatch import Impl, launcher, use_numba
 from .blocks import GgufBlocks, GgufRows
-from .interleaved import GROUP_ROWS, SMALLEST, TILE_COLUMNS, plain_rows
+from .interleaved import GROUP_ROWS, LARGEST, SMALLEST, TILE_COLUMNS, plain_rows
 
 FEW_ROWS = 32
 """Up to this many rows of x the Numba kernel is faster: at 32 it takes three quarters of the time."""
@@ -37,9 +38,9 @@ def round_x(x: torch.Tensor) -> torch.Tensor:
     """The x that interleaved blocks are multiplied with, if it has few rows."""
     parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
     largest = parts.abs().amax(-1, keepdim=True)
-    # `32767 / x` would be rounded twice; below SMALLEST it would be infinite
-    factor = torch.where(largest < SMALLEST, 0, torch.tensor(32767.0) / largest)
-    return ((parts * factor).round() * (largest / 32767)).flatten(-2)
+    # `LARGEST / x` would be rounded twice; below SMALLEST it would be infinite
+    factor = torch.where(largest < SMALLEST, 0, torch.tensor(float(LARGEST)) / largest)
+    return ((parts * factor).round() * (largest / LARGEST)).flatten(-2)
 
 
 def gguf_linear(

@@ -1,5 +1,5 @@
-"""Blocks of 16 rows side by side, for processors with AVX-512: a register then has the same columns of 16 rows, their
-products need no sum across lanes, and 16 scales are converted at once.
+"""Blocks of 16 rows side by side, for processors with AVX-512 or NEON: a register then has the same columns of 16 rows
+(NEON: four), their products need no sum across lanes, and their scales are converted at once.
 
 Weights keep their bits and take the same memory. A tile has 32 columns of a group of 16 rows:
 
@@ -7,12 +7,15 @@ Weights keep their bits and take the same memory. A tile has 32 columns of a gro
     integers             of each row 32 bits, again and again: two 16-bit words with 4 integers of 4 bits or 2 of 8.
                          Integer s of word h, in pass v, is that of column 2 * (v * (integers of a word) + s) + h
 
-so that shifts and masks give pairs of adjacent columns, which one instruction multiplies with a pair of x and adds.
+so that shifts and masks give pairs of adjacent columns, which one instruction of AVX-512 multiplies with a pair of x
+and adds. Those of NEON take four bytes of a row; x is arranged for them.
 """
+
+import platform
 
 import torch
 
-from ..backends.dispatch import has_avx512, numba_computes
+from ..backends.dispatch import has_interleaved_kernels, numba_computes
 
 GROUP_ROWS = 16
 TILE_COLUMNS = 32
@@ -21,6 +24,9 @@ HALVES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}
 """Float16 values at the beginning of a block of the types that can be interleaved; the integers follow."""
 SMALLEST = 1e-34
 """Of 32 elements of x: if all are smaller, they count as 0."""
+NEON = platform.machine() == "aarch64"
+LARGEST = 127 * 256 + 127 if NEON else 32767
+"""Of the integers that x is rounded to. With NEON they consist of two signed bytes."""
 _CHUNK_GROUPS = 64
 """Groups that are rearranged at a time, to limit temporary memory."""
 
@@ -28,7 +34,7 @@ _CHUNK_GROUPS = 64
 def interleaves(type_name: str, rows: int) -> bool:
     """Whether so many rows of a type are to be stored interleaved on this machine."""
     fits = type_name in HALVES and rows > 0 and rows % GROUP_ROWS == 0
-    return fits and has_avx512() and numba_computes()
+    return fits and has_interleaved_kernels() and numba_computes()
 
 
 def interleave(blocks: torch.Tensor, type_name: str) -> None:

@@ -5,13 +5,16 @@ import numpy as np
 import torch
 
 from ..gguf.blocks import GgufRows, ggml_number
-from ..gguf.interleaved import GROUP_ROWS, TILE_COLUMNS
+from ..gguf.interleaved import GROUP_ROWS, NEON, TILE_COLUMNS
 from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row, unpack_group
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for, wait_for_team
 from .swiglu import activate
 
 _FEW, _MANY = 4, 8
-_multiply_one, _multiply_few, _multiply_many = make_multiply(1), make_multiply(_FEW), make_multiply(_MANY)
+_WEIGHT_ROWS = 4 if NEON else GROUP_ROWS
+"""Rows of weights that are multiplied at a time with several rows of x: as many as have their sums in registers."""
+_multiply_one = make_multiply(1, GROUP_ROWS)
+_multiply_few, _multiply_many = make_multiply(_FEW, _WEIGHT_ROWS), make_multiply(_MANY, _WEIGHT_ROWS)
 
 
 def packed_bytes(in_size: int) -> int:
@@ -33,14 +36,15 @@ def _group_products(number, source, in_size, x, rows, target):
     tiles = in_size // TILE_COLUMNS
     x_bytes = tiles * PACKED_BYTES
     if rows == 1:
-        _multiply_one(number, source, tiles, x, x_bytes, rows, target)
+        _multiply_one(number, source, 0, tiles, x, x_bytes, rows, target)
     else:
         for row in range(0, rows, _MANY):
             out, first, count = target + 4 * GROUP_ROWS * row, x + row * x_bytes, rows - row
-            if count <= _FEW:
-                _multiply_few(number, source, tiles, first, x_bytes, count, out)
-            else:
-                _multiply_many(number, source, tiles, first, x_bytes, count, out)
+            for weight_row in range(0, GROUP_ROWS, _WEIGHT_ROWS):
+                if count <= _FEW:
+                    _multiply_few(number, source, weight_row, tiles, first, x_bytes, count, out)
+                else:
+                    _multiply_many(number, source, weight_row, tiles, first, x_bytes, count, out)
 
 
 @kernel_function
@@ -74,7 +78,7 @@ def _linear(arguments):
     tiles = a.in_size // TILE_COLUMNS
     first, last = share(a.rows)
     for row in range(first, last):
-        pack_row(a.x + 4 * a.in_size * row, tiles, a.packed + row * tiles * PACKED_BYTES)
+        pack_row(a.type, a.x + 4 * a.in_size * row, tiles, a.packed + row * tiles * PACKED_BYTES)
     wait_for_team()
     own = a.own + thread_number() * a.own_bytes
     linear_share(

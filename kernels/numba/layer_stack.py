@@ -23,8 +23,10 @@ _QKV, _O, _GATE_UP, _DOWN, _FIELDS = range(4, 21, 4)
 
 
 @kernel_function
-def _pack_rows(a, source, size, norm, own):
-    """Pack rows [tokens, size] into this thread's memory, or their norms if there is a weight `norm`."""
+def _pack_rows(a, number, source, size, norm, own):
+    """Pack rows [tokens, size] into this thread's memory, or their norms if there is a weight `norm`, for a matrix of
+    the ggml type `number`.
+    """
     normed = floats(own + a.normed_at, size)
     tiles = size // TILE_COLUMNS
     for token in range(a.tokens):
@@ -32,7 +34,7 @@ def _pack_rows(a, source, size, norm, own):
         if norm:
             norm_row(floats(row, size), floats(norm, size), a.eps, normed, size)
             row = own + a.normed_at
-        pack_row(row, tiles, own + a.packed_at + token * tiles * PACKED_BYTES)
+        pack_row(number, row, tiles, own + a.packed_at + token * tiles * PACKED_BYTES)
 
 
 @kernel_function
@@ -72,7 +74,7 @@ def _layer_stack(arguments):
                 norm, out, out_size = layer[_MLP_NORM], a.gated, a.mlp_size
             else:
                 x, in_size = a.gated, a.mlp_size
-            _pack_rows(a, x, in_size, norm, own)
+            _pack_rows(a, layer[matrix + 1], x, in_size, norm, own)
             _linear(a, layer[matrix:], in_size, out_size, own, out, out == a.hidden, matrix == _GATE_UP)
             if matrix == _QKV:
                 first, last = share(a.tokens)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.kernels.backends.dispatch import has_avx512
+from pdserve.kernels.backends.dispatch import has_interleaved_kernels
 from pdserve.kernels.gguf import gguf_linear as module
 from pdserve.kernels.gguf.blocks import GgufBlocks, GgufRows
 from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_linear, gguf_rows, round_x
@@ -13,7 +13,7 @@ from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.poison import poisoned
 from tests.kernels.random_blocks import random_rows
 
-needs_avx512 = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+needs_interleaved = pytest.mark.skipif(not has_interleaved_kernels(), reason="needs AVX-512 or NEON with dot products")
 types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 TOLERANCE = 2e-6
 
@@ -43,7 +43,7 @@ def test_rows_are_those_of_the_file(type_name: str, monkeypatch: pytest.MonkeyPa
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 @types
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 16, FEW_ROWS])
 def test_products_of_few_rows_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
@@ -58,7 +58,7 @@ def test_products_of_few_rows_equal_float64_of_rounded_x(rows: int, type_name: s
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 @types
 @pytest.mark.parametrize("rows", [1, 6])
 def test_gated_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
@@ -74,7 +74,7 @@ def test_gated_products_equal_float64_of_rounded_x(rows: int, type_name: str) ->
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 @types
 def test_many_rows_are_multiplied_without_rounding(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several parts, the last one smaller."""
@@ -94,7 +94,7 @@ def test_x_is_rounded_to_sixteen_bits() -> None:
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 @pytest.mark.parametrize("gated", [False, True])
 def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All threads multiply rows that each of them has packed some of."""
@@ -111,7 +111,7 @@ def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 def test_tiny_x_counts_as_zero() -> None:
     matrix, weights = both(16, 64, "Q4_1")
     x = torch.randn(1, 64)
@@ -122,7 +122,7 @@ def test_tiny_x_counts_as_zero() -> None:
 
 
 @needs_numba
-@needs_avx512
+@needs_interleaved
 def test_nan_reaches_the_result() -> None:
     matrix, _ = both(16, 64, "Q4_1")
     x = torch.randn(2, 64)

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 
-from pdserve.kernels.backends.dispatch import has_avx512
+from pdserve.kernels.backends.dispatch import has_interleaved_kernels
 from pdserve.kernels.layer_stack.layer_stack import LayerStack
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.layer_stack import make_layer_stack
@@ -21,7 +21,10 @@ from tests.gguf_checkpoints import convert
 from tests.kernels.numba_kernels import needs_numba
 
 CPU = torch.device("cpu")
-pytestmark = [needs_numba, pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")]
+pytestmark = [
+    needs_numba,
+    pytest.mark.skipif(not has_interleaved_kernels(), reason="needs AVX-512 or NEON with dot products"),
+]
 
 
 def load(folder: Path, architecture: Any = "llama", kind: str = "Q4_1", **fields: Any) -> ModelRunner:

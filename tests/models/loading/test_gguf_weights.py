@@ -57,8 +57,8 @@ def assert_logits(logits: torch.Tensor, expected: torch.Tensor, kind: str) -> No
     ids=["llama-biases", "llama-tied", "qwen2", "qwen3"],
 )
 def test_logits_equal_transformers(architecture: str, fields: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    """A prompt, computed with unpacked weights, and the step after it, computed from blocks; with AVX-512 and for some
-    types in one call for all layers.
+    """A prompt, computed with unpacked weights, and the step after it, computed from blocks; for interleaved ones in
+    one call for all layers.
     """
     source, reference = write(tmp_path, kind, architecture, **fields)
     runner = ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=True)

@@ -50,7 +50,8 @@ class CudaKernel:
         """Enqueue on torch's current stream of the kernel's device. Arguments are not checked.
 
         `overlap_previous` lets it start before the previous kernel has ended: only for a kernel that waits
-        (`griddepcontrol.wait`) before it touches memory that other kernels of a step write or read.
+        (`griddepcontrol.wait`) before it touches memory that other kernels of a step write or read. It may read before
+        that what was complete when the previous kernel let it start, as csrc/linear/token_experts.cu does.
         """
         config = self._core.LaunchConfig(
             grid=blocks,

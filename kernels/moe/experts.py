@@ -14,7 +14,8 @@ CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
 if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product; of
 4-bit weights that are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
-(token_experts_cuda.py), which do not round the results of experts before they are added.
+(token_experts_cuda.py), which do not round the results of experts before they are added, and whose order of sums
+depends on the number of tokens.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -112,7 +113,7 @@ def grouped_experts(
     _check(x, weights, experts, gate_up, down)
     out = torch.empty_like(x)
     plain = gate_up_bias is None and down_bias is None and limit is None
-    if plain and suits_token_experts(x, experts, gate_up, down):
+    if plain and suits_token_experts(x, weights, experts, gate_up, down, shared):
         launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
         return out
     rows = tile_rows(experts.numel(), num_experts)

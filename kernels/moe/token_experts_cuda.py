@@ -33,24 +33,41 @@ class _Matrices(NamedTuple):
     steps: int  # of a row
 
 
-def suits_token_experts(x: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight) -> bool:
+def suits_token_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    shared: torch.Tensor | None = None,
+) -> bool:
     """Whether the kernels take these tensors, and so few tokens."""
     if not x.is_cuda or x.dtype.itemsize != 2 or not can_run(x.device):
         return False
     if not 1 <= len(x) <= MOST_TOKENS or experts.numel() > MOST_CHOICES or x.data_ptr() % 16:
         return False
+    if (
+        weights.dtype != torch.float32
+        or experts.dtype != torch.int64
+        or (shared is not None and shared.dtype != x.dtype)
+    ):
+        return False
+    if not all(each.is_contiguous() for each in (x, weights, experts, x if shared is None else shared)):
+        return False
     return all(_suits(weight, x.dtype) for weight in (gate_up, down)) and type(gate_up) is type(down)
 
 
 def _suits(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether rows are whole tiles and steps, and 16 bytes can be copied at a time."""
+    """Whether rows have whole steps, and 16 bytes can be copied at a time; of 4-bit weights also 8 adjacent scales."""
     rows, columns = weight.shape[-2:]
     if isinstance(weight, torch.Tensor):
         return weight.dtype == dtype and columns % CUDA_COLUMNS == 0 and _aligned(weight)
     if isinstance(weight, BlockScaled):
         return columns % BLOCK == 0 and _aligned(weight.values, weight.scales)
     if isinstance(weight, GroupScaled):
-        return rows % 16 == 0 and weight.zeros is not None and _aligned(weight.packed, weight.scales, weight.zeros)
+        if rows % 16 or weight.zeros is None or weight.scales.dtype != dtype:
+            return False
+        return _aligned(weight.packed, weight.scales, weight.zeros)
     return False
 
 

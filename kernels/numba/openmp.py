@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,13 +109,16 @@ class Kernel:
         """Compile it, or load it from the cache. Returns False if another process is compiling it, unless `wait`: then
         what that process has cached is loaded.
         """
-        if self._code is None:
+        with _compiling:
+            if self._code is not None:
+                return True
             with _claim(f"{self._body.__module__}.{self._body.__name__}", wait=wait) as claimed:
                 if not claimed:
                     return False
-                self._code = self._compiled()
-            self._address = self._code.address
+                code = self._compiled()
+            self._address = code.address
             self._alone = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(self._address)
+            self._code = code  # last: other threads call the kernel from now on
         return True
 
     def _compiled(self) -> Any:
@@ -125,6 +129,10 @@ class Kernel:
             return cfunc(self._signature, **_ARITHMETIC)(self._body)
 
 
+_compiling = threading.Lock()
+"""Numba compiles in one thread at a time anyway."""
+
+
 @contextmanager
 def _claim(name: str, *, wait: bool) -> Iterator[bool]:
     """Hold the lock of a kernel, which processes with the same cache share; yields whether this process has it. Where
@@ -133,7 +141,7 @@ def _claim(name: str, *, wait: bool) -> Iterator[bool]:
     try:
         folder = Path(numba.config.CACHE_DIR) / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / name).open("w")
+        file = (folder / name).open("a")
     except OSError:
         yield True
         return

@@ -10,7 +10,7 @@ from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, fit
 @pytest.mark.parametrize("step_bytes", [640, 2112, 2176])
 @pytest.mark.parametrize("steps", [1, 2, 12, 100])
 @pytest.mark.parametrize("count", [1, 132, 300, 4000])
-def test_a_blockfits_the_shared_memory_with_a_ring(
+def test_a_block_fits_the_shared_memory_with_a_ring(
     limit: int, row_tiles: int, step_bytes: int, steps: int, count: int
 ) -> None:
     form = Format("any", step_bytes, warps=(16, 8, 4))

@@ -52,14 +52,14 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
     """With all experts on this rank, some and none of the chosen ones, with and without a shared expert."""
     for tokens in range(1, MOST_TOKENS + 1):
         x, weights, chosen, gate_up, down = draw(kind, tokens, size, dtype)
-        assert suits_token_experts(x, chosen, gate_up, down)
         shared = torch.randn_like(x)
-        for own in (slice(0, size[0]), slice(2, 5), slice(4, 5)):
+        for first, own in ((0, slice(0, size[0])), (2, slice(2, 5)), (4, slice(4, 5)), (size[0], slice(0, 2))):
             part = gate_up[own], down[own]
+            assert suits_token_experts(x, weights, chosen, *part, shared)
             with poisoned("triton"):
-                found = grouped_experts(x, weights, chosen, *part, first=own.start, num_experts=size[0])
-                sums = grouped_experts(x, weights, chosen, *part, first=own.start, num_experts=size[0], shared=shared)
-            expected = experts_reference(x, weights, chosen, *part, first=own.start, exact=True)
+                found = grouped_experts(x, weights, chosen, *part, first=first, num_experts=size[0])
+                sums = grouped_experts(x, weights, chosen, *part, first=first, num_experts=size[0], shared=shared)
+            expected = experts_reference(x, weights, chosen, *part, first=first, exact=True)
             torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
             assert torch.equal(sums, found + shared)
 
@@ -67,10 +67,13 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
 @pytest.mark.gpu
 def test_more_tokens_and_other_sizes_are_left_to_the_other_kernels() -> None:
     x, weights, chosen, gate_up, down = draw("plain", MOST_TOKENS + 1, (8, 3, 256, 128), torch.bfloat16)
-    assert not suits_token_experts(x, chosen, gate_up, down)
-    few = x[:1], chosen[:1]
+    assert not suits_token_experts(x, weights, chosen, gate_up, down)
+    few = x[:1], weights[:1], chosen[:1]
     assert suits_token_experts(*few, gate_up, down)
-    assert not suits_token_experts(x[:1].float(), chosen[:1], gate_up, down)
+    assert not suits_token_experts(x[:1].float(), *few[1:], gate_up, down)
+    assert not suits_token_experts(x[:1], weights[:1].bfloat16(), chosen[:1], gate_up, down)
+    assert not suits_token_experts(x[:1], weights[:1], chosen[:1].int(), gate_up, down)
+    assert not suits_token_experts(*few, gate_up, down, x[:1].float())
     assert not suits_token_experts(*few, gate_up.half(), down)
     narrow = torch.empty(8, 256, 100, dtype=torch.bfloat16, device=CUDA)
     assert not suits_token_experts(*few, gate_up, narrow)

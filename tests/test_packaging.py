@@ -99,7 +99,8 @@ def test_uninstall_leaves_no_files(built: Path, tmp_path: Path) -> None:
     run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
     (site_packages / "pdserve").resolve(strict=True)
     compile_one = (
-        "import os, sys; os.environ['HOME'] = sys.argv[1]; import pdserve.kernels.numba.swiglu;"
+        "import os, sys; os.environ.update(HOME=sys.argv[1], XDG_CACHE_HOME='');"
+        "import pdserve.kernels.numba.swiglu;"
         "from pdserve.kernels.numba.openmp import compile_kernels; compile_kernels()"
     )
     run(python, "-I", "-c", compile_one, str(home), cwd=tmp_path)

@@ -2,7 +2,8 @@
 //
 // A block takes tiles of weight rows (products.cuh), one after the other. Its warps divide the steps of a tile among
 // them; a warp copies several steps ahead into a ring in shared memory, also across tiles. Weights, where they are
-// known, are read before the previous kernel has ended, x after it. At the end of a tile the sums of warps are added, always in the same order.
+// known, are read before the previous kernel has ended, x after it. At the end of a tile the sums of warps are added,
+// always in the same order.
 //
 // Constants besides those of products.cuh: WARPS; STAGES of a ring; BIAS, 1 if there is one, 2 if results are
 // rounded before it is added.

@@ -4,7 +4,7 @@
 //     expert_sums     out[t]       =  sum_j weights[t, j] * down[experts[t, j]] @ gated[t, j]  [+ shared[t]]
 //
 // The choices of tokens are taken one by one: an expert that two tokens choose is read twice, mostly from the L2 cache.
-// Experts outside of [first, first + count) are those of other ranks, and contribute nothing.
+// This rank has the `experts_here` experts from number `first` on; the others contribute nothing.
 //
 // Constants besides those of few_rows.cuh: PER_TOKEN; FORMAT of the weights, 0 plain, 1 fp8, 2 int4. OUTPUT_TILES and
 // ROW_TILES are 1, and BIAS is 2 if `shared` is added.
@@ -86,7 +86,7 @@ __device__ __forceinline__ Weights matrix_of(Weights weights, long long expert, 
 }
 #endif
 
-// A tile has outputs of one choice: tile `number` is tile number / choices of choice number % choices.
+// A tile has outputs of one choice. Of n choices, tile `number` is tile number / n of choice number % n.
 struct Gates {
     static constexpr int kStageBytes = Weights::kStageBytes;
     typedef Weights::X X;

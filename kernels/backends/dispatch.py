@@ -22,6 +22,8 @@ _KERNELS = __package__.rpartition(".")[0]
 _NUMBA_MODULES = ("linear", "paged_decode", "rms_norm", "rope_kv_write", "swiglu")
 _GGUF_MODULES = ("gguf_linear",)
 _INTERLEAVED_MODULES = ("interleaved_linear", "layer_stack")
+NEON = platform.machine() == "aarch64"
+"""Whether kernels for interleaved GGUF blocks are those of NEON; otherwise they are those of AVX-512."""
 _numba_allowed = True
 
 
@@ -73,7 +75,7 @@ def has_interleaved_kernels() -> bool:
     """Whether this processor has the instructions of the kernels for interleaved GGUF blocks: AVX-512 with the parts
     for bytes and words, or NEON with dot products.
     """
-    if platform.machine() == "aarch64":
+    if NEON:
         return bool(torch.cpu.get_capabilities()["dot"])
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 

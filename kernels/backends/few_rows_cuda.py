@@ -63,13 +63,56 @@ def launch_few_rows(
     row_tiles = 1
     while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
         row_tiles *= 2
-    processors, limit = multiprocessors(x.device), shared_memory(x.device)
     weight_rows = out.shape[1] * (2 if gated else 1)
-    outputs = tiles.outputs or (1 if weight_rows <= OUTPUT_TILE * processors else 2) * OUTPUT_TILE
+    outputs = tiles.outputs or (1 if weight_rows <= OUTPUT_TILE * multiprocessors(x.device) else 2) * OUTPUT_TILE
     output_tiles = outputs // OUTPUT_TILE
     count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
-    warps, stages, shared_bytes = fit(
-        form, tiles, count, steps, output_tiles, row_tiles, processors=processors, limit=limit
+    launch_tiles(
+        f"{form.name}.cu",
+        form.name,
+        form,
+        x,
+        (
+            *weights,
+            (out if bias is None else bias).data_ptr(),
+            out.data_ptr(),
+            len(x),
+            out.shape[1],
+            x.shape[1],
+            *sizes,
+        ),
+        count=count,
+        steps=steps,
+        gated=gated,
+        bias=int(bias is not None),
+        output_tiles=output_tiles,
+        row_tiles=row_tiles,
+        tiles=tiles,
+    )
+
+
+def launch_tiles(
+    source: str,
+    name: str,
+    form: Format,
+    x: torch.Tensor,
+    arguments: tuple[int, ...],
+    constants: tuple[tuple[str, int], ...] = (),
+    *,
+    count: int,
+    steps: int,
+    gated: bool,
+    bias: int,
+    output_tiles: int = 1,
+    row_tiles: int = 1,
+    tiles: Tiles | None = None,
+) -> None:
+    """Launch kernel `name` of a source in csrc/linear/ for `count` tiles, with x and then `arguments`, and with
+    `constants` besides those of csrc/linear/few_rows.cuh.
+    """
+    processors, limit = multiprocessors(x.device), shared_memory(x.device)
+    warps, stages, shared_bytes = _fit(
+        form, tiles or Tiles(), count, steps, output_tiles, row_tiles, processors=processors, limit=limit
     )
     constants = (
         *form.constants,
@@ -78,19 +121,14 @@ def launch_few_rows(
         ("OUTPUT_TILES", output_tiles),
         ("ROW_TILES", row_tiles),
         ("GATED", int(gated)),
-        ("BIAS", int(bias is not None)),
+        ("BIAS", bias),
         ("HALF", int(x.dtype == torch.float16)),
+        *constants,
     )
-    kernel = load_kernel(f"linear/{form.name}.cu", form.name, x.device, constants, shared_bytes)
+    kernel = load_kernel(f"linear/{source}", name, x.device, constants, shared_bytes)
     kernel.launch(
         x.data_ptr(),
-        *weights,
-        (out if bias is None else bias).data_ptr(),
-        out.data_ptr(),
-        len(x),
-        out.shape[1],
-        x.shape[1],
-        *sizes,
+        *arguments,
         blocks=min(count, processors * (limit // shared_bytes)),
         threads=32 * warps,
         shared_bytes=shared_bytes,
@@ -98,7 +136,7 @@ def launch_few_rows(
     )
 
 
-def fit(
+def _fit(
     form: Format,
     tiles: Tiles,
     count: int,

@@ -11,11 +11,9 @@ so that shifts and masks give pairs of adjacent columns, which one instruction o
 and adds. Those of NEON take four bytes of a row; x is arranged for them.
 """
 
-import platform
-
 import torch
 
-from ..backends.dispatch import has_interleaved_kernels, numba_computes
+from ..backends.dispatch import NEON, has_interleaved_kernels, numba_computes
 
 GROUP_ROWS = 16
 TILE_COLUMNS = 32
@@ -24,7 +22,6 @@ HALVES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}
 """Float16 values at the beginning of a block of the types that can be interleaved; the integers follow."""
 SMALLEST = 1e-34
 """Of 32 elements of x: if all are smaller, they count as 0."""
-NEON = platform.machine() == "aarch64"
 LARGEST = 127 * 256 + 127 if NEON else 32767
 """Of the integers that x is rounded to. With NEON they consist of two signed bytes."""
 _CHUNK_GROUPS = 64

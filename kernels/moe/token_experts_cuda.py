@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...configs.arithmetic import ceil_div
-from ..backends.few_rows_cuda import OUTPUT_TILE, Format, Tiles, can_run, fit
-from ..backends.nvrtc import load_kernel
-from ..backends.occupancy import multiprocessors, shared_memory
+from ..backends.few_rows_cuda import OUTPUT_TILE, Format, can_run, launch_tiles
 from ..int4.group_format import GroupScaled
 from ..int4.int4_linear_cuda import cuda_format
 from ..linear.block_format import BLOCK, BlockScaled, Weight
@@ -122,35 +120,16 @@ def _launch(
     bias: int,
 ) -> None:
     (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight)
-    tiles = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
-    steps = matrices.steps * (1 if gated else per_token)
-    processors, limit = multiprocessors(x.device), shared_memory(x.device)
-    warps, stages, shared_bytes = fit(matrices.form, Tiles(), tiles, steps, 1, 1, processors=processors, limit=limit)
-    constants = (
-        *matrices.form.constants,
-        ("WARPS", warps),
-        ("STAGES", stages),
-        ("OUTPUT_TILES", 1),
-        ("ROW_TILES", 1),
-        ("GATED", int(gated)),
-        ("BIAS", bias),
-        ("HALF", int(x.dtype == torch.float16)),
-        ("FORMAT", matrices.number),
-        ("PER_TOKEN", per_token),
-    )
-    kernel = load_kernel("linear/token_experts.cu", name, x.device, constants, shared_bytes)
-    kernel.launch(
-        x.data_ptr(),
-        *matrices.addresses,
-        *pointers,
-        tokens,
-        outputs,
-        x.shape[1],
-        first,
-        len(weight),
-        *matrices.sizes,
-        blocks=min(tiles, processors * (limit // shared_bytes)),
-        threads=32 * warps,
-        shared_bytes=shared_bytes,
-        overlap_previous=True,
+    count = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
+    launch_tiles(
+        "token_experts.cu",
+        name,
+        matrices.form,
+        x,
+        (*matrices.addresses, *pointers, tokens, outputs, x.shape[1], first, len(weight), *matrices.sizes),
+        (("FORMAT", matrices.number), ("PER_TOKEN", per_token)),
+        count=count,
+        steps=matrices.steps * (1 if gated else per_token),
+        gated=gated,
+        bias=bias,
     )

@@ -4,8 +4,9 @@
 import numpy as np
 import torch
 
+from ..backends.dispatch import NEON
 from ..gguf.blocks import GgufRows, ggml_number
-from ..gguf.interleaved import GROUP_ROWS, NEON, TILE_COLUMNS
+from ..gguf.interleaved import GROUP_ROWS, TILE_COLUMNS
 from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row, unpack_group
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for, wait_for_team
 from .swiglu import activate

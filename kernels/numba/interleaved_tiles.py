@@ -28,8 +28,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ..backends.dispatch import NEON
 from ..gguf.blocks import block_size, ggml_number
-from ..gguf.interleaved import GROUP_ROWS, HALVES, LARGEST, NEON, SMALLEST, TILE_COLUMNS
+from ..gguf.interleaved import GROUP_ROWS, HALVES, LARGEST, SMALLEST, TILE_COLUMNS
 from .dot_tile import prefetch, row_addresses
 from .gguf_blocks import cases
 

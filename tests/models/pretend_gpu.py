@@ -34,7 +34,7 @@ from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.mla import index_plan
-from pdserve.kernels.moe import experts, token_experts_cuda
+from pdserve.kernels.moe import experts
 from pdserve.kernels.sampling import keep_top_p
 from pdserve.models.layers import hot_rows
 from tests.kernels import cuda_sources
@@ -345,7 +345,7 @@ class PretendGpu(TorchFunctionMode):
             mixed = experts.experts_reference(x, *inputs, first=first, exact=True)
             out.copy_(mixed if shared is None else mixed + shared)
 
-        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p, token_experts_cuda):
+        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)

@@ -21,7 +21,6 @@ from pdserve.kernels.linear.block_format import BlockScaled, Weight
 from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
-from pdserve.kernels.moe import token_experts_cuda
 from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
@@ -129,8 +128,7 @@ def test_launches_for_the_experts_of_a_token_match_their_kernels(
     kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = counted(monkeypatch)
-    monkeypatch.setattr(token_experts_cuda, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(token_experts_cuda, "shared_memory", lambda _: 227 << 10)
+    hopper(monkeypatch)
 
     def matrices(rows: int, columns: int) -> Weight:
         if kind == "fp8":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, fit
+from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, _fit
 
 
 @pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
@@ -14,7 +14,7 @@ def test_a_block_fits_the_shared_memory_with_a_ring(
     limit: int, row_tiles: int, step_bytes: int, steps: int, count: int
 ) -> None:
     form = Format("any", step_bytes, warps=(16, 8, 4))
-    warps, stages, used = fit(form, Tiles(), count, steps, 2, row_tiles, processors=132, limit=limit)
+    warps, stages, used = _fit(form, Tiles(), count, steps, 2, row_tiles, processors=132, limit=limit)
     assert 1 <= warps <= min(16, 2 * steps)
     assert stages >= 2
     assert used <= limit

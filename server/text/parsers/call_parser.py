@@ -5,12 +5,13 @@ later ends there, and its arguments may be invalid JSON.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from ....configs.words import whole_characters
 from .events import CallArguments, CallBegin, CallEnd, Content
-from .text_parser import TextParser, held_back
+from .text_parser import EndOfTextError, Steps, TextParser, held_back
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The parameters of each function, a JSON schema, by its name."""
@@ -18,9 +19,18 @@ Tools = Mapping[str, Mapping[str, Any]]
 LONGEST_NAME = 256
 
 
+class NotACallError(Exception):
+    """The text is not a call, or not a valid one."""
+
+
 def find_first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """The first marker in a text, after its position. No marker begins another."""
     return min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
+
+
+def is_one_word(name: str) -> bool:
+    """Whether a name has characters, and none of them is white space."""
+    return len(name.split()) == 1
 
 
 class CallParser(TextParser):
@@ -40,35 +50,41 @@ class CallParser(TextParser):
         self._in_call = False
         self._after_call = False
 
-    def _run_states(self) -> None:
-        super()._run_states()
-        if self._final:
-            self._consume(len(self._buffer))
-            self._give_up()
+    def _parse(self) -> Steps[None]:
+        steps = self._beginning()
+        while True:
+            try:
+                yield from steps
+            except NotACallError:
+                self._give_up()
+            except EndOfTextError:
+                self._consume(len(self._buffer))
+                self._give_up()
+                return
+            self._unsure = ""
+            steps = self._content_and_calls()
 
-    def _start(self) -> bool:
-        """The first state; formats that have no marker decide here whether the output is a call."""
-        self._step = self._content
-        return True
+    def _beginning(self) -> Steps[None]:
+        """Calls at the beginning of the output, in formats that need no marker there."""
+        yield from ()
 
-    def _content(self) -> bool:
-        """Text up to the next marker."""
-        found = find_first(self._buffer, self.markers)
-        if found is None:
+    def _content_and_calls(self) -> Steps[None]:
+        """Content up to the next marker, and the calls that follow it."""
+        while (found := find_first(self._buffer, self.markers)) is None:
             held = 0 if self._final else held_back(self._buffer, self.markers)
             self._emit_content(self._take(len(self._buffer) - held))
-            return False
+            yield from self._more()
         at, marker = found
         text = self._take(at)
         shown = text.rstrip()
         self._emit_content(shown)
         self._unsure = text[len(shown) :]
-        self._step = self._marker(marker)
-        return True
+        self._consume(len(marker))
+        yield from self._parse_calls(marker)
 
     @abstractmethod
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        """The state that follows a marker, which is still in the buffer."""
+    def _parse_calls(self, marker: str) -> Steps[None]:
+        """The calls after a marker. Raises NotACallError if something else follows."""
 
     def _consume(self, count: int) -> str:
         """Take text that becomes content again if no call follows."""
@@ -77,30 +93,50 @@ class CallParser(TextParser):
             self._unsure += text
         return text
 
-    def _skip_space(self) -> str:
-        """Take white space; returns the next character, "" if it has not arrived."""
-        self._consume(len(self._buffer) - len(self._buffer.lstrip()))
-        return self._buffer[:1]
+    def _put_back(self, text: str) -> None:
+        """Text that was taken comes again."""
+        self._buffer = text + self._buffer
 
-    def _match(self, text: str) -> bool | None:
-        """Take `text` if the buffer begins with it; None if that is not certain yet."""
-        if self._buffer.startswith(text):
-            self._consume(len(text))
-            return True
-        return None if not self._final and text.startswith(self._buffer) else False
+    def _skip_space(self) -> Steps[str]:
+        """Take white space; returns the next character."""
+        while True:
+            self._consume(len(self._buffer) - len(self._buffer.lstrip()))
+            if self._buffer:
+                return self._buffer[0]
+            yield from self._more()
 
-    def _until(self, *ends: str, longest: int | None = None) -> tuple[str, str] | None:
-        """Take the text before the first of `ends`, and that end. Returns None if it has not arrived, and gives up if
-        the text is longer than `longest`.
+    def _tag(self, *tags: str) -> Steps[str]:
+        """Take white space and one of `tags`, which is returned. Raises NotACallError if something else follows."""
+        yield from self._skip_space()
+        while (tag := next(filter(self._buffer.startswith, tags), None)) is None:
+            if self._final or not any(tag.startswith(self._buffer) for tag in tags):
+                raise NotACallError
+            yield from self._more()
+        return self._consume(len(tag))
+
+    def _optional_tag(self, tag: str) -> Steps[None]:
+        with suppress(NotACallError):
+            yield from self._tag(tag)
+
+    def _until(self, *ends: str, longest: int | None = None) -> Steps[tuple[str, str]]:
+        """Take the text before the first of `ends`, and that end. Raises NotACallError if the text is longer than
+        `longest`.
         """
-        found = find_first(self._buffer, ends)
-        if found is None or (longest is not None and found[0] > longest):
+        while (found := find_first(self._buffer, ends)) is None or (longest is not None and found[0] > longest):
             if longest is not None and len(self._buffer) > longest + max(map(len, ends)):
-                self._give_up()
-            return None
-        text = self._consume(found[0])
-        self._consume(len(found[1]))
-        return text, found[1]
+                raise NotACallError
+            yield from self._more()
+        return self._consume(found[0]), self._consume(len(found[1]))
+
+    def _skip_to(self, *tags: str) -> Steps[str]:
+        """Take the text up to the first of `tags`, and that tag, which is returned."""
+        _, tag = yield from self._until(*tags)
+        return tag
+
+    def _name_until(self, *ends: str) -> Steps[tuple[str, str]]:
+        """The same, of a name, without the white space around it."""
+        name, end = yield from self._until(*ends, longest=LONGEST_NAME)
+        return name.strip(), end
 
     def _begin(self, name: str) -> None:
         self._events.append(CallBegin(self._calls, whole_characters(name)))
@@ -118,10 +154,8 @@ class CallParser(TextParser):
         """No call follows here: what was taken since the marker is content. A call that has begun ends."""
         if self._in_call:
             self._end()
-        text, self._unsure = self._unsure, ""
-        self._step = self._content
-        if text.strip() or not self._after_call:
-            self._emit_content(text)
+        if self._unsure.strip() or not self._after_call:
+            self._emit_content(self._unsure)
 
     def _emit_content(self, text: str) -> None:
         if self._after_call:

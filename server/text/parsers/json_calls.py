@@ -1,65 +1,91 @@
 """Families whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek-V3."""
 
-from abc import abstractmethod
+import json
 from collections.abc import Callable
+from typing import Any
 
-from .call_parser import LONGEST_NAME, CallParser, Tools
-from .json_scanner import JsonCall, JsonValue
+from .call_parser import LONGEST_NAME, CallParser, NotACallError, is_one_word
+from .json_scanner import JsonValue
+from .text_parser import Steps
+
+_ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class JsonCallParser(CallParser):
-    """The steps that parse JSON in a call. A subclass defines with `_after_json` what comes after the JSON."""
+    """The parts of calls that are JSON."""
 
     only_known_names = False
     """For formats without a marker: an object with any other name is content."""
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._scanner: JsonCall | JsonValue | None = None
+    def _object(self) -> Steps[None]:
+        """A call, `{"name": "f", "arguments": {...}}`, in any order and with other keys between. Arguments after the
+        name are passed on as they arrive.
+        """
+        name: str | None = None
+        arguments, begun = "{}", False
+        character = yield from self._tag("{")
+        while character != "}":
+            if (yield from self._skip_space()) == "}":
+                self._consume(1)
+                break
+            key = _loads((yield from self._value('"')))
+            yield from self._tag(":")
+            first = yield from self._skip_space()
+            if key == "name":
+                value = _loads((yield from self._value('"')))
+                name = self._checked(value) if name is None else name
+            elif key not in _ARGUMENT_KEYS or begun:
+                _loads((yield from self._value()))
+            elif first == "{" and name is not None:
+                self._begin(name)
+                begun = True
+                yield from self._value(pass_on=self._argue)
+            else:
+                text = yield from self._value('{"n')
+                if (value := _loads(text)) is not None:
+                    # some models write the text of the object in a string
+                    arguments = (value or "{}") if isinstance(value, str) else text
+            character = yield from self._tag(",", "}")
+        if name is None:
+            raise NotACallError
+        if not begun:
+            self._begin(name)
+            self._argue(arguments)
+        self._end()
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._object
+    def _checked(self, name: str) -> str:
+        if not name or (self.only_known_names and name not in self._tools):
+            raise NotACallError
+        return name
 
-    @abstractmethod
-    def _after_json(self) -> bool:
-        """The state after the JSON of a call, which has ended."""
+    def _arguments(self) -> Steps[None]:
+        """The arguments of a call that has begun, and its end."""
+        yield from self._value(pass_on=self._argue)
+        self._end()
 
-    def _object(self) -> bool:
-        """An object with the name and the arguments of a call."""
-        if self._scanner is None:
-            self._scanner = JsonCall(self._begin, self._argue, self._tools if self.only_known_names else None)
-        self._consume(self._scanner.feed(self._buffer))
-        return self._advance(self._scanner)
+    def _value(self, first: str = "", pass_on: Callable[[str], None] = lambda _: None) -> Steps[str]:
+        """Take a JSON value that begins with a character of `first`, if any are given. `pass_on` gets its text as it
+        arrives.
+        """
+        if first and self._buffer[0] not in first:
+            raise NotACallError
+        text, value = "", JsonValue()
+        while not value.complete:
+            piece = self._consume(value.feed(self._buffer))
+            text += piece
+            pass_on(piece)
+            if value.failed:
+                raise NotACallError
+            if not value.complete:
+                yield from self._more()
+        return text
 
-    def _arguments(self) -> bool:
-        """The arguments of a call that has begun."""
-        if self._scanner is None:
-            self._scanner = JsonValue()
-        self._argue(self._consume(self._scanner.feed(self._buffer)))
-        return self._advance(self._scanner)
 
-    def _advance(self, scanner: JsonCall | JsonValue) -> bool:
-        if not scanner.failed and not scanner.complete:
-            return False
-        self._scanner = None
-        if scanner.failed:
-            self._give_up()
-        else:
-            self._end()
-            self._step = self._after_json
-        return True
-
-    def _close(self, end: str, *again: str) -> bool:
-        """Skip to the end of a call that is complete. The beginning of the next one ends it too."""
-        found = self._until(end, *again)
-        if found is None:
-            return False
-        if found[1] != end:
-            self._buffer = found[1] + self._buffer
-        self._unsure = ""
-        self._step = self._content
-        return True
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotACallError from None
 
 
 class HermesParser(JsonCallParser):
@@ -68,8 +94,10 @@ class HermesParser(JsonCallParser):
     markers = ("<tool_call>",)
     tags = ("<tool_call>", "</tool_call>")
 
-    def _after_json(self) -> bool:
-        return self._close("</tool_call>", "<tool_call>")
+    def _parse_calls(self, _marker: str) -> Steps[None]:
+        yield from self._object()
+        if (tag := (yield from self._skip_to("</tool_call>", "<tool_call>"))) == "<tool_call>":
+            self._put_back(tag)
 
 
 class Llama3Parser(JsonCallParser):
@@ -79,21 +107,15 @@ class Llama3Parser(JsonCallParser):
     tags = ("<|python_tag|>",)
     only_known_names = True
 
-    def _start(self) -> bool:
-        character = self._skip_space()
-        if not character:
-            return False
-        if character == "{":
-            self._step = self._object
-        else:
-            self._give_up()
-        return True
+    def _beginning(self) -> Steps[None]:
+        while (yield from self._skip_space()) == "{":
+            yield from self._object()
+            while (yield from self._skip_space()) == ";":
+                self._consume(1)
+        raise NotACallError
 
-    def _after_json(self) -> bool:
-        if self._skip_space() == ";":
-            self._consume(1)
-            return True
-        return self._start()
+    def _parse_calls(self, _marker: str) -> Steps[None]:
+        return self._beginning()
 
 
 class MistralParser(JsonCallParser):
@@ -102,66 +124,28 @@ class MistralParser(JsonCallParser):
     markers = ("[TOOL_CALLS]",)
     tags = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._listed = False
+    def _parse_calls(self, _marker: str) -> Steps[None]:
+        match (yield from self._skip_space()):
+            case "[":
+                character = self._consume(1)
+                while character != "]":
+                    yield from self._object()
+                    character = yield from self._tag(",", "]")
+            case "{":
+                yield from self._object()
+            case _:
+                yield from self._named_call()
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._form
-
-    def _form(self) -> bool:
-        character = self._skip_space()
-        if not character:
-            return False
-        self._listed = character == "["
-        if self._listed:
-            self._consume(1)
-        self._step = self._object if character in "[{" else self._name
-        return True
-
-    def _name(self) -> bool:
-        found = self._until("[ARGS]", "[CALL_ID]", "{", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._name
-        name, end = found[0].strip(), found[1]
-        if not name or any(character.isspace() for character in name):
-            self._give_up()
-            return True
-        self._called = name
+    def _named_call(self) -> Steps[None]:
+        name, end = yield from self._name_until("[ARGS]", "[CALL_ID]", "{")
+        if not is_one_word(name):
+            raise NotACallError
         if end == "[CALL_ID]":
-            self._step = self._call_id
-            return True
+            yield from self._name_until("[ARGS]")
         self._begin(name)
         if end == "{":
-            self._buffer = end + self._buffer
-        self._step = self._arguments
-        return True
-
-    def _call_id(self) -> bool:
-        if self._until("[ARGS]", longest=LONGEST_NAME) is None:
-            return self._step != self._call_id
-        self._begin(self._called)
-        self._step = self._arguments
-        return True
-
-    def _after_json(self) -> bool:
-        if not self._listed:
-            self._step = self._content
-            return True
-        character = self._skip_space()
-        if not character:
-            return False
-        if character == ",":
-            self._consume(1)
-            self._step = self._object
-        elif character == "]":
-            self._consume(1)
-            self._unsure = ""
-            self._step = self._content
-        else:
-            self._give_up()
-        return True
+            self._put_back(end)
+        yield from self._arguments()
 
 
 CALLS, CALL, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
@@ -174,63 +158,23 @@ class DeepSeekParser(JsonCallParser):
     markers = (CALLS, CALL)
     tags = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._call if marker == CALLS else self._header
+    def _parse_calls(self, marker: str) -> Steps[None]:
+        tag = marker if marker == CALL else (yield from self._tag(CALL))
+        while tag == CALL:
+            yield from self._call()
+            tag = yield from self._skip_to(CALL_END, CALLS_END, CALL)
+            self._unsure = ""
+            if tag == CALL_END:
+                tag = yield from self._tag(CALL, CALLS_END)
 
-    def _call(self) -> bool:
-        self._skip_space()
-        matched = self._match(CALL)
-        if matched:
-            self._step = self._header
-        elif matched is not None:
-            self._give_up()
-        return matched is not None
-
-    def _header(self) -> bool:
-        found = self._until(SEPARATOR, longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._header
-        self._called = found[0].strip()
-        self._step = self._fence
-        return True
-
-    def _fence(self) -> bool:
-        """What precedes the arguments: nothing, or the name and the beginning of a code block."""
-        found = self._until("{", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._fence
-        lines = found[0].split("\n")
-        name = lines[0].strip() or self._called
+    def _call(self) -> Steps[None]:
+        kind, _ = yield from self._name_until(SEPARATOR)
+        # before the arguments: nothing, or the name and the beginning of a code block
+        before, brace = yield from self._until("{", longest=LONGEST_NAME)
+        lines = before.split("\n")
+        name = lines[0].strip() or kind
         if not name or any(line.strip() not in ("", "```json", "```") for line in lines[1:]):
-            self._give_up()
-            return True
+            raise NotACallError
         self._begin(name)
-        self._buffer = found[1] + self._buffer
-        self._step = self._arguments
-        return True
-
-    def _after_json(self) -> bool:
-        found = self._until(CALL_END, CALLS_END, CALL)
-        if found is None:
-            return False
-        self._unsure = ""
-        if found[1] == CALL:
-            self._step = self._header
-        else:
-            self._step = self._next if found[1] == CALL_END else self._content
-        return True
-
-    def _next(self) -> bool:
-        """Another call, or the end of all calls."""
-        self._skip_space()
-        for tag, step in ((CALL, self._header), (CALLS_END, self._content)):
-            matched = self._match(tag)
-            if matched is None:
-                return False
-            if matched:
-                self._unsure = self._unsure if tag == CALL else ""
-                self._step = step
-                return True
-        self._give_up()
-        return True
+        self._put_back(brace)
+        yield from self._arguments()

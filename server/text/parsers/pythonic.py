@@ -4,9 +4,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable
 
-from .call_parser import CallParser, Tools
+from .call_parser import CallParser, NotACallError
+from .text_parser import Steps
 
 _BEGINNING = re.compile(r"\[\s*[A-Za-z_][\w.-]{0,255}\(")
 _PARTIAL = re.compile(r"\[\s*([A-Za-z_][\w.-]{0,255})?")
@@ -20,66 +20,60 @@ class PythonicParser(CallParser):
     markers = ("<|python_start|>",)
     tags = ("<|python_start|>", "<|python_end|>")
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._list_end = _ListEnd()
+    def _beginning(self) -> Steps[None]:
+        if (yield from self._skip_space()) != "[":
+            raise NotACallError
+        yield from self._list()
 
-    def _start(self) -> bool:
-        if not self._skip_space():
-            return False
-        if self._buffer[0] == "[":
-            self._step = self._list
-        else:
-            self._give_up()
-        return True
+    def _parse_calls(self, _marker: str) -> Steps[None]:
+        return self._list()
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._list
-
-    def _list(self) -> bool:
-        """The whole list, which must not be longer than LONGEST_LIST."""
-        if _BEGINNING.match(self._buffer) is None:
-            may_follow = not self._final and _PARTIAL.fullmatch(self._buffer) is not None
-            if self._buffer and not may_follow:
-                self._give_up()
-                return True
-            return False
-        end = self._list_end.feed(self._buffer)
-        if end is None:
-            if len(self._buffer) > LONGEST_LIST:
-                self._give_up()
-                return True
-            return False
-        self._list_end = _ListEnd()
-        calls = self._parse(self._buffer[:end]) if end <= LONGEST_LIST else None
-        self._consume(end)
-        if calls is None:
-            self._give_up()
-            return True
-        for name, arguments in calls:
+    def _list(self) -> Steps[None]:
+        while _BEGINNING.match(self._buffer) is None:
+            if self._buffer and (self._final or _PARTIAL.fullmatch(self._buffer) is None):
+                raise NotACallError
+            yield from self._more()
+        end = yield from self._find_end()
+        for name, arguments in self._calls_in(self._consume(end)):
             self._begin(name)
             self._argue(arguments)
             self._end()
-        self._step = self._close
-        return True
+        yield from self._optional_tag("<|python_end|>")
 
-    def _close(self) -> bool:
-        self._skip_space()
-        if self._match("<|python_end|>") is None:
-            return False
-        self._unsure = ""
-        self._step = self._content
-        return True
+    def _find_end(self) -> Steps[int]:
+        """Where the list in the buffer ends. Raises NotACallError if it is longer than LONGEST_LIST."""
+        at, depth, quote = 0, 0, ""
+        while True:
+            while at < len(self._buffer):
+                character = self._buffer[at]
+                at += 1
+                if quote:
+                    if character == "\\":
+                        at += 1  # the next one is escaped
+                    elif character == quote:
+                        quote = ""
+                elif character in "\"'":
+                    quote = character
+                elif character in "[({":
+                    depth += 1
+                elif character in "])}":
+                    depth -= 1
+                    if depth == 0 and at <= LONGEST_LIST:
+                        return at
+            if len(self._buffer) > LONGEST_LIST:
+                raise NotACallError
+            yield from self._more()
 
-    def _parse(self, text: str) -> list[tuple[str, str]] | None:
-        """The names and arguments of the calls in a list; None if it is something else."""
+    def _calls_in(self, text: str) -> list[tuple[str, str]]:
+        """The names and arguments of the calls in a list. Raises NotACallError if it is something else."""
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes such as "\\d"
                 items = ast.parse(text, mode="eval").body
-            return [self._call(item) for item in items.elts] if isinstance(items, ast.List) else None
+            if isinstance(items, ast.List):
+                return [self._call(item) for item in items.elts]
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-            return None
+            pass
+        raise NotACallError
 
     def _call(self, item: ast.expr) -> tuple[str, str]:
         if not isinstance(item, ast.Call) or item.args:
@@ -114,34 +108,3 @@ def _key(node: ast.expr | None) -> str:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         raise ValueError("a key must be a string")
     return node.value
-
-
-class _ListEnd:
-    """Finds where a list ends. `feed` takes the same text, longer every time, and looks at the new characters only."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
-
-    def feed(self, text: str) -> int | None:
-        for at in range(self._seen, len(text)):
-            character = text[at]
-            if self._quote:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
-            elif character in "[({":
-                self._depth += 1
-            elif character in "])}":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        self._seen = len(text)
-        return None

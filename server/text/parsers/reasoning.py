@@ -6,8 +6,8 @@ first of the output. White space around the reasoning is dropped.
 
 from dataclasses import dataclass
 
-from .events import Content, Event, Reasoning
-from .text_parser import TextParser, held_back
+from .events import Content, Reasoning
+from .text_parser import Steps, TextParser, held_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,40 +56,38 @@ class ReasoningParser(TextParser):
         self._style = style
         self.is_open = is_open
 
-    def feed(self, text: str) -> list[Event]:
-        """Reasoning and content in more text."""
-        return [Content(text)] if self._step == self._content else super().feed(text)
+    def _parse(self) -> Steps[None]:
+        yield from self._opening_tag()
+        if self.is_open:
+            yield from self._skip_space()
+            yield from self._reasoning()
+            yield from self._skip_space()
+        while True:
+            self._events.append(Content(self._take(len(self._buffer))))
+            yield from self._more()
 
-    def _start(self) -> bool:
+    def _opening_tag(self) -> Steps[None]:
         """An opening tag at the beginning, or none."""
-        begun = self._buffer.lstrip()
-        if begun.startswith(self._style.open):
-            self._buffer = begun[len(self._style.open) :]
-            self.is_open = True
-        elif not self._final and self._style.open.startswith(begun):
-            return False
-        self._step = self._space_before if self.is_open else self._content
-        return True
+        tag = self._style.open
+        while not (begun := self._buffer.lstrip()).startswith(tag):
+            if self._final or not tag.startswith(begun):
+                return
+            yield from self._more()
+        self._buffer = begun[len(tag) :]
+        self.is_open = True
 
-    def _space_before(self) -> bool:
-        self._buffer = self._buffer.lstrip()
-        if not self._buffer:
-            return False
-        self._step = self._reasoning if self.is_open else self._content
-        return True
+    def _skip_space(self) -> Steps[None]:
+        while not (rest := self._buffer.lstrip()):
+            self._buffer = ""
+            yield from self._more()
+        self._buffer = rest
 
-    def _reasoning(self) -> bool:
-        text, close, _ = self._buffer.partition(self._style.close)
-        if close:
-            self._events.append(Reasoning(text.rstrip()))
-            self._buffer = self._buffer[len(text) + len(close) :]
-            self.is_open = False
-            self._step = self._space_before
-            return True
-        held = 0 if self._final else held_back(text, (self._style.close,))
-        self._events.append(Reasoning(self._take(len(text) - held)))
-        return False
-
-    def _content(self) -> bool:
-        self._events.append(Content(self._take(len(self._buffer))))
-        return False
+    def _reasoning(self) -> Steps[None]:
+        tag = self._style.close
+        while tag not in self._buffer:
+            held = 0 if self._final else held_back(self._buffer, (tag,))
+            self._events.append(Reasoning(self._take(len(self._buffer) - held)))
+            yield from self._more()
+        text, _, self._buffer = self._buffer.partition(tag)
+        self._events.append(Reasoning(text.rstrip()))
+        self.is_open = False

@@ -1,14 +1,23 @@
 """The base of parsers of an output's text, which arrives in pieces.
 
-A subclass is a state machine: `self._step` is the current state, a method that takes characters from `self._buffer` and
-returns whether it has made progress; otherwise it waits for more text. Its decisions depend on the characters alone, so
-that any division of a text into pieces gives the same events.
+A parser is a generator, `_parse`. It takes characters from `self._buffer` and yields, with `_more`, where it needs more
+of them. Its decisions depend on the characters alone, so that any division of a text into pieces gives the same events.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import suppress
+from typing import TypeVar
 
 from .events import Event, merged
+
+ResultT = TypeVar("ResultT")
+Steps = Generator[None, None, ResultT]
+"""A part of a parser, which yields where it waits for more text."""
+
+
+class EndOfTextError(Exception):
+    """A parser needs more text, and the output has ended."""
 
 
 def partial_marker(text: str, markers: tuple[str, ...]) -> int:
@@ -24,13 +33,13 @@ def held_back(text: str, markers: tuple[str, ...]) -> int:
 
 
 class TextParser(ABC):
-    """Runs the states over the text."""
+    """Runs a parser over the text."""
 
     def __init__(self) -> None:
         self._buffer = ""
         self._final = False
         self._events: list[Event] = []
-        self._step: Callable[[], bool] = self._start
+        self._parsing = self._parse()
 
     def feed(self, text: str) -> list[Event]:
         """The events of more text."""
@@ -43,17 +52,20 @@ class TextParser(ABC):
         return self._run()
 
     @abstractmethod
-    def _start(self) -> bool:
-        """The first state."""
+    def _parse(self) -> Steps[None]:
+        """Parse the whole text."""
+
+    def _more(self) -> Steps[None]:
+        """Wait for more text. Raises EndOfTextError if there is none."""
+        if self._final:
+            raise EndOfTextError
+        yield
 
     def _run(self) -> list[Event]:
-        self._run_states()
+        with suppress(EndOfTextError):
+            next(self._parsing, None)
         events, self._events = self._events, []
         return merged(events)
-
-    def _run_states(self) -> None:
-        while self._step():
-            pass
 
     def _take(self, count: int) -> str:
         text, self._buffer = self._buffer[:count], self._buffer[count:]

@@ -5,12 +5,11 @@ Values are text. The schema of the function, or an attribute of the tag, says wh
 
 import ast
 import json
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from .call_parser import LONGEST_NAME, CallParser, Tools
-from .text_parser import partial_marker
+from .call_parser import LONGEST_NAME, CallParser, NotACallError, Tools, is_one_word
+from .text_parser import Steps, partial_marker
 
 
 def is_text(schema: object) -> bool | None:
@@ -45,7 +44,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class XmlCallParser(CallParser):
-    """The states after the name of a call: arguments, until the end of the call."""
+    """The parts of a call after its name."""
 
     value_end: str
     padding = ""
@@ -55,11 +54,6 @@ class XmlCallParser(CallParser):
         super().__init__(tools)
         self._schemas: Mapping[str, Any] = {}
         self._given = 0
-        self._at_start = False
-
-    @abstractmethod
-    def _next(self) -> bool:
-        """The next argument, or the end of the call."""
 
     def _begin_call(self, name: str) -> None:
         properties = self._tools.get(name, {}).get("properties")
@@ -67,53 +61,38 @@ class XmlCallParser(CallParser):
         self._given = 0
         self._begin(name)
         self._argue("{")
-        self._step = self._next
 
-    def _end_call(self, step: Callable[[], bool]) -> None:
+    def _end_call(self) -> None:
         self._argue("}")
         self._end()
-        self._step = step
 
-    def _begin_value(self, key: str, is_string: bool | None) -> None:
-        """The value of an argument follows. Strings are passed on as they arrive."""
+    def _value(self, key: str, *, is_string: bool | None = None) -> Steps[None]:
+        """The value of an argument. None: its schema says whether it is a string. Strings are passed on as they
+        arrive.
+        """
         self._argue((", " if self._given else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._given += 1
-        self._at_start = True
-        self._step = self._string_value if is_string else self._other_value
-        if is_string:
+        if is_text(self._schemas.get(key)) if is_string is None else is_string:
             self._argue('"')
-
-    def _string_value(self) -> bool:
-        if self._at_start:
-            if self.padding and self._match(self.padding) is None:
-                return False
-            self._at_start = False
-        end = self.padding + self.value_end
-        at = min((at for at in (self._buffer.find(end), self._buffer.find(self.value_end)) if at >= 0), default=-1)
-        if at >= 0:
-            self._argue_escaped(self._take(at))
-            self._take(len(end) if self._buffer.startswith(end) else len(self.value_end))
+            yield from self._string()
             self._argue('"')
-            self._step = self._next
-            return True
-        held = partial_marker(self._buffer, (end, self.value_end))
-        self._argue_escaped(self._take(len(self._buffer) - held))
-        return False
+        else:
+            text, _ = yield from self._until(self.value_end)
+            self._argue(to_json(text.removeprefix(self.padding).removesuffix(self.padding)))
 
-    def _other_value(self) -> bool:
-        found = self._until(self.value_end)
-        if found is None:
-            return False
-        text = found[0]
-        if self.padding:
-            text = text.removeprefix(self.padding).removesuffix(self.padding)
-        self._argue(to_json(text))
-        self._step = self._next
-        return True
+    def _string(self) -> Steps[None]:
+        while not self._buffer:
+            yield from self._more()
+        self._buffer = self._buffer.removeprefix(self.padding)
+        while self.value_end not in self._buffer:
+            held = partial_marker(self._buffer, (self.padding + self.value_end, self.value_end))
+            self._argue_escaped(self._take(len(self._buffer) - held))
+            yield from self._more()
+        text, _, self._buffer = self._buffer.partition(self.value_end)
+        self._argue_escaped(text.removesuffix(self.padding))
 
     def _argue_escaped(self, text: str) -> None:
-        if text:
-            self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._argue(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
 class Qwen3CoderParser(XmlCallParser):
@@ -124,59 +103,19 @@ class Qwen3CoderParser(XmlCallParser):
     value_end = "</parameter>"
     padding = "\n"
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
+    def _parse_calls(self, marker: str) -> Steps[None]:
         if marker == "<tool_call>":
-            self._consume(len(marker))
-        return self._function
-
-    def _function(self) -> bool:
-        self._skip_space()
-        matched = self._match("<function=")
-        if matched:
-            self._step = self._name
-        elif matched is not None:
-            self._give_up()
-        return matched is not None
-
-    def _name(self) -> bool:
-        found = self._until(">", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._name
-        if name := found[0].strip():
-            self._begin_call(name)
-        else:
-            self._give_up()
-        return True
-
-    def _next(self) -> bool:
-        found = self._until("<parameter=", "</function>", "</tool_call>")
-        if found is None:
-            return False
-        match found[1]:
-            case "<parameter=":
-                self._step = self._key
-            case "</function>":
-                self._end_call(self._close)
-            case _:
-                self._end_call(self._content)
-        return True
-
-    def _key(self) -> bool:
-        found = self._until(">", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._key
-        key = found[0].strip()
-        self._begin_value(key, is_text(self._schemas.get(key)))
-        return True
-
-    def _close(self) -> bool:
-        self._skip_space()
-        matched = self._match("</tool_call>")
-        if matched is None:
-            return False
-        self._unsure = ""
-        self._step = self._content
-        return True
+            yield from self._tag("<function=")
+        name, _ = yield from self._name_until(">")
+        if not name:
+            raise NotACallError
+        self._begin_call(name)
+        while (tag := (yield from self._skip_to("<parameter=", "</function>", "</tool_call>"))) == "<parameter=":
+            key, _ = yield from self._name_until(">")
+            yield from self._value(key)
+        self._end_call()
+        if tag == "</function>":
+            yield from self._optional_tag("</tool_call>")
 
 
 class GlmParser(XmlCallParser):
@@ -186,49 +125,18 @@ class GlmParser(XmlCallParser):
     tags = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     value_end = "</arg_value>"
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        return self._name
-
-    def _name(self) -> bool:
-        self._skip_space()
-        found = self._until("\n", "<arg_key>", "</tool_call>", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._name
-        name = found[0].strip()
-        if not name or any(character.isspace() for character in name):
-            self._give_up()
-            return True
+    def _parse_calls(self, _marker: str) -> Steps[None]:
+        yield from self._skip_space()
+        name, tag = yield from self._name_until("\n", "<arg_key>", "</tool_call>")
+        if not is_one_word(name):
+            raise NotACallError
         self._begin_call(name)
-        self._buffer = found[1] + self._buffer
-        return True
-
-    def _next(self) -> bool:
-        found = self._until("<arg_key>", "</tool_call>")
-        if found is None:
-            return False
-        if found[1] == "<arg_key>":
-            self._step = self._key
-        else:
-            self._end_call(self._content)
-        return True
-
-    def _key(self) -> bool:
-        found = self._until("</arg_key>", longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._key
-        self._argument = found[0].strip()
-        self._step = self._value_tag
-        return True
-
-    def _value_tag(self) -> bool:
-        self._skip_space()
-        matched = self._match("<arg_value>")
-        if matched:
-            self._begin_value(self._argument, is_text(self._schemas.get(self._argument)))
-        elif matched is not None:
-            self._give_up()
-        return matched is not None
+        self._put_back(tag)
+        while (yield from self._skip_to("<arg_key>", "</tool_call>")) == "<arg_key>":
+            key, _ = yield from self._name_until("</arg_key>")
+            yield from self._tag("<arg_value>")
+            yield from self._value(key)
+        self._end_call()
 
 
 class DsmlParser(XmlCallParser):
@@ -240,50 +148,17 @@ class DsmlParser(XmlCallParser):
     tags = ("｜DSML｜",)
     value_end = "</｜DSML｜parameter>"
 
-    def _marker(self, marker: str) -> Callable[[], bool]:
-        self._consume(len(marker))
-        self._end_tag = "</" + marker[1:]
-        return self._invoke
-
-    def _invoke(self) -> bool:
-        """A call, or the end of all calls."""
-        self._skip_space()
-        for tag, step in (('<｜DSML｜invoke name="', self._name), (self._end_tag, self._content)):
-            matched = self._match(tag)
-            if matched is None:
-                return False
-            if matched:
-                if tag == self._end_tag and self._after_call:
-                    self._unsure = ""
-                self._step = step
-                return True
-        self._give_up()
-        return True
-
-    def _name(self) -> bool:
-        found = self._until('">', longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._name
-        self._begin_call(found[0])
-        return True
-
-    def _next(self) -> bool:
-        found = self._until('<｜DSML｜parameter name="', "</｜DSML｜invoke>", self._end_tag)
-        if found is None:
-            return False
-        match found[1]:
-            case "</｜DSML｜invoke>":
-                self._end_call(self._invoke)
-            case self._end_tag:
-                self._end_call(self._content)
-            case _:
-                self._step = self._key
-        return True
-
-    def _key(self) -> bool:
-        found = self._until('">', longest=LONGEST_NAME)
-        if found is None:
-            return self._step != self._key
-        key, _, attribute = found[0].partition('" string="')
-        self._begin_value(key, attribute == "true" if attribute else is_text(self._schemas.get(key)))
-        return True
+    def _parse_calls(self, marker: str) -> Steps[None]:
+        invoke, parameter, end = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', "</" + marker[1:]
+        while (yield from self._tag(invoke, end)) == invoke:
+            name, _ = yield from self._until('">', longest=LONGEST_NAME)
+            self._begin_call(name)
+            while (tag := (yield from self._skip_to(parameter, "</｜DSML｜invoke>", end))) == parameter:
+                attributes, _ = yield from self._until('">', longest=LONGEST_NAME)
+                key, _, string = attributes.partition('" string="')
+                yield from self._value(key, is_string=string == "true" if string else None)
+            self._end_call()
+            if tag == end:
+                return
+        if not self._after_call:
+            raise NotACallError  # no call between the tags

@@ -192,7 +192,11 @@ MALFORMED = {
     "llama3-json": ['{"name": "Bob", "age": 3}', '{"a": {"name": "now"}}', '<|python_tag|>search.call(query="x")', "{"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] are tags", '[TOOL_CALLS][{"x": 1}]', "[TOOL_CALLS]now[ARGS"],
     "deepseek-v3": ["<｜tool▁calls▁begin｜> no", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>x\nnothing here {}"],
-    "deepseek-v32": ["<｜DSML｜function_calls>\nno", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now'],
+    "deepseek-v32": [
+        "<｜DSML｜function_calls>\nno",
+        "<｜DSML｜function_calls></｜DSML｜function_calls> has no calls",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now',
+    ],
     "qwen3-coder": ["<tool_call>\n{}\n</tool_call>", "<function=", "<tool_call>\n<function=>"],
     "glm45": ["<tool_call> is a tag\n", "<tool_call></tool_call>", "<tool_call>now"],
     "pythonic": ["[1, 2]", "[unknown(a=1)]", "[now(1)]", "[now(**{})]", "[now(a=b)]", "[now(", "[now() for x in y]"],

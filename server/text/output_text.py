@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .stop_conditions import StopConditions
+from .stop_regexes import StopRegexes
 from .stop_strings import StopStrings
 from .tokenizer import TextStream, Tokenizer
 
@@ -31,7 +31,7 @@ class OutputText:
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
         self._stream = TextStream(tokenizer, rules.skip_special_tokens, rules.kept_token_ids)
         self._stops = (
-            StopConditions(rules.stop_strings, rules.stop_regexes, rules.show_stop)
+            StopRegexes(rules.stop_strings, rules.stop_regexes, rules.show_stop)
             if rules.stop_regexes
             else StopStrings(rules.stop_strings, rules.show_stop)
         )

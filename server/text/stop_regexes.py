@@ -1,4 +1,4 @@
-"""Finds stop regular expressions in a text that arrives in pieces.
+"""Finds stop regular expressions, and stop strings beside them, in a text that arrives in pieces.
 
 Expressions have Python's syntax, without look-around and back-references. They are not matched by backtracking but
 simulated as automata, in one pass over the text: the work per character is at most proportional to the size of the
@@ -49,35 +49,55 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A match of `pattern`, [start, end) in the whole text."""
+    """A match of the expression or stop string `name`: [start, end) in the whole text."""
 
     start: int
     end: int
-    pattern: str
+    name: str
 
 
 class StopRegexes:
-    """Searches a growing text for several expressions. Finds the match that ends first; of several that end at the same
-    place, the longest.
+    """Ends a text at the first match of an expression or a stop string, also across pieces, and never shows a part of
+    the match. The one that ends first counts; of several that end at the same place, the longest. `matched` is the
+    pattern or the stop string.
 
     `$` and `\\b` see the end of a piece as the end of the text, as in SGLang, which searches after each token.
     """
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
+    def __init__(self, strings: Sequence[str], patterns: Sequence[str], show_stop: bool = False) -> None:
+        self.matched: str | None = None
+        self._show_stop = show_stop
+        self._automata = [
+            *((string, _literal(string)) for string in dict.fromkeys(strings)),
+            *((pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)),
+        ]
         # of each automaton, the states that the text so far leads to, with the position where their match began
         self._reached: list[dict[State, int]] = [{} for _ in self._automata]
         self._position = 0
+        self._held_back = ""
+        """The end of the text, up to `_position`, that is not shown yet."""
         self._previous: str | None = None
         self._armed = False
 
-    @property
-    def held_back(self) -> int:
-        """How many characters at the end of the text may belong to a match."""
+    def push(self, text: str, armed: bool = True) -> str:
+        """As `StopStrings.push`."""
+        assert self.matched is None, "text after a stop condition"
+        begin = self._position - len(self._held_back)
+        pending = self._held_back + text
+        if (match := self._search(text, armed)) is not None:
+            self.matched, self._held_back = match.name, ""
+            return pending[: (match.end if self._show_stop else match.start) - begin]
         starts = [start for reached in self._reached for start in reached.values()]
-        return self._position - min(starts, default=self._position)
+        shown = min(starts, default=self._position) - begin
+        self._held_back = pending[shown:]
+        return pending[:shown]
 
-    def push(self, text: str, armed: bool = True) -> Match | None:
+    def finish(self) -> str:
+        """The text held back, when no more text follows."""
+        held_back, self._held_back = self._held_back, ""
+        return held_back
+
+    def _search(self, text: str, armed: bool) -> Match | None:
         """The first match that ends in this piece. In a piece that is not `armed` none counts."""
         for character in text:
             # a match that ends here has its last character in this piece or, at first, in the one before
@@ -90,11 +110,11 @@ class StopRegexes:
     def _advance(self, following: str) -> Match | None:
         """Consume a character; returns the match that ended before it. At the end of a piece nothing is consumed."""
         best: Match | None = None
-        for index, (pattern, begin) in enumerate(self._automata):
+        for index, (name, begin) in enumerate(self._automata):
             origins = (*sorted(self._reached[index].items(), key=_by_start), (begin, self._position))
             ready, start = _follow(origins, self._previous, following)
             if start is not None and (best is None or start < best.start):
-                best = Match(start, self._position, pattern)
+                best = Match(start, self._position, name)
             if following != END:
                 self._reached[index] = self._consume(ready, following)
         return best
@@ -152,6 +172,14 @@ def compile_stop_regex(pattern: str) -> State:
     if _follow([(begin, 0)], None, END)[1] is not None:
         raise StopRegexError("matches the empty text, so it would end every output at once")
     return begin
+
+
+def _literal(text: str) -> State:
+    """The first state of an automaton that matches only `text`."""
+    state = State(final=True)
+    for character in reversed(text):
+        state = State(accepts=character.__eq__, next=[state])
+    return state
 
 
 class _Builder:

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.server.text.stop_conditions import StopConditions
-from pdserve.server.text.stop_regexes import MAX_MATCH_CHARACTERS, MAX_SIZE, StopRegexError, compile_stop_regex
+from pdserve.server.text.stop_regexes import (
+    MAX_MATCH_CHARACTERS,
+    MAX_SIZE,
+    StopRegexError,
+    StopRegexes,
+    compile_stop_regex,
+)
 
 ATOMS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\w", r"\s", "(?i:A)", r"\n"])
 
@@ -51,7 +56,7 @@ def test_result_does_not_depend_on_the_pieces(
     text = "".join(piece for piece, _ in pieces)
     match = reference(pieces, patterns)
     expected = text if match is None else text[: match[1] if show_stop else match[0]]
-    stops = StopConditions([], patterns, show_stop)
+    stops = StopRegexes([], patterns, show_stop)
     shown = ""
     for piece, armed in pieces:
         shown += stops.push(piece, armed)
@@ -62,7 +67,7 @@ def test_result_does_not_depend_on_the_pieces(
 
 
 def run(pieces: list[str], *patterns: str, strings: tuple[str, ...] = ()) -> tuple[str, str | None]:
-    stops = StopConditions(strings, patterns)
+    stops = StopRegexes(strings, patterns)
     shown = ""
     for piece in pieces:
         shown += stops.push(piece)
@@ -100,13 +105,13 @@ def test_match_that_ends_first_counts() -> None:
 
 
 def test_only_a_possible_match_is_held_back() -> None:
-    stops = StopConditions(["xyz"], [r"ab\d"])
+    stops = StopRegexes(["xyz"], [r"ab\d"])
     assert [stops.push(piece) for piece in ("a", "b", "a", "b-", "xy", "a")] == ["", "", "ab", "ab-", "", "xy"]
     assert stops.finish() == "a"
 
 
 def test_longer_match_is_not_found_and_its_text_is_shown() -> None:
-    stops = StopConditions([], [r"<.*>"])
+    stops = StopRegexes([], [r"<.*>"])
     shown = stops.push("<" + "x" * (MAX_MATCH_CHARACTERS + 10))
     assert len(shown) >= 11
     assert stops.push(">") + stops.finish() != ""

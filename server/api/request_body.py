@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from typing import Protocol
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 
@@ -26,82 +26,51 @@ class UnsupportedEncodingError(ClientError):
     code = "unsupported_encoding"
 
 
-class _Decoder(Protocol):
-    async def add(self, chunk: bytes, body: bytearray) -> None:
-        """Append what `chunk` holds to `body`."""
-
-    def finish(self) -> None:
-        """Raise BodyError when the body is incomplete."""
-
-
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
     """The whole body. Enforces the limit while reading, regardless of Content-Length, and on the inflated body."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_body_bytes:
         raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
-    decoder = _decoder_of(request, max_body_bytes)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        what, pieces = "body", request.stream()
+    elif encoding in ("gzip", "x-gzip"):
+        what, pieces = "inflated body", _inflate(request.stream())
+    else:
+        raise UnsupportedEncodingError(f"Content-Encoding {shown(encoding)} is not supported: send gzip or no encoding")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                await decoder.add(chunk, body)
+            async for piece in pieces:
+                body += piece
+                if len(body) > max_body_bytes:
+                    raise TooLargeError(f"the {what} is over {max_body_bytes} bytes (max_body_bytes)")
     except TimeoutError:
         raise BodyTimeoutError(
             f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
         ) from None
-    decoder.finish()
     return bytes(body)
 
 
-def _decoder_of(request: Request, max_bytes: int) -> _Decoder:
-    encoding = request.headers.get("content-encoding", "").strip().lower()
-    if encoding in ("", "identity"):
-        return _Plain(max_bytes)
-    if encoding in ("gzip", "x-gzip"):
-        return _Gunzip(max_bytes)
-    raise UnsupportedEncodingError(f"Content-Encoding {shown(encoding)} is not supported: send gzip or no encoding")
-
-
-class _Plain:
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-
-    async def add(self, chunk: bytes, body: bytearray) -> None:
-        body += chunk
-        if len(body) > self._max_bytes:
-            raise TooLargeError(f"the body is over {self._max_bytes} bytes (max_body_bytes)")
-
-    def finish(self) -> None:
-        pass
-
-
-class _Gunzip:
-    """A body may consist of several gzip members, which follow each other."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._inflater = zlib.decompressobj(GZIP_FORMAT)
-        self._began = False
-
-    async def add(self, chunk: bytes, body: bytearray) -> None:
-        full = False
-        while chunk or full:
-            if self._inflater.eof:
-                self._inflater = zlib.decompressobj(GZIP_FORMAT)
-            self._began = True
-            most = min(self._max_bytes + 1 - len(body), PIECE_BYTES)
+async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The content of a gzip file, which may consist of several members. Raises BodyError for anything else."""
+    inflater = zlib.decompressobj(GZIP_FORMAT)
+    began = False
+    async for chunk in chunks:
+        more = bool(chunk)
+        while more:
+            if inflater.eof:
+                inflater = zlib.decompressobj(GZIP_FORMAT)
+            began = True
             try:
-                piece = self._inflater.decompress(chunk, most)
+                piece = inflater.decompress(chunk, PIECE_BYTES)
             except zlib.error as error:
                 raise BodyError(f"the body is not valid gzip: {error}") from None
-            body += piece
-            if len(body) > self._max_bytes:
-                raise TooLargeError(f"the inflated body is over {self._max_bytes} bytes (max_body_bytes)")
-            chunk = self._inflater.unused_data if self._inflater.eof else self._inflater.unconsumed_tail
-            full = len(piece) == most and not self._inflater.eof  # zlib may hold more, with all its input consumed
-            if chunk or full:
+            yield piece
+            chunk = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            # zlib may hold more of a whole piece, with all its input consumed
+            more = bool(chunk) or (len(piece) == PIECE_BYTES and not inflater.eof)
+            if more:
                 await asyncio.sleep(0)
-
-    def finish(self) -> None:
-        if self._began and not self._inflater.eof:
-            raise BodyError("the body is not valid gzip: it ends too early")
+    if began and not inflater.eof:
+        raise BodyError("the body is not valid gzip: it ends too early")

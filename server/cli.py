@@ -13,18 +13,17 @@ import select
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import NoReturn
 
 from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
 from ..configs.schema import ServerConfig
-from ..transfer.mooncake.library import WHEELS
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
 from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from .launch.store_options import add_store_flags, read_store_options, take_local_store
+from .observability.versions import mooncake_wheels, version_of
 from .plan.options import PLAN_SETTINGS, add_plan_flags, read_plan_options
 from .plan.ratio.options import plans_load, read_ratio_options
 from .terminal.options import add_chat_flags, add_top_flags, read_chat_options, read_top_options
@@ -155,13 +154,12 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def version_line() -> str:
-    """Versions without importing anything: importing torch takes seconds."""
     parts = [
-        f"pdserve {_version_of('pdserve') or '(not installed)'}",
+        f"pdserve {version_of('pdserve') or '(not installed)'}",
         f"Python {platform.python_version()}",
-        f"torch {_version_of('torch') or '(not installed)'}",
+        f"torch {version_of('torch') or '(not installed)'}",
     ]
-    mooncake = [f"{wheel} {version}" for wheel in WHEELS if (version := _version_of(wheel)) is not None]
+    mooncake = [f"{wheel} {version}" for wheel, version in mooncake_wheels().items()]
     return ", ".join([*parts, *(mooncake or ["no Mooncake wheel"])])
 
 
@@ -295,10 +293,3 @@ def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argpar
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
     shown = [action for action in parser._actions if action.help is not argparse.SUPPRESS]
     return [name for action in shown for name in action.option_strings if name.startswith("--")]
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -30,6 +30,7 @@ from ..observability.metrics import Metrics
 from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
+from ..observability.versions import package_version
 from ..text.chat_format import ChatFormat
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_r
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
 from .generation import GenerationResponse, Rendering, prefill_leg
-from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version, package_version
+from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version
 from .lanes import Lanes
 from .live_page import add_page
 from .native.models import GenerateBody, GenerateReply, GenerateResult

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal, NotRequired
 
 import msgspec
@@ -16,15 +15,9 @@ from ...scheduler.messages.lifecycle import PrefillState, State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
 from ..observability.recent_requests import RecentRequest
+from ..observability.versions import package_version
 
 WAITING_STATES = (State.QUEUED.value, PrefillState.WAITING.value)
-
-
-def package_version() -> str:
-    try:
-        return version("pdserve")
-    except PackageNotFoundError:
-        return "unknown"  # run from a checkout without an install
 
 
 Peer = Annotated[

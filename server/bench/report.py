@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..api.info import package_version
 from ..launch.demo import STAGES
+from ..observability.versions import package_version
 from .client import RequestRecord
 from .options import BenchOptions
 from .summary import Distribution, Summary

@@ -1,21 +1,20 @@
 """Collects the facts of this machine. Nothing here judges them."""
 
-import contextlib
 import ctypes
 import os
 import platform
 import re
 import resource
 import shutil
-from importlib import metadata
 from pathlib import Path
 
 from ...configs.errors import StartupError
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.cgroup import cgroup_free_bytes
 from ...transfer.mooncake.infiniband import SYSFS, port_states
-from ...transfer.mooncake.library import FORBIDDEN, WHEELS
+from ...transfer.mooncake.library import FORBIDDEN
 from ..launch.ports import check_port
+from ..observability.versions import mooncake_wheels
 from .facts import Facts, Gpu, Peer, Port, RdmaDevice, Settings, Transfer
 
 GIB = 1 << 30
@@ -66,7 +65,7 @@ def collect(
         open_driver=open_driver,
         gpus=gpus,
         c_compiler=any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")),
-        mooncake=_mooncake(),
+        mooncake=mooncake_wheels(),
         mooncake_problem=mooncake_problem,
         libibverbs=_loads("libibverbs.so.1"),
         rdma_devices=rdma_devices(),
@@ -152,14 +151,6 @@ def _driver() -> tuple[str | None, bool]:
     text = _read(Path("/proc/driver/nvidia/version"))
     found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
     return (found[1] if found else None), "Open Kernel Module" in text
-
-
-def _mooncake() -> dict[str, str]:
-    found = {}
-    for wheel in WHEELS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[wheel] = metadata.version(wheel)
-    return found
 
 
 def _loads(library: str) -> bool:

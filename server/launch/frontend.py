@@ -34,11 +34,11 @@ from ...configs.words import counted
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
-from ..api.info import package_version
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
 from ..observability.tracing import start_tracing
+from ..observability.versions import package_version
 from ..text.tokenizer import Tokenizer, load_tokenizer
 from .http_protocol import PatientHttpProtocol
 from .model_files import with_local_model

@@ -1,8 +1,6 @@
 """Turns what the leader reports into metric families, at scrape time."""
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Protocol
 
 from prometheus_client import ProcessCollector
@@ -11,14 +9,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...scheduler.messages.frontend import DpRankStatus, PeerStatus, Ready, Status
-from ...transfer.mooncake.library import WHEELS
 from .catalog import METRIC_NAME, PREFIX, Exported, exported_counter, exported_gauge, rank_counter
 
 WAITING_STATES = frozenset({"queued", "retracted", "waiting"})
 """Requests in these states have no KV memory. The others hold some, until they are in one of ENDED_STATES."""
 ENDED_STATES = frozenset({"draining", "closing"})
-VERSIONS = {"version": ("pdserve",), "torch": ("torch",), "mooncake": WHEELS}
-"""Labels of the build, and the distributions of which the installed one gives the value."""
 
 
 class LeaderView(Protocol):
@@ -65,25 +60,6 @@ class LeaderCollector(Collector):
 def leader_process_collector(pid: Callable[[], int | None]) -> ProcessCollector:
     """CPU time, memory and open files of the leader process, which includes a single rank. Empty without a process."""
     return ProcessCollector(namespace=PREFIX + "leader", pid=lambda: pid() or -1, registry=None)
-
-
-@functools.cache
-def build_info() -> GaugeMetricFamily:
-    """The versions of this installation."""
-    family = GaugeMetricFamily(
-        PREFIX + "build_info", "1, with the installed versions as labels.", labels=list(VERSIONS)
-    )
-    family.add_metric([_installed(names) for names in VERSIONS.values()], 1)
-    return family
-
-
-def _installed(distributions: Sequence[str]) -> str:
-    for name in distributions:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 def _ready_families(ready: Ready) -> Iterable[Metric]:

@@ -27,7 +27,8 @@ from prometheus_client.utils import floatToGoString
 
 from ...scheduler.messages.frontend import Failed, Finished
 from .catalog import COUNTERS
-from .leader_metrics import LeaderCollector, LeaderView, build_info, leader_process_collector
+from .leader_metrics import LeaderCollector, LeaderView, leader_process_collector
+from .versions import installed_versions
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -72,7 +73,11 @@ class Metrics:
         self._role = Gauge("pdserve_role", "1 for the role of this server.", ["role"], registry=self.registry)
         switches = "Role switches that have ended, by the requested role and outcome: done or failed."
         self._switches = Counter("pdserve_role_switches", switches, ["role", "outcome"], registry=self.registry)
-        self.registry.register(_Constant([build_info()]))
+        versions = installed_versions()
+        build = Gauge(
+            "pdserve_build_info", "1, with the installed versions as labels.", list(versions), registry=self.registry
+        )
+        build.labels(**versions).set(1)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -143,16 +148,6 @@ def _stage_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
     )
     by_stage = Histogram("pdserve_request_stage_seconds", text, ["stage"], buckets=STAGE_BUCKETS_S, registry=registry)
     return {stage: by_stage.labels(stage) for stage in STAGES}
-
-
-class _Constant(Collector):
-    """Metric families that do not change."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 class _WithSamples(CollectorRegistry):

@@ -408,7 +408,7 @@ def _main() -> int:
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(
         torch.device("cpu"), torch.float32, gguf=True
     )
-    importlib.import_module("pdserve.server.observability.leader_metrics").build_info()  # it remembers the versions
+    importlib.import_module("pdserve.server.observability.versions").installed_versions()  # it remembers the versions
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch would take its operators apart at the end of every process

@@ -19,10 +19,9 @@ from pdserve.configs.load import load_config
 from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.server.api.app import Routes
-from pdserve.server.api.common.errors import response_for
 from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.common.limits import Limits
-from pdserve.server.api.error_responses import HTTP_ERROR_CODES
+from pdserve.server.api.error_responses import HTTP_ERROR_CODES, response_for
 from pdserve.server.api.native.models import GenerateBody, NativeSampling
 from pdserve.server.api.native.requests import parse_generate
 from pdserve.server.api.openai.models import ChatBody, CompletionBody, OpenAiBody
@@ -163,7 +162,7 @@ def test_documented_error_example_is_the_actual_response(tokenizer: Tokenizer) -
     (example,) = re.findall(r"^    (\{.*?\}\})$", section("docs/http.md", "Errors"), re.MULTILINE | re.DOTALL)
     with pytest.raises(FieldError) as refused:
         parse_generate(b'{"text": "a", "sampling_params": {"top_p": 2}}', LIMITS, tokenizer)
-    assert json.loads(bytes(response_for(refused.value).body)) == json.loads(example)
+    assert json.loads(bytes(response_for("/generate", refused.value).body)) == json.loads(example)
 
 
 @pytest.mark.parametrize("document", ["docs/operations.md", "docs/hisparse.md", "docs/metrics.md"])

@@ -1,8 +1,8 @@
 """Exception handlers of the application: turn errors into responses, count them, and log them with --log-requests."""
 
 import logging
+import math
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -12,7 +12,7 @@ from ...configs.errors import RequestError
 from ..observability.metrics import Metrics
 from ..observability.request_log import refusal_line
 from .anthropic import errors as anthropic
-from .common.errors import EngineError, error_response, response_for
+from .common.errors import EngineError, error_object, request_id_header
 
 log = logging.getLogger("pdserve.frontend")
 
@@ -20,16 +20,36 @@ V1_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/mes
 HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def in_dialect_of(request: Request, response: JSONResponse) -> Response:
-    """The response to an error, in the shape of the route that was called."""
-    if not request.url.path.startswith(anthropic.PATH):
-        return response
-    message = msgspec.json.decode(response.body)["error"]["message"]
-    body = anthropic.error_body(response.status_code, message)
-    headers = {
-        name: value for name, value in response.headers.items() if name not in ("content-length", "content-type")
-    }
-    return JSONResponse(body, response.status_code, headers)
+RETRY_STATUSES = (429, 503)
+DEFAULT_RETRY_S = 1.0
+HOPELESS_STATUSES = (409, 504)
+"""OpenAI's clients retry these by default, which cannot succeed: a rid in use, or a deadline that has passed."""
+
+
+def error_response(
+    path: str, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+) -> JSONResponse:
+    """The response to an error, in the shape of the route `path`."""
+    headers = {}
+    if status in RETRY_STATUSES:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
+    if status in HOPELESS_STATUSES:
+        headers["X-Should-Retry"] = "false"
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status == 415:
+        headers["Accept-Encoding"] = "gzip"
+    if path.startswith(anthropic.PATH):
+        return JSONResponse(anthropic.error_body(status, message), status, headers)
+    return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
+
+
+def response_for(path: str, error: RequestError) -> JSONResponse:
+    param = getattr(error, "param", None)
+    response = error_response(path, error.status, error.code, str(error), param, error.retry_after_s)
+    if isinstance(error, EngineError):
+        response.headers.update(request_id_header(error.rid))
+    return response
 
 
 def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) -> None:
@@ -44,7 +64,7 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
     async def on_request_error(request: Request, error: RequestError) -> Response:
         if not isinstance(error, EngineError):
             refused(request, error.status, error.code, getattr(error, "param", None))
-        return in_dialect_of(request, response_for(error))
+        return response_for(request.url.path, error)
 
     @app.exception_handler(HTTPException)
     async def on_unknown_route_or_method(request: Request, error: HTTPException) -> Response:
@@ -53,9 +73,9 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
         hint = near_path(request.url.path) if error.status_code == 404 else None
         question = "" if hint is None else f"; did you mean {hint}?"
         message = f"{error.detail}: {request.method} {request.url.path}{question}"
-        response = error_response(error.status_code, code, message)
+        response = error_response(request.url.path, error.status_code, code, message)
         response.headers.update(error.headers or {})  # Allow, with 405
-        return in_dialect_of(request, response)
+        return response
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
@@ -64,8 +84,8 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
     @app.exception_handler(Exception)
     async def on_defect(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        response = error_response(500, "internal", "internal error; the server's log has the details")
-        return in_dialect_of(request, response)
+        message = "internal error; the server's log has the details"
+        return error_response(request.url.path, 500, "internal", message)
 
 
 def near_path(path: str) -> str | None:

@@ -1,18 +1,9 @@
-"""Error responses: one JSON shape for every route, with Retry-After where a retry may succeed."""
+"""Errors as JSON: one shape for every route but Anthropic's."""
 
-import math
-
-from starlette.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from ....configs.errors import RequestError
 from ....scheduler.messages.frontend import Failed
-
-RETRY_STATUSES = (429, 503)
-HOPELESS_STATUSES = (409, 504)
-"""OpenAI's clients retry these by default, which cannot succeed: a rid in use, or a deadline that has passed."""
-
-DEFAULT_RETRY_S = 1.0
 
 
 class ErrorObject(TypedDict):
@@ -46,29 +37,6 @@ def error_object(status: int, code: str, message: str, param: str | None = None)
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
     return {"message": message, "type": kind, "code": code, "param": param}
-
-
-def error_response(
-    status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
-) -> JSONResponse:
-    headers = {}
-    if status in RETRY_STATUSES:
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
-    if status in HOPELESS_STATUSES:
-        headers["X-Should-Retry"] = "false"
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if status == 415:
-        headers["Accept-Encoding"] = "gzip"
-    return JSONResponse({"error": error_object(status, code, message, param)}, status, headers)
-
-
-def response_for(error: RequestError) -> JSONResponse:
-    param = getattr(error, "param", None)
-    response = error_response(error.status, error.code, str(error), param, error.retry_after_s)
-    if isinstance(error, EngineError):
-        response.headers.update(request_id_header(error.rid))
-    return response
 
 
 def request_id_header(rid: str) -> dict[str, str]:

@@ -40,10 +40,11 @@ from .anthropic.requests import count_tokens, parse_message
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
+from .common.rendering import Rendering
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
-from .generation import GenerationResponse, Rendering, prefill_leg
+from .generation import GenerationResponse, prefill_leg
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version
 from .lanes import Lanes
 from .live_page import add_page

@@ -6,7 +6,7 @@ A client's disconnect is noticed at any time, also while nothing is sent, and ca
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -20,26 +20,11 @@ from ..engine.prompt_hashes import hash_prompts
 from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
+from .common.rendering import Rendering
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
 ResultT = TypeVar("ResultT")
-
-
-class Rendering(Protocol):
-    """Writes outputs in the shape of one route."""
-
-    named_events: bool
-    """Events of a stream have their `type` as name, and nothing follows the last one; otherwise `[DONE]` does."""
-
-    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
-        """The events of a stream for what is new of one output."""
-
-    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
-        """The events after all outputs have ended."""
-
-    def result(self, outputs: Sequence[Output]) -> object:
-        """The whole response, as JSON."""
 
 
 class GenerationResponse(Response):

@@ -1,27 +1,27 @@
 """Replies of `/v1/messages`: whole, or as the events that Anthropic's clients assemble."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from ....scheduler.messages.frontend import Finished
-from ..common.blocks import Block, BlockBegin, BlockEnd, BlockEvent, BlockStream, BlockText, blocks_of
 from ..common.outputs import Delta, Output
+from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
+from ..common.rendering import Rendering
 from ..native.requests import Call
 from .errors import error_body
 
 Json = dict[str, Any]
 
 
-class MessagesRendering:
+class MessagesRendering(Rendering):
     """One output: a list of content blocks."""
 
     named_events = True
 
     def __init__(self, call: Call, model_name: str) -> None:
         (submit,) = call.submits
-        self._stream = BlockStream()
         self._started = False
         self._envelope = {
             "id": f"msg_{submit.rid}",
@@ -31,42 +31,36 @@ class MessagesRendering:
         }
 
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:  # noqa: ARG002 (Rendering)
-        assert output.parsed is not None, "an output of a chat has a parser"
         events: list[object] = []
         if not self._started:
             self._started = True
             begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(output)}
             events.append({"type": "message_start", "message": self._envelope | begun})
-        for event in self._stream.add(delta.events, output.parsed):
-            events += _block_events(event)
+        events += map(_block_event, delta.blocks)
         if output.failed is not None:
             return [*events, error_body(output.failed.status, output.failed.message)]
         if output.ended:
-            for event in self._stream.finish():
-                events += _block_events(event)
+            events += map(_block_event, output.message.close())
             events.append({"type": "message_delta", "delta": _ending(output), "usage": _usage(output)})
             events.append({"type": "message_stop"})
         return events
 
-    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (Rendering)
-        return ()
-
     def result(self, outputs: Sequence[Output]) -> object:
         (output,) = outputs
-        assert output.parsed is not None, "an output of a chat has a parser"
-        content = [_content(block, block.text) for block in blocks_of(output.parsed)]
+        output.message.close()
+        content = [_content(block, block.text) for block in output.message.blocks]
         return self._envelope | {"content": content, **_ending(output), "usage": _usage(output)}
 
 
-def _block_events(event: BlockEvent) -> Iterator[Json]:
+def _block_event(event: BlockEvent) -> Json:
     block = event.block
     match event:
         case BlockBegin():
-            yield {"type": "content_block_start", "index": block.index, "content_block": _content(block, "")}
+            return {"type": "content_block_start", "index": block.index, "content_block": _content(block, "")}
         case BlockText(text=text):
-            yield {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
+            return {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
         case BlockEnd():
-            yield {"type": "content_block_stop", "index": block.index}
+            return {"type": "content_block_stop", "index": block.index}
 
 
 def _delta(block: Block, text: str) -> Json:
@@ -109,7 +103,7 @@ def _stop_reason(output: Output) -> str:
         return "stop_sequence"
     if isinstance(output.terminal, Finished) and output.terminal.reason.type == "length":
         return "max_tokens"
-    return "tool_use" if output.parsed is not None and output.parsed.calls else "end_turn"
+    return "tool_use" if output.message.calls else "end_turn"
 
 
 def _usage(output: Output) -> Json:

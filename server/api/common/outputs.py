@@ -1,6 +1,7 @@
 """The output of one request so far: token ids, text that can be sent, log-probabilities and its end."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....configs.errors import AbortedError
@@ -9,7 +10,7 @@ from ....scheduler.messages.frontend import Failed, Finished, Prefilled
 from ...engine.inbox import Progress
 from ...text.output_text import OutputText
 from ...text.parsers.events import Event, merged
-from .parsed_output import ParsedOutput
+from .parsed_output import BlockEvent, ParsedOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Delta:
 
     text: str
     first_token: int
-    events: tuple[Event, ...] = ()
+    blocks: Sequence[BlockEvent] = ()
 
 
 class Output:
@@ -50,7 +51,7 @@ class Output:
         """Where the KV of the cached tokens was."""
         self.terminal: Finished | Failed | None = None
         self.parsed = parsed
-        """Of a chat: content, reasoning and calls of tools."""
+        """`message` of a chat; None of other outputs."""
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._pieces: list[str] = []
@@ -60,6 +61,12 @@ class Output:
     @property
     def text(self) -> str:
         return "".join(self._pieces)
+
+    @property
+    def message(self) -> ParsedOutput:
+        """Of a chat: reasoning, text and calls of tools."""
+        assert self.parsed is not None, "an output of a chat has a parser"
+        return self.parsed
 
     @property
     def stop_string(self) -> str | None:
@@ -135,7 +142,7 @@ class Output:
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)
-        return Delta(text, first_token, tuple(merged(events)))
+        return Delta(text, first_token, list(self.parsed.collect(merged(events))) if self.parsed is not None else ())
 
     def _note_cached(self, message: Prefilled | Finished) -> None:
         total, host, storage = message.cached_tokens, message.host_tokens, message.stored_tokens

@@ -1,62 +1,121 @@
-"""The message of one output as it grows: content, reasoning and calls of tools."""
+"""The message of a chat as it grows: blocks of reasoning, text and calls of tools, one after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
-from ...text.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from ...text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ...text.parsers.output_parser import OutputParser
+
+Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass(slots=True)
-class ToolCall:
-    """A call of a tool; `arguments` is JSON text."""
+class Block:
+    """Reasoning, text or the arguments of a call, as JSON. A call also has its id, name and number."""
 
-    id: str
-    name: str
-    arguments: str = ""
+    index: int
+    kind: Kind
+    call_id: str = ""
+    name: str = ""
+    call_index: int = 0
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBegin:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockText:
+    """More text of a block."""
+
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnd:
+    block: Block
+
+
+BlockEvent = BlockBegin | BlockText | BlockEnd
 
 
 class ParsedOutput:
-    """Collects the events of a parser. `new_id` makes the id of a call."""
+    """Makes blocks from the text of one output. `new_id` makes the id of a call."""
 
     def __init__(self, parser: OutputParser, new_id: Callable[[], str]) -> None:
-        self.calls: list[ToolCall] = []
+        self.blocks: list[Block] = []
         self.reasoning_tokens = 0
         """Tokens up to the end of the reasoning, with its tags."""
         self._parser = parser
         self._new_id = new_id
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._open: Block | None = None
 
     @property
     def content(self) -> str:
-        return "".join(self._content)
+        return "".join(block.text for block in self.blocks if block.kind == "text")
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasoning)
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
 
     def push(self, text: str, tokens: int = 0) -> list[Event]:
-        """The events of more text, which came with `tokens` tokens."""
+        """What the parser finds in more text, which came with `tokens` tokens."""
         was_open = self._parser.in_reasoning
         events = self._parser.feed(text) if text else []
         if was_open or self._parser.in_reasoning:
             self.reasoning_tokens += tokens
-        return self._collect(events)
+        return events
 
     def finish(self) -> list[Event]:
-        """The events of text that was held back."""
-        return self._collect(self._parser.finish())
+        """What the parser finds in text that was held back."""
+        return self._parser.finish()
 
-    def _collect(self, events: list[Event]) -> list[Event]:
+    def collect(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
+        """Add what the parser has found to the blocks."""
         for event in events:
             match event:
+                case CallBegin(index=index, name=name):
+                    yield from self._begin("call", self._new_id(), name, index)
+                case CallEnd():
+                    yield from self._end()
                 case Content(text=text):
-                    self._content.append(text)
+                    yield from self._continue("text", text)
                 case Reasoning(text=text):
-                    self._reasoning.append(text)
-                case CallBegin(name=name):
-                    self.calls.append(ToolCall(self._new_id(), name))
-                case CallArguments(index=index, text=text):
-                    self.calls[index].arguments += text
-        return events
+                    yield from self._continue("reasoning", text)
+                case CallArguments(text=text):
+                    yield from self._continue("call", text)
+
+    def close(self) -> list[BlockEvent]:
+        """When the output has ended. An output without any block gets one of empty text."""
+        begun = [] if self.blocks else list(self._begin("text"))
+        return [*begun, *self._end()]
+
+    def _continue(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield BlockText(self._open, text)
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "", call_index: int = 0) -> Iterator[BlockEvent]:
+        yield from self._end()
+        self._open = Block(len(self.blocks), kind, call_id, name, call_index)
+        self.blocks.append(self._open)
+        yield BlockBegin(self._open)
+
+    def _end(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield BlockEnd(block)

@@ -7,18 +7,17 @@ from ....scheduler.messages.frontend import Failed
 from ...text.growing_json import GrowingArray, GrowingString
 from ..common.errors import failure_object
 from ..common.outputs import Delta, Output
+from ..common.rendering import Rendering
 
 TokenText = Callable[[int], str]
 """The text of a single token."""
 
 
-class GenerateRendering:
+class GenerateRendering(Rendering):
     """Text, ids and log-probabilities are cumulative. In a list, events have an `index`.
 
     With `token_text`, log-probabilities show each token's text, otherwise null.
     """
-
-    named_events = False
 
     def __init__(self, listed: bool, token_text: TokenText | None = None) -> None:
         self._listed = listed
@@ -33,9 +32,6 @@ class GenerateRendering:
             return ()
         rendered = result.render(output)
         return [rendered | {"index": index} if self._listed else rendered]
-
-    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (Rendering)
-        return ()
 
     def result(self, outputs: Sequence[Output]) -> object:
         rendered = []

@@ -5,24 +5,24 @@ token. In a stream they are sent with the text that their tokens complete.
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
-from ...text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
 from ..common.errors import failure_object
 from ..common.outputs import Delta, Output
+from ..common.parsed_output import Block, BlockBegin, BlockEvent, BlockText
+from ..common.rendering import Rendering
 from ..native.requests import Call
 
 
-class OpenAiRendering(ABC):
+class OpenAiRendering(Rendering):
     """What the two routes share: the envelope, usage, errors."""
 
-    named_events = False
     id_prefix: str
     whole_object: str
     chunk_object: str
@@ -174,17 +174,20 @@ class ChatRendering(OpenAiRendering):
         self._started: set[int] = set()
 
     def _has_text(self, delta: Delta) -> bool:
-        return any(self._is_sent(event) for event in delta.events)
+        return any(self._is_sent(event) for event in delta.blocks)
 
-    def _is_sent(self, event: Event) -> bool:
-        return not isinstance(event, CallEnd) and (self._include_reasoning or not isinstance(event, Reasoning))
+    def _is_sent(self, event: BlockEvent) -> bool:
+        kind = event.block.kind
+        if isinstance(event, BlockText):
+            return kind != "reasoning" or self._include_reasoning
+        return isinstance(event, BlockBegin) and kind == "call"
 
     def _chunk_choices(self, index: int, output: Output, delta: Delta, first: int) -> Sequence[dict[str, object]]:
         choices = []
         if index not in self._started:
             self._started.add(index)
             choices.append(_delta_choice(index, {"role": "assistant", "content": ""}))
-        deltas = [self._delta(event, output) for event in delta.events if self._is_sent(event)]
+        deltas = [_delta(event) for event in delta.blocks if self._is_sent(event)]
         logprobs = self._logprobs(output, first)
         token_ids = self._token_ids(output, first)
         if output.ended and not deltas and (logprobs is not None or token_ids) and output.token_ids[first:]:
@@ -196,21 +199,6 @@ class ChatRendering(OpenAiRendering):
             choices.append(_delta_choice(index, {}) | self._ending(output, _chat_finish_reason(output)))
         return choices
 
-    def _delta(self, event: Event, output: Output) -> dict[str, object]:
-        match event:
-            case Content(text=text):
-                return {"content": text}
-            case Reasoning(text=text):
-                return {"reasoning_content": text}
-            case CallBegin(index=index, name=name):
-                assert output.parsed is not None
-                function = {"name": name, "arguments": ""}
-                call = {"index": index, "id": output.parsed.calls[index].id, "type": "function", "function": function}
-                return {"tool_calls": [call]}
-            case CallArguments(index=index, text=text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        raise AssertionError(f"{event} has no delta")
-
     def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk = super()._chunk(choice, output)
         delta = choice["delta"]
@@ -221,16 +209,12 @@ class ChatRendering(OpenAiRendering):
         return super().result(outputs) | self._prompt_fields(outputs[0])
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, object]:
-        parsed = output.parsed
-        assert parsed is not None, "an output of a chat has a parser"
+        parsed = output.message
         message: dict[str, object] = {"role": "assistant", "content": parsed.content or (None if parsed.calls else "")}
         if parsed.reasoning and self._include_reasoning:
             message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in parsed.calls
-            ]
+            message["tool_calls"] = [_called(call, call.text) for call in parsed.calls]
         logprobs = self._logprobs(output, 0)
         ending = self._ending(output, _chat_finish_reason(output))
         return {"index": index, "message": message, "logprobs": logprobs, **ending, **self._token_ids(output, 0)}
@@ -250,6 +234,20 @@ class ChatRendering(OpenAiRendering):
         return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
 
 
+def _delta(event: BlockEvent) -> dict[str, object]:
+    block = event.block
+    if isinstance(event, BlockBegin):
+        return {"tool_calls": [{"index": block.call_index, **_called(block, "")}]}
+    assert isinstance(event, BlockText)
+    if block.kind == "call":
+        return {"tool_calls": [{"index": block.call_index, "function": {"arguments": event.text}}]}
+    return {"content" if block.kind == "text" else "reasoning_content": event.text}
+
+
+def _called(call: Block, arguments: str) -> dict[str, object]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
 def _delta_choice(index: int, delta: dict[str, object], logprobs: dict[str, object] | None = None) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
@@ -264,7 +262,7 @@ def _finish_reason(output: Output) -> str | None:
 
 def _chat_finish_reason(output: Output) -> str | None:
     reason = _finish_reason(output)
-    return "tool_calls" if reason == "stop" and output.parsed is not None and output.parsed.calls else reason
+    return "tool_calls" if reason == "stop" and output.message.calls else reason
 
 
 def _usage(outputs: Sequence[Output]) -> dict[str, object]:

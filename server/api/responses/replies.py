@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from ....scheduler.messages.frontend import Finished
-from ..common.blocks import Block, BlockBegin, BlockEnd, BlockEvent, BlockStream, BlockText, blocks_of
 from ..common.outputs import Delta, Output
+from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
+from ..common.rendering import Rendering
 from ..native.requests import Call
 from .models import ResponsesBody
 
@@ -16,7 +17,7 @@ ITEM_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
 FINAL_EVENTS = {"completed": "completed", "failed": "failed", "incomplete": "incomplete", "cancelled": "incomplete"}
 
 
-class ResponsesRendering:
+class ResponsesRendering(Rendering):
     """One output: a list of items, which are its blocks."""
 
     named_events = True
@@ -24,7 +25,6 @@ class ResponsesRendering:
     def __init__(self, call: Call, fields: ResponsesBody, model_name: str) -> None:
         (submit,) = call.submits
         self._rid = submit.rid
-        self._stream = BlockStream()
         self._sequence = 0
         given = fields.model_dump(include={"tool_choice", "tools", "text"}, exclude_none=True, by_alias=True)
         self._settings: Json = {
@@ -48,28 +48,23 @@ class ResponsesRendering:
         }
 
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:  # noqa: ARG002 (Rendering)
-        assert output.parsed is not None, "an output of a chat has a parser"
         events: list[object] = []
         if self._sequence == 0:
             events += [self._event(name, response=self._response("in_progress")) for name in ("created", "in_progress")]
-        for event in self._stream.add(delta.events, output.parsed):
+        for event in delta.blocks:
             events += self._block_events(event, "completed")
         if output.ended:
             status = _status(output)
-            for event in self._stream.finish():
+            for event in output.message.close():
                 events += self._block_events(event, "completed" if status == "completed" else "incomplete")
-            final = self._response(status, self._items(self._stream.blocks, status), output)
-            events.append(self._event(FINAL_EVENTS[status], response=final))
+            events.append(self._event(FINAL_EVENTS[status], response=self.result([output])))
         return events
-
-    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (Rendering)
-        return ()
 
     def result(self, outputs: Sequence[Output]) -> object:
         (output,) = outputs
-        assert output.parsed is not None, "an output of a chat has a parser"
+        output.message.close()
         status = _status(output)
-        return self._response(status, self._items(blocks_of(output.parsed), status), output)
+        return self._response(status, self._items(output.message.blocks, status), output)
 
     def _event(self, name: str, /, **fields: object) -> Json:
         event = {"type": f"response.{name}", "sequence_number": self._sequence, **fields}
@@ -151,11 +146,10 @@ def _status(output: Output) -> str:
 
 
 def _usage(output: Output) -> Json:
-    reasoning_tokens = 0 if output.parsed is None else output.parsed.reasoning_tokens
     return {
         "input_tokens": output.prompt_tokens,
         "input_tokens_details": {"cached_tokens": output.cached_tokens},
         "output_tokens": output.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": output.message.reasoning_tokens},
         "total_tokens": output.prompt_tokens + output.completion_tokens,
     }

@@ -152,6 +152,25 @@ async def test_thinking_text_and_calls_are_blocks(
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_blocks_have_the_order_of_the_output(
+    server: RunningServer, client: "anthropic.AsyncAnthropic", stream: bool
+) -> None:
+    wanted: Any = {"model": "any", "messages": HELLO, "max_tokens": 200, "tools": [WEATHER]}
+
+    async def ask() -> Any:
+        if not stream:
+            return await client.messages.create(**wanted)
+        async with client.messages.stream(**wanted) as events:
+            return await events.get_final_message()
+
+    asking = asyncio.create_task(ask())
+    await generate(server, f"I look. {CALL} Done.")
+    content = (await asking).content
+    assert [block.type for block in content] == ["text", "tool_use", "text"]
+    assert content[2].text == "Done."
+
+
 async def test_events_of_a_stream_come_in_order(server: RunningServer, client: "anthropic.AsyncAnthropic") -> None:
     asking = asyncio.create_task(client.messages.create(model="any", messages=HELLO, max_tokens=5, stream=True))
     generating = asyncio.create_task(generate(server, "Hi"))

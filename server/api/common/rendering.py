@@ -1,0 +1,26 @@
+"""The interface of what writes outputs in the shape of one route."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from .outputs import Delta, Output
+
+
+class Rendering(ABC):
+    """Of one call."""
+
+    named_events: ClassVar[bool] = False
+    """Events of a stream have their `type` as name, and nothing follows the last one; otherwise `[DONE]` does."""
+
+    @abstractmethod
+    def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
+        """The events of a stream for what is new of one output."""
+
+    def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (subclasses use it)
+        """The events after all outputs have ended."""
+        return ()
+
+    @abstractmethod
+    def result(self, outputs: Sequence[Output]) -> object:
+        """The whole response, as JSON."""

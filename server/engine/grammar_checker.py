@@ -94,12 +94,13 @@ class GrammarChecker:
     def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> str | None:
         """The next line of the process; raises TimeoutError, or OSError if it has exited."""
         assert process.stdout is not None
-        descriptor, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        output, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        arrival = select.poll()  # select() cannot wait for descriptors from 1024 on, and each client has one
+        arrival.register(output, select.POLLIN)
         while not line.endswith(b"\n"):
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, ends_at - time.monotonic()))
-            if not ready:
+            if not arrival.poll(1000 * max(0.0, ends_at - time.monotonic())):
                 raise TimeoutError
-            part = os.read(descriptor, 1 << 16)
+            part = os.read(output, 1 << 16)
             if not part:
                 raise OSError(f"the compiler has exited with status {process.wait()}")
             line += part

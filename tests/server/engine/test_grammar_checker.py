@@ -1,6 +1,8 @@
 """The grammar compiler of a frontend: a child process that is killed when a grammar takes too long."""
 
 import json
+import os
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from pdserve.configs.errors import ServerError
 from pdserve.configs.sampling import Grammar
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
+from pdserve.server.launch.frontend import raise_open_files_limit
 from tests.cluster.servers import python_path, wait_until
 from tests.server.http_harness import write_byte_model
 
@@ -49,6 +52,21 @@ async def test_process_is_killed_and_started_again(checker: GrammarChecker) -> N
     wait_until(lambda: not Path(f"/proc/{first}").exists(), 5, "the first process has ended")
     assert await checker.check(Grammar("regex", "b+")) is None
     assert process_id(checker) != first
+
+
+async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: GrammarChecker) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    raise_open_files_limit()
+    descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        assert await checker.check(GOOD) is None
+        assert checker._process is not None
+        assert checker._process.stdout is not None
+        assert checker._process.stdout.fileno() >= 1024
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 async def test_process_that_cannot_start_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

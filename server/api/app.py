@@ -133,6 +133,10 @@ class Routes:
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
 
+    def close(self) -> None:
+        """When the HTTP server has ended."""
+        self._grammars.close()
+
     def public(self) -> APIRouter:
         router = APIRouter(default_response_class=Response)
         for path in ("/health", "/ping"):  # /ping: SageMaker's health check

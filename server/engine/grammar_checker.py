@@ -57,6 +57,12 @@ class GrammarChecker:
             self._remember(grammar, problem, time.monotonic() + TIMEOUT_REMEMBERED_S)
         return problem
 
+    def close(self) -> None:
+        """Kill the process, so that a compilation ends: Python does not exit before its threads."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if (process := self._process) is not None:
+            process.kill()
+
     def _remember(self, grammar: Grammar, problem: str | None, until: float) -> None:
         if self._known.pop(grammar, None) is None:
             self._known_characters += len(grammar.text)

@@ -140,6 +140,7 @@ class Frontend:
             self._roles.end("the server has stopped")
             http.should_exit = True
             await serving
+            self._routes.close()
             await self._leader.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)

@@ -1,5 +1,6 @@
 """The grammar compiler of a frontend: a child process that is killed when a grammar takes too long."""
 
+import asyncio
 import json
 import os
 import resource
@@ -117,6 +118,17 @@ async def test_grammar_that_took_too_long_is_tried_again_later(tmp_path: Path) -
         assert await checker.check(GOOD) is None
     finally:
         checker._kill()
+
+
+async def test_compilation_ends_when_the_server_stops(tmp_path: Path) -> None:
+    hung = tmp_path / "hung"
+    checker = scripted_checker(HANGS_ONCE, str(hung))
+    checking = asyncio.create_task(checker.check(GOOD))
+    while not hung.exists():
+        await asyncio.sleep(0.01)
+    checker.close()
+    with pytest.raises(ServerError, match="the compiler has exited with status -9"):
+        await asyncio.wait_for(checking, 10)
 
 
 async def test_process_that_does_not_start_in_time_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 It is not the `rid`: proxies retry a request with the same X-Request-Id, and a `rid` must be unique among open requests.
 """
 
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
@@ -38,8 +39,7 @@ class KeepsRequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = [(name, value) for name, value in message["headers"] if name.lower() != HEADER]
-                message["headers"] = [*headers, (HEADER, given.encode())]
+                MutableHeaders(scope=message)["X-Request-Id"] = given
             await send(message)
 
         await self._app(scope, receive, send_named)

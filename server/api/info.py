@@ -11,14 +11,11 @@ from typing_extensions import TypedDict
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...scheduler.messages.frontend import PeerStatus
-from ...scheduler.messages.lifecycle import PrefillState, State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
+from ..observability.leader_metrics import WAITING_STATES
 from ..observability.recent_requests import RecentRequest
 from ..observability.versions import package_version
-
-WAITING_STATES = (State.QUEUED.value, PrefillState.WAITING.value)
-
 
 Peer = Annotated[
     PeerStatus,

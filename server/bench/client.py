@@ -17,8 +17,6 @@ import httptools
 import msgspec
 
 INTERNAL_ERROR_CHARACTERS = 200
-AFTER_FIRST_TOKEN = ("admit", "retracted", "decode")
-"""Stages of a timeline that the time to first token does not contain."""
 
 
 @dataclass

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...configs.errors import StartupError
 from ...configs.words import counted
-from .client import AFTER_FIRST_TOKEN, RequestRecord
+from ..observability.stages import AFTER_FIRST_TOKEN
+from .client import RequestRecord
 from .report import BenchResult
 
 if TYPE_CHECKING:

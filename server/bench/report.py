@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..launch.demo import STAGES
+from ..observability.stages import STAGES
 from ..observability.versions import package_version
 from .client import RequestRecord
 from .options import BenchOptions

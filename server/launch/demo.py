@@ -15,6 +15,7 @@ from rich.table import Table
 from ...configs.flags import to_flags
 from ...configs.words import counted
 from ...models.loading.catalog import locate_model
+from ..observability.stages import STAGES
 from ..text.tokenizer import load_tokenizer
 from .children import ChildEndedError
 from .pair import PairConfig
@@ -22,17 +23,6 @@ from .up import NotReadyError, RunningPair, banner, curl_command, running_pair
 
 REQUEST_TIMEOUT_S = 120.0
 BAR_WIDTH = 18
-
-STAGES = {
-    "queue": "waiting for memory on decode",
-    "prefill_queue": "behind other prompts",
-    "prefill": "computing the prompt",
-    "transfer": "KV still on its way",
-    "control": "messages between the servers",
-    "admit": "joining the decode batch",
-    "retracted": "out of memory, waiting to go on",
-    "decode": "generating",
-}
 
 
 class Answer(NamedTuple):

@@ -1,38 +1,22 @@
-"""What a server does at the moment: its requests, its rates and its pools, from two of its reports."""
+"""What a server does at the moment: its requests, its rates and its pools, from two of its Status messages."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from ...scheduler.messages.frontend import Status
 from ...scheduler.messages.lifecycle import PrefillState, State
 
 IN_PREFILL = (State.PREFILLING.value, State.COMPUTING.value)
 WAITING = tuple(state.value for state in (State.QUEUED, State.RESERVED, State.ARRIVED, State.READY, State.RETRACTED))
 
 
-class Report(Protocol):
-    """A Status of the leader, or what /server_info has of it."""
-
-    @property
-    def gauges(self) -> Mapping[str, float]: ...
-
-    @property
-    def counters(self) -> Mapping[str, float]: ...
-
-    @property
-    def states(self) -> Mapping[str, int]: ...
-
-    @property
-    def taken_at(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Activity:
-    """Numbers of the later report, and rates since the earlier one."""
+    """Numbers of the later message, and rates since the earlier one."""
 
     running: int
     """Requests in the decode batch; on prefill, prompts that are computed."""
     waiting: int
+    """Also, on prefill, prompts whose KV is loaded from the KV store."""
     in_prefill: int
     """On decode: requests whose prompt a prefill server, or this server, computes."""
     sending: int
@@ -54,7 +38,7 @@ class Activity:
         return not requests and not self.prompt_tokens_per_s + self.output_tokens_per_s + self.transfer_bytes_per_s
 
 
-def activity_between(role: str, earlier: Report, later: Report) -> Activity:
+def activity_between(role: str, earlier: Status, later: Status) -> Activity:
     """`later` must be newer than `earlier`, and of the same process."""
     seconds = later.taken_at - earlier.taken_at
     states, gauges = later.states, later.gauges
@@ -70,7 +54,7 @@ def activity_between(role: str, earlier: Report, later: Report) -> Activity:
     on_decode = role == "decode"
     return Activity(
         running=count(State.RUNNING.value) if on_decode else count(PrefillState.COMPUTING.value),
-        waiting=count(*WAITING) if on_decode else count(PrefillState.WAITING.value),
+        waiting=count(*WAITING) if on_decode else count(PrefillState.WAITING.value, PrefillState.LOADING.value),
         in_prefill=count(*IN_PREFILL) if on_decode else 0,
         sending=count(PrefillState.SENDING.value),
         waiting_tokens=int(gauges.get("waiting_tokens", 0)),

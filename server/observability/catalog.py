@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 PREFIX = "pdserve_"
-METRIC_NAME = re.compile(r"^[a-zA-Z_][a-zA-Z0-9_]*$")
 _RANK_BUSY = re.compile(r"^rank_(\d+)_busy_seconds$")
 
 
@@ -162,16 +161,9 @@ COUNTERS: Mapping[str, Exported] = (
 )
 
 
-def exported_gauge(reported: str) -> Exported:
-    """How a gauge of the leader is exported. One that is not in the catalogue keeps its name."""
-    name = reported.removeprefix(PREFIX)
-    return GAUGES.get(name) or Exported(name, f"Reported by the engine: {name}.")
-
-
-def exported_counter(reported: str) -> Exported:
-    """How a counter of the leader is exported. One that is not in the catalogue keeps its name."""
-    name = reported.removeprefix(PREFIX).removesuffix("_total")
-    return COUNTERS.get(name) or Exported(name, f"Reported by the engine: {name}.")
+def exported_as(name: str, catalogue: Mapping[str, Exported]) -> Exported:
+    """How a gauge or counter of the leader is exported. One that is not in the catalogue keeps its name."""
+    return catalogue.get(name) or Exported(name, f"Reported by the engine: {name}.")
 
 
 def rank_counter(gauge: str) -> Exported | None:

@@ -9,11 +9,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...scheduler.messages.frontend import DpRankStatus, PeerStatus, Ready, Status
-from .catalog import METRIC_NAME, PREFIX, Exported, exported_counter, exported_gauge, rank_counter
+from ...scheduler.messages.lifecycle import PrefillState, State
+from .catalog import COUNTERS, GAUGES, PREFIX, Exported, exported_as, rank_counter
 
-WAITING_STATES = frozenset({"queued", "retracted", "waiting"})
+WAITING_STATES = tuple(state.value for state in (State.QUEUED, State.RETRACTED, PrefillState.WAITING))
 """Requests in these states have no KV memory. The others hold some, until they are in one of ENDED_STATES."""
-ENDED_STATES = frozenset({"draining", "closing"})
+ENDED_STATES = (State.DRAINING.value, PrefillState.CLOSING.value)
 
 
 class LeaderView(Protocol):
@@ -41,13 +42,10 @@ class LeaderCollector(Collector):
         status = leader.status
         if status is None:
             return
-        age = GaugeMetricFamily(PREFIX + "loop_age_seconds", "How long ago the engine loop last turned.")
-        age.add_metric([], leader.loop_age_s)
-        step_age = GaugeMetricFamily(PREFIX + "step_age_seconds", "How long the current step has run; 0 without one.")
-        step_age.add_metric([], status.step_age_s)
-        yield from (age, step_age)
+        yield _gauge("loop_age_seconds", "How long ago the engine loop last turned.", leader.loop_age_s)
+        yield _gauge("step_age_seconds", "How long the current step has run; 0 without one.", status.step_age_s)
         yield from _router_families(status)
-        taken = {*self._taken(), age.name, step_age.name}
+        taken = self._taken()
         yield from (family for family in _reported_families(status) if family.name not in taken)
         states = GaugeMetricFamily(PREFIX + "requests_in_state", "Live requests by state.", labels=["state"])
         for state, count in status.states.items():
@@ -98,13 +96,13 @@ def _router_families(status: Status) -> Iterable[Metric]:
 
 
 def _reported_families(status: Status) -> Iterable[Metric]:
-    counters = [(exported_counter(name), value) for name, value in status.counters.items() if METRIC_NAME.match(name)]
+    counters = [(exported_as(name, COUNTERS), value) for name, value in status.counters.items()]
     gauges: list[tuple[Exported, float]] = []
     for name, value in status.gauges.items():
         if (counter := rank_counter(name)) is not None:
             counters.append((counter, value))
-        elif METRIC_NAME.match(name):
-            gauges.append((exported_gauge(name), value))
+        else:
+            gauges.append((exported_as(name, GAUGES), value))
     yield from _families(GaugeMetricFamily, gauges)
     yield from _families(CounterMetricFamily, counters)
 
@@ -125,7 +123,7 @@ def _families(
 def _dp_rank_families(ranks: Sequence[DpRankStatus]) -> Iterable[Metric]:
     """The gauges of each data-parallel rank, and its requests by state."""
     gauges = [
-        (_of_dp_rank(exported_gauge(name), rank.dp_rank), value)
+        (_of_dp_rank(exported_as(name, GAUGES), rank.dp_rank), value)
         for rank in ranks
         for name, value in rank.gauges.items()
     ]

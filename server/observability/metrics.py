@@ -28,14 +28,13 @@ from prometheus_client.utils import floatToGoString
 from ...scheduler.messages.frontend import Failed, Finished
 from .catalog import COUNTERS
 from .leader_metrics import LeaderCollector, LeaderView, leader_process_collector
+from .stages import AFTER_FIRST_TOKEN, STAGES
 from .versions import installed_versions
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 INTER_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, *LATENCY_BUCKETS_S)
 TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
-STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit", "retracted", "decode")
-"""Stages of a timeline, in order."""
 
 
 class Metrics:
@@ -115,7 +114,7 @@ class Metrics:
             histogram.observe(timeline.get(stage, 0.0))
         self._queued.observe(timeline.get("queue", 0.0) + timeline.get("prefill_queue", 0.0))
         if tokens > 1:
-            after_first_s = sum(timeline.get(stage, 0.0) for stage in ("admit", "retracted", "decode"))
+            after_first_s = sum(timeline.get(stage, 0.0) for stage in AFTER_FIRST_TOKEN)
             self._per_token.observe(after_first_s / (tokens - 1))
 
     def set_role(self, role: str) -> None:

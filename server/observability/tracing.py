@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...configs.errors import StartupError
 from ...scheduler.messages.frontend import Failed, Finished, PromptSent
+from .stages import AFTER_FIRST_TOKEN
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -25,7 +26,7 @@ LAST_SPANS_S = 2.0
 NOT_INSTALLED = 'traces need OpenTelemetry: pip install "pdserve[otel]"'
 STAGE_ORDER = ("queue", "control", "prefill_queue", "prefill", "transfer", "admit", "decode", "retracted")
 """Stages as they follow each other. Of a request that was retracted, `decode` and `retracted` alternate."""
-BEFORE_FIRST_TOKEN = STAGE_ORDER[:5]
+BEFORE_FIRST_TOKEN = tuple(stage for stage in STAGE_ORDER if stage not in AFTER_FIRST_TOKEN)
 
 
 def start_tracing(endpoint: str | None, role: str, version: str, environ: Mapping[str, str]) -> "Tracing | None":

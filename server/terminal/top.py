@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ...scheduler.messages.frontend import Status
 from ..observability.activity import Activity, activity_between, byte_rate
 from .options import TopOptions
 from .tls import describe, verification
@@ -43,20 +44,10 @@ class Sample:
     problem: str | None = None
 
     @property
-    def gauges(self) -> Mapping[str, float]:
-        return self.info["gauges"]  # type: ignore[no-any-return]
-
-    @property
-    def counters(self) -> Mapping[str, float]:
-        return self.info["counters"]  # type: ignore[no-any-return]
-
-    @property
-    def states(self) -> Mapping[str, int]:
-        return self.info["states"]  # type: ignore[no-any-return]
-
-    @property
-    def taken_at(self) -> float:
-        return self.info["taken_at"] or 0.0
+    def status(self) -> Status:
+        """What /server_info has of the leader's latest Status."""
+        gauges, counters, states = (self.info[name] for name in ("gauges", "counters", "states"))
+        return Status(gauges, counters, (), states, taken_at=self.info["taken_at"] or 0.0, loop_age_s=0.0)
 
     @property
     def role(self) -> str:
@@ -124,8 +115,8 @@ def _server(earlier: Sample, later: Sample) -> Iterator[RenderableType]:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", width=9)
     table.add_column()
-    if earlier.problem is None and later.taken_at > earlier.taken_at and earlier.role == later.role:
-        for name, cells in _activity_rows(activity_between(later.role, earlier, later), later.role):
+    if earlier.problem is None and earlier.role == later.role and earlier.status.taken_at < later.status.taken_at:
+        for name, cells in _activity_rows(activity_between(later.role, earlier.status, later.status), later.role):
             table.add_row(name, cells)
     for name, used, total, unit in _pools(later):
         shown = f"{used:,.0f} of {total:,.0f} {unit}"
@@ -151,7 +142,7 @@ def _activity_rows(now: Activity, role: str) -> Iterator[tuple[str, str]]:
 
 
 def _pools(sample: Sample) -> Iterator[tuple[str, float, float, str]]:
-    gauges = sample.gauges
+    gauges = sample.info["gauges"]
     pages, hot, ring = (gauges.get(name, 0) for name in ("kv_pages", "hot_pages", "staging_ring_bytes"))
     if pages:
         yield "KV pool", gauges["kv_pages_held"], pages, "pages"

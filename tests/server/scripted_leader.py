@@ -66,7 +66,7 @@ def make_ready(max_total_tokens: int = MAX_TOTAL_TOKENS) -> Ready:
 def make_status(loop_age_s: float = 0.0, problems: tuple[str, ...] = (), running: int = 1) -> Status:
     return Status(
         gauges={"kv_pages_free": 25.0, "running_requests": 0.0},
-        counters={"transfer_bytes": 4096.0, "retractions_total": 2.0},
+        counters={"transfer_bytes": 4096.0, "retractions": 2.0},
         peers=(PeerStatus(endpoint="127.0.0.1:8998", state="lost", detail="no heartbeat"),),
         states={"RUNNING": running, "QUEUED": 0},
         taken_at=1_800_000_000.25,

@@ -29,7 +29,7 @@ from pdserve.server.bench.plot import check_plot, draw, picture
 from pdserve.server.bench.prompts import ModelLimits, make_workload, read_sharegpt
 from pdserve.server.bench.report import BenchResult, report, to_json
 from pdserve.server.bench.summary import Distribution, summarize
-from pdserve.server.launch.demo import STAGES
+from pdserve.server.observability.stages import STAGES
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.cluster.servers import ForkedCommand
 from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server

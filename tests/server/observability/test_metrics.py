@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS, STORE_COUNTERS
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Status
 from pdserve.server.observability.catalog import COUNTERS, GAUGES
-from pdserve.server.observability.metrics import STAGES, Metrics
+from pdserve.server.observability.metrics import Metrics
+from pdserve.server.observability.stages import STAGES
 from tests.scheduler.simulation.timed_simulator import TimedSimulator
 from tests.server.exported_metrics import exported
 
@@ -150,7 +151,7 @@ def test_stages_are_those_of_a_timeline() -> None:
     simulator.run_for(1.0)
     simulator.ask("r", 100)
     simulator.run(lambda: "r" in simulator.timelines)
-    assert tuple(simulator.timelines["r"]) == STAGES
+    assert list(simulator.timelines["r"]) == list(STAGES)
 
 
 def test_processes_are_measured() -> None:

@@ -44,9 +44,9 @@ def test_decode_line_shows_hits_of_hot_rows_with_hisparse() -> None:
 def test_prefill_line_has_queue_and_transfers() -> None:
     stats = StatsLog("prefill", 10)
     stats.line(report(0))
-    states = {PrefillState.WAITING.value: 3, PrefillState.COMPUTING.value: 2, PrefillState.SENDING.value: 1}
+    states = {state.value: number for number, state in enumerate(PrefillState)}
     assert stats.line(report(20, states, 50, prompt_tokens=8000, prefix_tokens_reused=2000, transfer_bytes=6.8e9)) == (
-        "stats: prompts 400.0 tokens/s; computing 2, waiting 3 (640 tokens to compute), sending 1; KV sent 340 MB/s, "
+        "stats: prompts 400.0 tokens/s; computing 2, waiting 1 (640 tokens to compute), sending 3; KV sent 340 MB/s, "
         "KV pool 25.0%, prefix hits 20.0%"
     )
 

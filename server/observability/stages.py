@@ -1,0 +1,15 @@
+"""The stages of a request's timeline."""
+
+STAGES = {
+    "queue": "waiting for memory on decode",
+    "prefill_queue": "behind other prompts",
+    "prefill": "computing the prompt",
+    "transfer": "KV still on its way",
+    "control": "messages between the servers",
+    "admit": "joining the decode batch",
+    "retracted": "out of memory, waiting to go on",
+    "decode": "generating",
+}
+"""In the order of a timeline."""
+AFTER_FIRST_TOKEN = ("admit", "retracted", "decode")
+"""Stages that the time to first token does not contain."""

@@ -12,7 +12,7 @@ import asyncio
 import random
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,7 +58,10 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
 
     Raises StartupError when the server does not respond, or cannot hold the requested lengths.
     """
-    model_info, server_info = await _ask_server(options)
+    model_info = await ask_server(options.url, "model_info", options.api_key)
+    server_info = await ask_server(options.url, "server_info", options.api_key)
+    if server_info.get("disaggregation_mode") == "prefill":
+        raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
     workload = make_workload(
         options,
         ModelLimits(
@@ -164,20 +167,17 @@ def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
     return times_s
 
 
-async def _ask_server(options: BenchOptions) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+async def ask_server(url: str, route: str, api_key: str | None) -> dict[str, Any]:
+    """The response of an information route. Raises StartupError if there is none."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
-            model_info = (await http.get(f"{options.url}/model_info")).raise_for_status().json()
-            server_info = (await http.get(f"{options.url}/server_info")).raise_for_status().json()
+            return dict((await http.get(f"{url}/{route}")).raise_for_status().json())
     except httpx.HTTPStatusError as error:
         response = error.response
         raise StartupError(f"{error.request.url} returned {response.status_code}: {response.text}") from None
-    except (httpx.HTTPError, ValueError) as error:
-        raise StartupError(f"{options.url}: no response from a pdserve server there: {error}") from None
-    if server_info.get("disaggregation_mode") == "prefill":
-        raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
-    return model_info, server_info
+    except (httpx.HTTPError, ValueError, TypeError) as error:
+        raise StartupError(f"{url}: no response from a pdserve server there: {error}") from None
 
 
 def _progress(screen: Console) -> Progress:

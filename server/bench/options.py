@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any, Literal, get_args
 
 from ...configs.errors import StartupError
 from ...configs.load import SECRET_VARIABLES, secrets_in
+from ..terminal.options import DECODE_URL, server_url
 
 Dataset = Literal["random", "sharegpt"]
 DEFAULT_CONCURRENCY = 8
@@ -23,7 +23,7 @@ class BenchOptions:
     (Poisson arrivals, independent of the requests in flight; inf sends all at once).
     """
 
-    url: str = "http://127.0.0.1:8200"
+    url: str = DECODE_URL
     requests: int = 64
     concurrency: int | None = DEFAULT_CONCURRENCY
     rate_per_s: float | None = None
@@ -61,6 +61,9 @@ class BenchOptions:
         return f"{shared}{self.input_len} tokens in, {self.output_len} out{spread}"
 
 
+_NAMES = frozenset(field.name for field in fields(BenchOptions))
+
+
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     """All flags. What depends on other flags is checked by `read_bench_options`."""
     default = BenchOptions()
@@ -81,7 +84,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help=arriving)
 
     data = parser.add_argument_group("data")
-    data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="default: %(default)s")
+    data.add_argument("--dataset", choices=get_args(Dataset), default=default.dataset, help="(default: %(default)s)")
     data.add_argument("--dataset-path", type=Path, metavar="FILE", help="sharegpt: JSON list of conversations")
     count(data, "input_len", "random: prompt tokens after the prefix", least=1)
     count(data, "output_len", "new tokens asked for", least=1)
@@ -109,9 +112,6 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) -> BenchOptions:
     """The flags as one object; raises StartupError for a combination that makes no sense."""
-    parts = urlsplit(given.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError(f"--url must be http://HOST:PORT, got {given.url!r}")
     if given.dataset == "sharegpt":
         if given.dataset_path is None:
             raise StartupError("--dataset sharegpt needs --dataset-path FILE")
@@ -122,14 +122,18 @@ def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) ->
     for flag, path in (("--output", given.output), ("--plot", given.plot)):
         if path is not None and not path.absolute().parent.is_dir():
             raise StartupError(f"{flag} {path}: no such directory: {path.parent}")
-    flags = {field.name: getattr(given, field.name) for field in fields(BenchOptions) if field.name in given}
     return replace(
-        BenchOptions(**flags),
-        url=given.url.rstrip("/"),
+        BenchOptions(**named_flags(given)),
+        url=server_url(given.url),
         concurrency=None if given.rate_per_s is not None else given.concurrency or DEFAULT_CONCURRENCY,
         ignore_eos=given.dataset == "random" if given.ignore_eos is None else given.ignore_eos,
         api_key=secrets_in(environ).get("api_key"),
     )
+
+
+def named_flags(given: argparse.Namespace) -> dict[str, Any]:
+    """The flags that have the name of an option, and are set."""
+    return {name: value for name, value in vars(given).items() if name in _NAMES and value is not None}
 
 
 def whole_number(least: int) -> Callable[[str], int]:

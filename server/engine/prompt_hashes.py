@@ -13,7 +13,7 @@ SLICE_TOKENS = 2048
 
 
 async def hash_prompts(messages: Sequence[Submit], page_sizes: Sequence[int]) -> Sequence[Submit]:
-    """The messages with the hashes of their pages, for these page sizes; not those that name their prefill server. Long
+    """Add the hashes of their pages to messages that do not name their prefill server, for each of `page_sizes`. Long
     prompts are hashed in slices: a prompt of 32,768 tokens takes milliseconds, in which the event loop serves others.
     """
     if not page_sizes:

@@ -168,7 +168,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _unread_bytes(self) -> int:
-        """Bytes in our buffer and in the kernel's, from which a slow client reads for long before ours shrinks."""
+        """Bytes in our buffer and in the kernel's: a slow client reads from the latter for long before ours shrinks."""
         in_kernel = array.array("i", [0])
         fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
         return self.transport.get_write_buffer_size() + in_kernel[0]

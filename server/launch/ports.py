@@ -1,5 +1,6 @@
 """Binds or checks the ports of a server before anything is loaded; errors name the flag to change."""
 
+import contextlib
 import errno
 import socket
 import time
@@ -22,6 +23,13 @@ def check_port(host: str, port: int, flag: str, *, patience_s: float = 0.0) -> N
     Does not listen.
     """
     _bind(host, port, flag, listen=False, patience_s=patience_s).close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that are free now."""
+    with contextlib.ExitStack() as bound:
+        servers = [bound.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def _bind(host: str, port: int, flag: str, *, listen: bool, patience_s: float = 0.0) -> socket.socket:

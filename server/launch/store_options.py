@@ -2,10 +2,10 @@
 
 import argparse
 import re
-import socket
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
+from .ports import free_ports
 
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SLAB_BYTES = 16 << 20
@@ -82,7 +82,6 @@ def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
     if not isinstance(given, str) or "://" in given:
         return None
     memory = parse_memory(given, "--kv-store")
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        port, metrics_port = first.getsockname()[1], second.getsockname()[1]
+    port, metrics_port = free_ports(2)
     flags["kv_store"] = f"mooncake://127.0.0.1:{port}"
     return StoreOptions(memory, "127.0.0.1", port, metrics_port, None, None)

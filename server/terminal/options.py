@@ -65,20 +65,23 @@ def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_chat_options(given: argparse.Namespace, environ: Mapping[str, str]) -> ChatOptions:
-    return ChatOptions(_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), _tls(given))
+    return ChatOptions(
+        server_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), _tls(given)
+    )
 
 
 def read_top_options(given: argparse.Namespace, environ: Mapping[str, str]) -> TopOptions:
     if not 0.1 <= given.interval < math.inf:
         raise StartupError(f"--interval must be at least 0.1 seconds, got {given.interval:g}")
-    urls = tuple(_url(url) for url in given.url or (DECODE_URL, PREFILL_URL))
+    urls = tuple(server_url(url) for url in given.url or (DECODE_URL, PREFILL_URL))
     return TopOptions(urls, given.interval, given.once, _key(environ), _tls(given))
 
 
-def _url(text: str) -> str:
+def server_url(text: str, flag: str = "--url") -> str:
+    """Raises StartupError."""
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StartupError(f"--url must be http://HOST:PORT, got {text!r}")
+        raise StartupError(f"{flag} must be http://HOST:PORT, got {text!r}")
     return text.rstrip("/")
 
 

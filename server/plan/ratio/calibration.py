@@ -8,16 +8,18 @@ import asyncio
 import random
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-import httpx
 import msgspec
 from rich.console import Console
 
 from ....configs.arithmetic import ceil_div
 from ....configs.errors import StartupError
 from ....scheduler.simulation.step_times import StepTimes
-from ...bench.client import AFTER_FIRST_TOKEN, BenchClient, RequestRecord
+from ...bench.client import BenchClient, RequestRecord
+from ...bench.command import ask_server
+from ...bench.options import BenchOptions
+from ...bench.prompts import BenchPrompt
+from ...observability.stages import AFTER_FIRST_TOKEN
 from .fit import fit_nonnegative
 from .pair import MeasuredPair, server_of
 
@@ -25,7 +27,6 @@ REPEATS = 3
 DECODE_STEPS = 40
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SHORT_PROMPT = 16
-INFO_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 300.0
 
 
@@ -40,10 +41,9 @@ class RandomRequests:
         self._vocabulary = [token for token in range(vocab_size) if token not in special]
 
     async def send(self, prompt: int, output: int) -> RequestRecord:
-        """So many tokens in and out. Raises StartupError if the request fails."""
-        sampling = {"max_new_tokens": output, "temperature": 0, "ignore_eos": True}
+        """A prompt of `prompt` tokens, with `output` tokens out. Raises StartupError if the request fails."""
         tokens = self._random.choices(self._vocabulary, k=prompt)
-        body = msgspec.json.encode({"input_ids": tokens, "sampling_params": sampling, "stream": True})
+        body = BenchPrompt(tokens, output).body(BenchOptions())
         record = await self._client.generate(body, 0.0, expected_tokens=output)
         if not record.ok:
             raise StartupError(f"a request of the calibration failed: {record.failure}: {record.detail}")
@@ -140,8 +140,9 @@ async def calibrate(
     """Measure a running pair. Raises StartupError if a server does not respond, or computes with other settings than
     the simulation has.
     """
-    decode_info, model_info = await _get(url, "server_info", api_key), await _get(url, "model_info", api_key)
-    prefill_info = await _get(prefill_url, "server_info", api_key)
+    decode_info = await ask_server(url, "server_info", api_key)
+    model_info = await ask_server(url, "model_info", api_key)
+    prefill_info = await ask_server(prefill_url, "server_info", api_key)
     for info, role, where in ((decode_info, "decode", url), (prefill_info, "prefill", prefill_url)):
         if info["disaggregation_mode"] != role:
             raise StartupError(f"{where} is not a {role} server")
@@ -172,16 +173,6 @@ async def calibrate(
         machine_cores=machine_cores,
         times=times,
     )
-
-
-async def _get(url: str, route: str, api_key: str | None) -> dict[str, Any]:
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    try:
-        async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
-            response = (await http.get(f"{url}/{route}")).raise_for_status()
-            return dict(response.json())
-    except (httpx.HTTPError, ValueError) as error:
-        raise StartupError(f"{url}/{route}: {error}") from None
 
 
 def running_together(records: Sequence[RequestRecord]) -> tuple[float, float]:

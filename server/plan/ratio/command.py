@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ...bench.prompts import ModelLimits
 from ...bench.summary import Distribution
 from ...launch.children import ChildEndedError
 from ...launch.pair import PairConfig
+from ...launch.ports import free_ports
 from ...launch.up import NotReadyError, base_url, running_pair
 from .calibration import calibrate
 from .interference import measure_interference
@@ -88,17 +88,10 @@ def measure_own_pair(config: PairConfig, screen: Console, ratios: Sequence[Ratio
 
 
 def _on_free_ports(config: PairConfig) -> PairConfig:
-    ports, decode_ports = _free_ports(), _free_ports()
-    prefill = config.prefill.model_copy(update={"port": ports[0], "bootstrap_port": ports[1]})
-    address = f"127.0.0.1:{prefill.bootstrap_port}"
-    update = {"port": decode_ports[0], "prefill": (address,), "local_prefill": "never"}
+    prefill_port, control_port, decode_port = free_ports(3)
+    prefill = config.prefill.model_copy(update={"port": prefill_port, "bootstrap_port": control_port})
+    update = {"port": decode_port, "prefill": (f"127.0.0.1:{control_port}",), "local_prefill": "never"}
     return PairConfig(prefill, config.decode.model_copy(update=update))
-
-
-def _free_ports() -> tuple[int, int]:
-    """Two ports that are free now."""
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _as_json(pair: MeasuredPair, load: Load, predictions: list[Prediction]) -> str:

@@ -77,7 +77,7 @@ class _Work:
         ]
 
         async def compute_prompts(server: RandomRequests) -> list[RequestRecord]:
-            """Until a batch ends; without batches, a number of prompts."""
+            """Send prompts until a batch ends; without batches, PROMPTS of them."""
             records: list[RequestRecord] = []
             while not any(task.done() for task in running) if running else len(records) < PROMPTS:
                 records.append(await server.send(self._prompt, 1))
@@ -91,7 +91,7 @@ def times_together(
     sequences: Sequence[Sequence[RequestRecord]], batches: Sequence[RequestRecord]
 ) -> tuple[float | None, float | None]:
     """The mean time of a prompt on prefill and that of a decode step, in the time in which all sequences of prompts are
-    computed and all requests of the batches run. None of what there is none of.
+    computed and all requests of the batches run. None if there is no such prompt or step.
     """
     begins = [records[0].started_s for records in sequences]
     ends = [records[-1].started_s + records[-1].e2e_s for records in sequences]

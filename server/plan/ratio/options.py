@@ -3,14 +3,15 @@
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ....configs.errors import StartupError
 from ....configs.flags import add_flags, given_flags
 from ....configs.load import secrets_in
-from ...bench.options import BenchOptions, positive, share, whole_number
+from ...bench.options import BenchOptions, named_flags, positive, share, whole_number
 from ...launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+from ...terminal.options import server_url
 
 DEFAULT_RATIOS = "1:1,2:1,1:2"
 MOST_SERVERS = 64
@@ -51,17 +52,23 @@ def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--trace", type=Path, metavar="FILE", help="requests, as .jsonl (Mooncake) or .csv (Azure)")
     load.add_argument("--speed", type=positive, default=1.0, metavar="X", help="play the trace X times as fast")
     load.add_argument("--input-len", type=whole_number(1), metavar="N", help="instead of a trace: prompt tokens")
-    load.add_argument("--output-len", type=whole_number(1), default=128, metavar="N", help="default: %(default)s")
+    load.add_argument(
+        "--output-len", type=whole_number(1), default=128, metavar="N", help="new tokens (default: %(default)s)"
+    )
     load.add_argument("--range-ratio", type=share, default=0.0, metavar="X", help="lengths vary by this share")
     load.add_argument("--prefix-len", type=whole_number(0), default=0, metavar="N", help="tokens all prompts share")
-    load.add_argument("--rate", type=positive, metavar="R", help="requests a second (Poisson)")
+    load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help="requests a second (Poisson)")
     load.add_argument("--requests", type=whole_number(1), default=200, metavar="N", help="most requests to simulate")
-    load.add_argument("--seed", type=whole_number(0), default=default.seed, metavar="N", help="default: %(default)s")
+    load.add_argument(
+        "--seed", type=whole_number(0), default=default.seed, metavar="N", help="seed of the load (default: 0)"
+    )
     bound = "bound on the time to first token"
     load.add_argument("--slo-ttft-ms", "--slo-ttft", type=positive, metavar="MS", help=bound)
     bound = "bound on a request's mean time between tokens"
     load.add_argument("--slo-itl-ms", "--slo-itl", type=positive, metavar="MS", help=bound)
-    load.add_argument("--ratios", default=DEFAULT_RATIOS, metavar="P:D,...", help="default: %(default)s")
+    load.add_argument(
+        "--ratios", default=DEFAULT_RATIOS, metavar="P:D,...", help="what to compare (default: %(default)s)"
+    )
 
     rates = parser.add_argument_group("step times: from a file, of a running pair, or of a pair that is started here")
     rates.add_argument("--rates", type=Path, metavar="FILE", help="read them from this file")
@@ -86,7 +93,7 @@ def read_ratio_options(
     """
     if given.trace is not None and given.input_len is not None:
         raise StartupError("--trace and --input-len: give one of them")
-    if given.input_len is not None and given.rate is None:
+    if given.input_len is not None and given.rate_per_s is None:
         raise StartupError("--input-len needs --rate R, in requests a second")
     if given.slo_ttft_ms is given.slo_itl_ms is None:
         raise StartupError("goodput needs --slo-ttft-ms or --slo-itl-ms, or both")
@@ -97,28 +104,15 @@ def read_ratio_options(
     pair = None
     if given.rates is None and given.url is None:
         pair = load_pair_config(None, given_flags(given, (*decode_settings, *MEASURED_SETTINGS)), environ)
-    default = BenchOptions()
+    bench = BenchOptions(**named_flags(given), concurrency=None, api_key=secrets_in(environ).get("api_key"))
     return RatioOptions(
-        bench=BenchOptions(
-            url=(given.url or default.url).rstrip("/"),
-            requests=given.requests,
-            concurrency=None,
-            rate_per_s=given.rate,
-            input_len=given.input_len or 1,
-            output_len=given.output_len,
-            range_ratio=given.range_ratio,
-            prefix_len=given.prefix_len,
-            seed=given.seed,
-            slo_ttft_ms=given.slo_ttft_ms,
-            slo_itl_ms=given.slo_itl_ms,
-            api_key=secrets_in(environ).get("api_key"),
-        ),
+        bench=replace(bench, url=server_url(bench.url)),
         trace=given.trace,
         speed=given.speed,
         ratios=parse_ratios(given.ratios),
         rates=given.rates,
         save_rates=given.save_rates,
-        prefill_url=None if given.prefill_url is None else given.prefill_url.rstrip("/"),
+        prefill_url=None if given.prefill_url is None else server_url(given.prefill_url, "--prefill-url"),
         cores=given.cores,
         pair=pair,
         as_json=given.json,

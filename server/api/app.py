@@ -41,7 +41,7 @@ from .common.fields import Body, Boolean, Characters, FieldError, Text, optional
 from .common.limits import Limits
 from .common.outputs import Output
 from .common.rendering import Rendering
-from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, check_rooms, new_rid
+from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, RoutingFields, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
 from .generation import GenerationResponse, prefill_leg
@@ -258,19 +258,11 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt or a chat."""
-        return json_response(
-            await self._parse(
-                request, lambda body: tokenize(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
-            )
-        )
+        return await self._convert(request, lambda body: tokenize(body, self._limits(), self._tokenizer, self._chat))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return json_response(
-            await self._parse(
-                request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer), is_prompt=False
-            )
-        )
+        return await self._convert(request, lambda body: detokenize(body, self._limits().vocab_size, self._tokenizer))
 
     async def abort_request(self, request: Request) -> Response:
         """Abort a request, or all of them."""
@@ -294,17 +286,16 @@ class Routes:
         body = parse_body(RoleBody, await read_body(request, self.config.max_body_bytes))
         waits = wants_to_wait(request, body)
         switch = await self._roles.request(body.role, body.settings or {}, drain=body.drain is True)
-        if switch is None:
-            return json_response(self._roles.report())
-        if not waits:
+        if switch is not None and not waits:
             return json_response(self._roles.report(), 202)
-        await switch.wait()
+        if switch is not None:
+            await switch.wait()
         return json_response(self._roles.report())
 
     async def generate(self, request: Request) -> Response:
         """Generate text for one prompt or a list of prompts."""
         call = await self._parse(request, lambda body: parse_generate(body, self._limits(), self._tokenizer))
-        token_text = self._tokenizer.token_text if call.text_in_logprobs else None
+        token_text = self._tokenizer.token_text if call.fields.return_text_in_logprobs else None
         return await self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
@@ -331,11 +322,12 @@ class Routes:
 
     async def count_tokens(self, request: Request) -> Response:
         """The number of tokens of a prompt for `/v1/messages`."""
-        return json_response(
-            await self._parse(
-                request, lambda body: count_tokens(body, self._limits(), self._tokenizer, self._chat), is_prompt=False
-            )
+        return await self._convert(
+            request, lambda body: count_tokens(body, self._limits(), self._tokenizer, self._chat)
         )
+
+    async def _convert(self, request: Request, convert: Callable[[bytes], object]) -> Response:
+        return json_response(await self._parse(request, convert, is_prompt=False))
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
@@ -346,7 +338,7 @@ class Routes:
         ready = self._leader.check_available()  # again: the role may have changed while the body arrived
         return Limits.of(self.config, ready, self._default_sampling)
 
-    async def _respond(self, request: Request, call: Call, rendering: Rendering) -> Response:
+    async def _respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:
         check_addressed_role(request, call.submits, self.config, self._roles.former())
         if self.config.role == "decode":  # the other half of a call for a prefill server
             for name, grammar in call.grammars:

@@ -2,7 +2,7 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.requests import Request
 
@@ -52,7 +52,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     """The content of a gzip file, which may consist of several members. Raises BodyError for anything else."""
     inflater = zlib.decompressobj(GZIP_FORMAT)
     began = False

@@ -6,15 +6,12 @@ from ..text.chat_format import ChatFormat
 from ..text.tokenizer import Tokenizer
 from .common.fields import Body, Boolean, FieldError, Text, TokenIds, check_token_ids, optional, parse_body
 from .common.limits import Limits
-from .native.requests import check_text
-from .openai.chat_requests import check_known_format, encode_chat, render_chat
+from .native.requests import LONG_TEXT_CHARACTERS, check_text
+from .openai.chat_requests import encode_chat, render_chat
 from .openai.models import Messages, TemplateFields
-from .openai.tool_models import ToolFields
-
-LONG_TEXT_CHARACTERS = 1 << 20
 
 
-class TokenizeBody(TemplateFields, ToolFields):
+class TokenizeBody(TemplateFields):
     """Either `prompt`, as `/generate` and `/v1/completions` take it, or `messages`, as a chat."""
 
     prompt: Text | None = None
@@ -44,22 +41,15 @@ def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat
         given = "both were" if fields.prompt is not None else "neither was"
         raise FieldError("prompt", f"or messages: give exactly one of them; {given} given")
     if fields.messages is not None:
-        tools = fields.offered_tools()
-        check_known_format(tools, chat)
-        text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
-        _check_size(text, "messages", limits, tokenizer)
+        text = render_chat(fields, fields.messages, tokenizer, chat).text
+        check_text(text, "messages", limits, tokenizer, allowed=LONG_TEXT_CHARACTERS)
         tokens = encode_chat(text, tokenizer)
     else:
         assert fields.prompt is not None
-        _check_size(fields.prompt, "prompt", limits, tokenizer)
+        check_text(fields.prompt, "prompt", limits, tokenizer, allowed=LONG_TEXT_CHARACTERS)
         special = fields.add_special_tokens is not False
         tokens = tuple(tokenizer.encode(fields.prompt, add_special_tokens=special))
     return {"tokens": tokens, "count": len(tokens), "max_model_len": limits.max_total_tokens}
-
-
-def _check_size(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
-    if len(text) > LONG_TEXT_CHARACTERS:
-        check_text(text, name, limits, tokenizer)
 
 
 def detokenize(body: bytes, vocab_size: int, tokenizer: Tokenizer) -> DetokenizeReply:

@@ -7,11 +7,11 @@ Reply types describe what anthropic/replies.py writes. Extensions of the body: `
 from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import MaxLen, MinLen
-from pydantic import AfterValidator, Discriminator, PlainValidator, Tag, WithJsonSchema
+from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
-from ..common.fields import EACH, ONE, Body, Boolean, FirstError, Integer, Text, Within, optional, problem
+from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrEach, Within, optional, problem
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import MAX_SEED, DistributionFields, stop_strings
 from ..openai.models import MAX_MESSAGES
@@ -32,17 +32,14 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-TextContent = Annotated[
-    Annotated[Text, Tag(ONE)] | Annotated[list[TextBlock], FirstError(), Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
-]
+TextContent = TextOrEach[TextBlock]
 
 
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextContent | None = None
-    is_error: Boolean | None = optional("The content says so to the model: this field is ignored.")
+    is_error: Boolean | None = optional("Ignored: the content tells the model.")
 
 
 class ThinkingBlock(Body):
@@ -59,9 +56,7 @@ class RedactedThinkingBlock(Body):
 
 
 ContentBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
-BLOCKS_OF_ROLE: dict[
-    str, dict[str, type[TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock]]
-] = {
+BLOCKS_OF_ROLE: dict[str, dict[str, type[ContentBlock]]] = {
     "system": {"text": TextBlock},
     "user": {"text": TextBlock, "tool_result": ToolResultBlock},
     "assistant": {

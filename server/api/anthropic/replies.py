@@ -10,6 +10,7 @@ from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
 from ..common.rendering import Rendering
 from ..native.requests import Call
+from ..openai.models import ChatBody
 from .errors import error_body
 
 Json = dict[str, Any]
@@ -20,7 +21,7 @@ class MessagesRendering(Rendering):
 
     named_events = True
 
-    def __init__(self, call: Call, model_name: str) -> None:
+    def __init__(self, call: Call[ChatBody], model_name: str) -> None:
         (submit,) = call.submits
         self._started = False
         self._envelope = {

@@ -9,8 +9,14 @@ from ...text.chat_format import ChatFormat
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
-from ..native.requests import Call, check_text
-from ..openai.chat_requests import check_known_format, encode_chat, make_chat_call, renamed_grammars, render_chat
+from ..native.requests import LONG_TEXT_CHARACTERS, Call, check_text
+from ..openai.chat_requests import (
+    ROUTING_AND_DISTRIBUTION,
+    encode_chat,
+    make_chat_call,
+    renamed_grammars,
+    render_chat,
+)
 from ..openai.models import ChatBody
 from ..openai.tool_models import FLAT_TOOL
 from .models import (
@@ -25,17 +31,13 @@ from .models import (
     ToolUseBlock,
 )
 
-SAME_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stream", "max_tokens"),
-    *("rid", "priority", "timeout_s", "timeout", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-)
+SAME_FIELDS = (*ROUTING_AND_DISTRIBUTION, "seed", "stream", "max_tokens")
 """Fields with the same name and meaning in a chat."""
 OTHER_NAMES = (FLAT_TOOL, ("continue_final_message", "messages"))
 """Names of fields in a chat, and here."""
-LONG_TEXT_CHARACTERS = 1 << 20
 
 
-def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call:
+def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
     fields = parse_body(MessagesBody, body)
     others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
     same = {name: getattr(fields, name) for name in SAME_FIELDS}
@@ -50,11 +52,8 @@ def count_tokens(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFo
     given = parse_body(CountTokensBody, body)
     with fields_named(*OTHER_NAMES):
         fields = validate(ChatBody, _chat_fields(given))
-        tools = fields.offered_tools()
-        check_known_format(tools, chat)
-        text = render_chat(fields, fields.messages, tools, tokenizer, chat).text
-    if len(text) > LONG_TEXT_CHARACTERS:
-        check_text(text, "messages", limits, tokenizer)
+        text = render_chat(fields, fields.messages, tokenizer, chat).text
+    check_text(text, "messages", limits, tokenizer, allowed=LONG_TEXT_CHARACTERS)
     return {"input_tokens": len(encode_chat(text, tokenizer))}
 
 

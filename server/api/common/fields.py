@@ -185,6 +185,8 @@ def _field_error(error: ValidationError, vocab_size: int, within: str = "") -> F
         return FieldError(name, f"is not a field of this request: did you mean {prefix}{context['near']}?")
     if kind == "missing" or (value is None and kind in ("string_type", "list_type") and not path.endswith("]")):
         return FieldError(name, "is required")
+    if kind == "extra_forbidden":
+        return FieldError(name, "is not supported by this server")
     if kind == "too_short":
         return FieldError(name, "is required and must not be empty")
     if kind == "too_long":
@@ -241,7 +243,7 @@ class Within:
 
 
 def check_within(value: int, name: str, minimum: int, maximum: int) -> int:
-    """For a range that is known only when the request is: raises FieldError."""
+    """Raises FieldError. For a range that depends on the request."""
     if not minimum <= value <= maximum:
         raise FieldError(name, Within(minimum, maximum).refusal(value))
     return value
@@ -298,11 +300,11 @@ TokenIds = Annotated[list[Annotated[int, Strict()]], FirstError(), BeforeValidat
 
 ONE, EACH = "<one>", "<each>"
 """Tags of unions, which `_path` leaves out."""
-OneOrEach = Annotated[
-    Annotated[ValueT, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
-]
+BY_LIST = Discriminator(lambda value: EACH if isinstance(value, list) else ONE)
+OneOrEach = Annotated[Annotated[ValueT, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)], BY_LIST]
 """A value for all prompts of a call, or a list with one for each."""
+TextOrEach = Annotated[Annotated[Text, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)], BY_LIST]
+"""Text, or a list of its parts."""
 
 
 def optional(description: str) -> Any:

@@ -1,17 +1,19 @@
 """Fields that constrain the output by a grammar: SGLang's, OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import msgspec
-from pydantic import AfterValidator, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, PlainValidator, with_config
+from typing_extensions import TypedDict
 
 from ....configs.sampling import Grammar
 from ....configs.words import shown
-from .fields import Body, FieldError, Text, optional, problem
+from .fields import Body, Boolean, FieldError, FirstError, Text, optional, problem
 
-_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}
-_IGNORED_OPTIONS = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-_STRUCTURED_KINDS: dict[str, Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]] = {
+GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
+
+_OWN_KINDS: tuple[GrammarKind, ...] = ("json_schema", "regex", "ebnf", "structural_tag")
+_STRUCTURED_KINDS: dict[str, GrammarKind] = {
     "json": "json_schema",
     "json_object": "json_schema",
     "regex": "regex",
@@ -42,8 +44,8 @@ def _tag_text(value: object) -> str:
     return _encoded(value)
 
 
-SchemaText = Annotated[str, PlainValidator(_schema_text), WithJsonSchema(_SCHEMA)]
-TagText = Annotated[str, PlainValidator(_tag_text), WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]})]
+SchemaText = Annotated[str, PlainValidator(_schema_text, json_schema_input_type=dict[str, Any] | bool | str)]
+TagText = Annotated[str, PlainValidator(_tag_text, json_schema_input_type=dict[str, Any] | str)]
 
 
 class GrammarFields(Body):
@@ -55,13 +57,8 @@ class GrammarFields(Body):
     structural_tag: TagText | None = optional("Text in which given strings begin structured parts; SGLang's object.")
 
     def grammars(self) -> list[NamedGrammar]:
-        given: dict[str, Grammar | None] = {
-            "json_schema": None if self.json_schema is None else Grammar("json_schema", self.json_schema),
-            "regex": None if self.regex is None else Grammar("regex", self.regex),
-            "ebnf": None if self.ebnf is None else Grammar("ebnf", self.ebnf),
-            "structural_tag": None if self.structural_tag is None else Grammar("structural_tag", self.structural_tag),
-        }
-        return [(name, grammar) for name, grammar in given.items() if grammar is not None]
+        given = [(kind, getattr(self, kind)) for kind in _OWN_KINDS]
+        return [(kind, Grammar(kind, text)) for kind, text in given if text is not None]
 
     def grammar(self, path: str = "") -> NamedGrammar | None:
         """The grammar of the output, if any, with the name of its field; `path` goes before it."""
@@ -72,7 +69,9 @@ class GrammarFields(Body):
         return (path + found[0][0], found[0][1]) if found else None
 
 
-def _check_format(value: dict[str, Any]) -> dict[str, Any]:
+def _check_format(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise problem(f"must be an object, got {shown(value)}")
     match value.get("type"):
         case "json_schema":
             wrapper = value.get("json_schema")
@@ -87,65 +86,39 @@ def _check_format(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _check_structured(value: dict[str, Any]) -> dict[str, Any]:
-    allowed: dict[str, tuple[type, ...]] = {
-        "json": (dict, bool, str),
-        "json_object": (bool,),
-        "regex": (str,),
-        "choice": (list,),
-        "grammar": (str,),
-        "structural_tag": (dict, str),
-    }
-    for name, given in value.items():
-        if given is None or name in _IGNORED_OPTIONS:
-            continue
-        if name not in allowed:
-            raise problem("is not supported by this server", name)
-        if not isinstance(given, allowed[name]):
-            raise problem(f"has a value of the wrong type: {shown(given)}", name)
-    return value
+def _without_nulls(value: object) -> object:
+    return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
 
 
-ResponseFormat = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_format),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {
-                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
-                "json_schema": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string"},
-                        "description": {"type": "string"},
-                        "schema": {"type": "object"},
-                        "strict": {"type": "boolean"},
-                    },
-                    "required": ["schema"],
-                },
-            },
-            "required": ["type"],
-        }
-    ),
-]
-StructuredOutputs = Annotated[
-    dict[str, Any],
-    AfterValidator(_check_structured),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {
-                "json": _SCHEMA,
-                "regex": {"type": "string"},
-                "choice": {"type": "array", "items": {"type": "string"}},
-                "grammar": {"type": "string"},
-                "json_object": {"type": "boolean"},
-                "structural_tag": {"anyOf": [{"type": "object"}, {"type": "string"}]},
-            },
-        }
-    ),
-]
+@with_config(ConfigDict(extra="forbid"))
+class StructuredFields(TypedDict, total=False):
+    """One grammar. The options `disable_*` are ignored."""
+
+    json: SchemaText
+    json_object: Boolean
+    regex: Text
+    choice: Annotated[list[Text], FirstError()]
+    grammar: Text
+    structural_tag: TagText
+    disable_fallback: Any
+    disable_any_whitespace: Any
+    disable_additional_properties: Any
+
+
+class JsonSchemaFields(TypedDict):
+    name: NotRequired[str]
+    description: NotRequired[str]
+    schema: dict[str, Any]
+    strict: NotRequired[bool]
+
+
+class FormatFields(TypedDict):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NotRequired[JsonSchemaFields]
+
+
+ResponseFormat = Annotated[dict[str, Any], PlainValidator(_check_format, json_schema_input_type=FormatFields)]
+StructuredOutputs = Annotated[StructuredFields, BeforeValidator(_without_nulls)]
 
 
 class OpenAiGrammarFields(GrammarFields):
@@ -174,8 +147,7 @@ class OpenAiGrammarFields(GrammarFields):
     def _structured_outputs(self) -> list[NamedGrammar]:
         found: list[NamedGrammar] = []
         for name, value in (self.structured_outputs or {}).items():
-            if value is None or value is False or name in _IGNORED_OPTIONS:
-                continue
-            kind, text = _STRUCTURED_KINDS[name], _ANY_OBJECT if name == "json_object" else _encoded(value)
-            found.append((f"structured_outputs.{name}", Grammar(kind, text)))
+            if value is not False and (kind := _STRUCTURED_KINDS.get(name)) is not None:
+                text = _ANY_OBJECT if name == "json_object" else _encoded(value)
+                found.append((f"structured_outputs.{name}", Grammar(kind, text)))
         return found

@@ -13,7 +13,7 @@ import msgspec
 from annotated_types import MaxLen
 from pydantic import PlainValidator
 
-from ....configs.sampling import SamplingParams
+from ....configs.sampling import Grammar, SamplingParams
 from ....configs.words import counted, shown
 from ...text.output_text import TextRules
 from ...text.stop_regexes import StopRegexError, compile_stop_regex
@@ -140,11 +140,10 @@ class SamplingFields(DistributionFields, GrammarFields):
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
         """Names and values of the maximum and the minimum number of new tokens."""
 
-    def sampling(self, limits: Limits, prompt_tokens: int, path: str = "") -> SamplingParams:
+    def sampling(self, limits: Limits, prompt_tokens: int, grammar: Grammar | None, path: str) -> SamplingParams:
         """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""
         most_name, most, fewest_name, fewest = self.new_tokens()
         max_new_tokens = self._max_new_tokens(path + most_name, most, limits, prompt_tokens)
-        grammar = self.grammar(path)
         return msgspec.structs.replace(
             self.distribution(limits.default_sampling, limits.vocab_size),
             max_new_tokens=max_new_tokens,
@@ -157,7 +156,7 @@ class SamplingFields(DistributionFields, GrammarFields):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._biases(f"{path}logit_bias", limits.vocab_size),
             min_new_tokens=check_within(fewest or 0, path + fewest_name, 0, max_new_tokens),
-            grammar=None if grammar is None else grammar[1],
+            grammar=grammar,
         )
 
     def text_rules(self, sampling: SamplingParams, limits: Limits) -> TextRules:

@@ -1,7 +1,8 @@
 """A `/generate` body as checked, tokenized prompts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -19,11 +20,15 @@ from ..common.routing import CallShape, RoutingFields
 from ..common.sampling_fields import SamplingFields, check_samples
 from .models import GenerateBody, NativeSampling, is_id_batch
 
+FieldsT = TypeVar("FieldsT", bound=RoutingFields)
+FieldsT_co = TypeVar("FieldsT_co", bound=RoutingFields, covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Generic[FieldsT_co]):
     """A checked body of a generation route. `group` is the single rid of a list of prompts; aborting it aborts all."""
 
+    fields: FieldsT_co
     submits: tuple[Submit, ...]
     """A message to the leader for each prompt."""
     text_rules: tuple[TextRules, ...]
@@ -32,24 +37,15 @@ class Call:
     group: str | None
     listed: bool
     """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
-    text_in_logprobs: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
-    top_logprobs: int | None = None
-    """OpenAI: alternatives of each output token; None without log-probabilities of the output."""
-    prompt_logprobs: int | None = None
-    """OpenAI: alternatives of each prompt token; None without log-probabilities of the prompt."""
     grammars: tuple[NamedGrammar, ...] = ()
     """The grammars of its prompts."""
     new_parsed: Callable[[], ParsedOutput] | None = None
     """Of a chat: what collects the message of one output."""
-    include_reasoning: bool = True
     echoes: tuple[Echo, ...] = ()
     """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 
 
-def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
+def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call[GenerateBody]:
     """Check and tokenize a body. Pure and thread-safe; long bodies are parsed off the event loop."""
     fields = parse_body(GenerateBody, body, limits.vocab_size)
     prompt_ids, batched = _read_prompts(fields, limits, tokenizer)
@@ -61,12 +57,11 @@ def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call:
         for index, sampling in enumerate(given)
     ]
     logprobs = _read_logprobs(fields, prompt_ids, shape)
-    call = make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
-    return replace(call, text_in_logprobs=bool(fields.return_text_in_logprobs))
+    return make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
 
 
 def make_call(
-    fields: RoutingFields,
+    fields: FieldsT,
     params: Sequence[tuple[SamplingFields, str]],
     prompt_ids: Sequence[tuple[int, ...]],
     batched: bool,
@@ -74,24 +69,27 @@ def make_call(
     limits: Limits,
     *,
     stream: bool | None,
-) -> Call:
-    """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body."""
+    grammars: Sequence[NamedGrammar | None] | None = None,
+) -> Call[FieldsT]:
+    """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body. The
+    fields have the grammars of the outputs, unless `grammars` are given.
+    """
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
     routed, group = fields.submits(shape, limits, prompt_ids)
-    submits, text_rules, grammars = [], [], {}
-    for submit, (asked, path), wanted in zip(routed, params, logprobs, strict=True):
-        sampling = asked.sampling(limits, len(submit.prompt_ids), path)
+    named = [asked.grammar(path) for asked, path in params] if grammars is None else grammars
+    submits, text_rules = [], []
+    for submit, (asked, path), wanted, grammar in zip(routed, params, logprobs, named, strict=True):
+        sampling = asked.sampling(limits, len(submit.prompt_ids), grammar[1] if grammar is not None else None, path)
         submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
         text_rules.append(asked.text_rules(sampling, limits))
-        if (grammar := asked.grammar(path)) is not None:
-            grammars[grammar[1]] = grammar
     return Call(
+        fields,
         tuple(submits),
         tuple(text_rules),
         bool(stream),
         group,
         listed=batched or shape.samples > 1,
-        grammars=tuple(grammars.values()),
+        grammars=tuple({grammar[1]: grammar for grammar in named if grammar is not None}.values()),
     )
 
 
@@ -112,8 +110,14 @@ def read_prompts(
     return [_read_prompt(item, f"{field}[{index}]", limits, tokenizer) for index, item in enumerate(value)]
 
 
-def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer) -> None:
-    """Refuse a text that is too long for this server before it is tokenized."""
+LONG_TEXT_CHARACTERS = 1 << 20
+"""Texts up to this are tokenized for clients although they may be too long for a prompt: clients can then cut them."""
+
+
+def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer, *, allowed: int = 0) -> None:
+    """Refuse a text that is too long for this server before it is tokenized. Up to `allowed` characters pass."""
+    if len(text) <= allowed:
+        return
     tokens = tokenizer.floor.above(text, limits.max_prompt_tokens)
     if tokens is not None:
         raise ContextLengthError(name, f"has at least {tokens} tokens; {limits.describe_prompt()}")

@@ -7,59 +7,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
 from ..common.parsed_output import ParsedOutput
+from ..common.routing import RoutingFields
+from ..common.sampling_fields import DISTRIBUTION_FIELDS
 from ..native.requests import Call, check_prompt, check_text
 from .chat_grammars import chat_grammar
 from .models import ChatBody, Message, TemplateFields
 from .requests import make_openai_call
 from .tool_models import ToolDefinition
 
+ROUTING_AND_DISTRIBUTION = (*RoutingFields.model_fields, *DISTRIBUTION_FIELDS)
+"""Fields that bodies of other dialects share with a chat."""
 
-def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call:
+
+def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
     """`messages` are rendered with the model's own chat template."""
     return make_chat_call(parse_body(ChatBody, body, limits.vocab_size), limits, tokenizer, chat)
 
 
-def make_chat_call(fields: ChatBody, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call:
+def make_chat_call(fields: ChatBody, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
     if not tokenizer.has_chat_template:
         raise FieldError("messages", "cannot be rendered: the model has no chat template; use /v1/completions")
     if fields.top_logprobs and not fields.logprobs:
         raise FieldError("top_logprobs", f"needs logprobs to be true, got {fields.top_logprobs} without it")
-    tools = fields.offered_tools()
-    check_known_format(tools, chat)
-    rendered = render_chat(fields, fields.messages, tools, tokenizer, chat)
+    rendered = render_chat(fields, fields.messages, tokenizer, chat)
     check_text(rendered.text, "messages", limits, tokenizer)
     prompt_ids = check_prompt(encode_chat(rendered.text, tokenizer), "messages", limits)
-    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    call = make_openai_call(fields, limits, [prompt_ids], False, top_logprobs)
-    if (grammar := chat_grammar(fields, tools, chat, rendered.text, rendered.begun)) is not None:
-        (submit,) = call.submits
-        sampling = msgspec.structs.replace(submit.sampling, grammar=grammar[1])
-        call = replace(
-            call,
-            submits=(msgspec.structs.replace(submit, sampling=sampling),),
-            text_rules=(fields.text_rules(sampling, limits),),
-            grammars=(grammar,),
-        )
-    return _with_parser(call, fields, tools, rendered, chat)
+    grammar = chat_grammar(fields, rendered.tools, chat, rendered.text, rendered.begun)
+    call = make_openai_call(fields, limits, [prompt_ids], False, [grammar])
+    return _with_parser(call, rendered, chat)
 
 
-def renamed_grammars(call: Call, name: str) -> Call:
+def renamed_grammars(call: Call[ChatBody], name: str) -> Call[ChatBody]:
     """The call of another dialect, where `response_format` has this name."""
     grammars = [(name if field.startswith("response_format") else field, grammar) for field, grammar in call.grammars]
     return replace(call, grammars=tuple(grammars))
 
 
-def _with_parser(
-    call: Call, fields: ChatBody, tools: Sequence[ToolDefinition], rendered: "RenderedChat", chat: ChatFormat
-) -> Call:
+def _with_parser(call: Call[ChatBody], rendered: "RenderedChat", chat: ChatFormat) -> Call[ChatBody]:
+    fields, tools = call.fields, rendered.tools
     separate = fields.separate_reasoning is not False and chat.reasoning is not None
     is_open = chat.reasoning is not None and chat.reasoning.is_open(rendered.text, rendered.begun)
     max_calls = 1 if fields.parallel_tool_calls is False else None
@@ -72,18 +63,7 @@ def _with_parser(
 
     kept = chat.kept_token_ids(calls=bool(tools), reasoning=separate)
     rules = tuple(replace(rules, kept_token_ids=kept) for rules in call.text_rules)
-    return replace(
-        call, text_rules=rules, new_parsed=new_parsed, include_reasoning=fields.include_reasoning is not False
-    )
-
-
-def check_known_format(tools: Sequence[ToolDefinition], chat: ChatFormat) -> None:
-    if tools and chat.family is None:
-        raise FieldError(
-            "tools",
-            "are not supported by this server: the format of calls in the model's chat template is not known, or "
-            "tool_parser is none; start the server with --tool-parser",
-        )
+    return replace(call, text_rules=rules, new_parsed=new_parsed)
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -93,19 +73,26 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The text of a chat. With `continue_final_message` it ends with `begun`, the content of the last message."""
+    """The text of a chat, and the tools that it offers. With `continue_final_message` the text ends with `begun`, the
+    content of the last message.
+    """
 
     text: str
-    begun: str = ""
+    tools: Sequence[ToolDefinition]
+    begun: str
 
 
 def render_chat(
-    fields: TemplateFields,
-    given: Sequence[Message],
-    tools: Sequence[ToolDefinition],
-    tokenizer: Tokenizer,
-    chat: ChatFormat,
+    fields: TemplateFields, given: Sequence[Message], tokenizer: Tokenizer, chat: ChatFormat
 ) -> RenderedChat:
+    """Raises FieldError for tools of a model that cannot call them."""
+    tools = fields.offered_tools()
+    if tools and chat.family is None:
+        raise FieldError(
+            "tools",
+            "are not supported by this server: the format of calls in the model's chat template is not known, or "
+            "tool_parser is none; start the server with --tool-parser",
+        )
     messages: list[Mapping[str, Any]] = [_for_template(message, tokenizer) for message in given]
     add_generation_prompt, begun = fields.add_generation_prompt is not False, ""
     if fields.continue_final_message:
@@ -119,7 +106,8 @@ def render_chat(
     if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):
         messages, listed = chat.with_tools_as_text(messages, listed or ()), None
     variables = fields.chat_template_kwargs or {}
-    return RenderedChat(tokenizer.render_chat(messages, add_generation_prompt, variables, listed) + begun, begun)
+    text = tokenizer.render_chat(messages, add_generation_prompt, variables, listed) + begun
+    return RenderedChat(text, tools, begun)
 
 
 def _for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:

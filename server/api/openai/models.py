@@ -4,6 +4,7 @@ Reply types describe what openai/replies.py writes. Extensions of the bodies: th
 fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` and, for chat, the template fields.
 """
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from annotated_types import MaxLen, MinLen
@@ -13,6 +14,7 @@ from typing_extensions import TypedDict
 from ....configs.words import shown
 from ..common.errors import ErrorObject
 from ..common.fields import (
+    BY_LIST,
     EACH,
     ONE,
     Body,
@@ -90,6 +92,11 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "Log-probabilities of the prompt, with this many alternatives (vLLM). Not in streams."
     )
 
+    @property
+    @abstractmethod
+    def output_alternatives(self) -> int | None:
+        """Alternatives for each output token; None without log-probabilities of the output."""
+
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
         newer = self.max_completion_tokens is not None
         name = "max_completion_tokens" if newer else "max_tokens"
@@ -100,10 +107,7 @@ def is_prompt_batch(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
 
 
-Prompt = Annotated[
-    Annotated[Text, Tag(ONE)] | Annotated[TokenIds, Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
-]
+Prompt = Annotated[Annotated[Text, Tag(ONE)] | Annotated[TokenIds, Tag(EACH)], BY_LIST]
 Prompts = Annotated[
     Annotated[Prompt, Tag(ONE)] | Annotated[list[Prompt], FirstError(), Tag(EACH)],
     Discriminator(lambda value: EACH if is_prompt_batch(value) else ONE),
@@ -124,6 +128,10 @@ class CompletionBody(OpenAiBody):
         Annotated[Integer, Within(0, MAX_TOP_LOGPROBS)] | None,
         BeforeValidator(lambda value: None if value is False else value),
     ] = optional("Log-probabilities, with this many alternatives; false: none.")
+
+    @property
+    def output_alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class TextPart(Body):
@@ -156,7 +164,7 @@ class Message(Body):
     ]
     content: Annotated[
         Annotated[Text | None, Tag(ONE)] | Annotated[list[TextPart], FirstError(), Tag(EACH)],
-        Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
+        BY_LIST,
         BeforeValidator(_check_content),
     ] = None
     tool_calls: Annotated[list[EarlierCall], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
@@ -191,8 +199,8 @@ def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
-class TemplateFields(Body):
-    """How messages become text."""
+class TemplateFields(ToolFields):
+    """How messages and tools become text."""
 
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = optional(
         "Variables of the model's chat template, such as Qwen3's `enable_thinking`."
@@ -205,7 +213,7 @@ class TemplateFields(Body):
     )
 
 
-class ChatBody(OpenAiBody, TemplateFields, ToolFields):
+class ChatBody(OpenAiBody, TemplateFields):
     default_new_tokens: ClassVar[int] = 1024
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
@@ -222,6 +230,10 @@ class ChatBody(OpenAiBody, TemplateFields, ToolFields):
         "Return reasoning in `reasoning_content`; false: in `content`, with its tags. Default true."
     )
     include_reasoning: Boolean | None = optional("Return `reasoning_content`. Default true.")
+
+    @property
+    def output_alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class PromptTokensDetails(TypedDict):

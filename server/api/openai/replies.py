@@ -18,6 +18,7 @@ from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEvent, BlockText
 from ..common.rendering import Rendering
 from ..native.requests import Call
+from .models import ChatBody, CompletionBody, OpenAiBody, StreamOptions
 
 
 class OpenAiRendering(Rendering):
@@ -27,10 +28,11 @@ class OpenAiRendering(Rendering):
     whole_object: str
     chunk_object: str
 
-    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call[OpenAiBody], model_name: str, tokenizer: Tokenizer) -> None:
         first = call.group or call.submits[0].rid
         self._envelope = {"id": f"{self.id_prefix}-{first}", "created": int(time.time()), "model": model_name}
-        self._call = call
+        self._call, self._fields = call, call.fields
+        self._options = call.fields.stream_options or StreamOptions()
         self._tokenizer = tokenizer
         self._prompt_of = {rid: submit.prompt_ids for submit in call.submits for rid in rids_of(submit)}
         self._sent_tokens: dict[int, int] = {}
@@ -49,7 +51,7 @@ class OpenAiRendering(Rendering):
         return bool(delta.text)
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
-        if not self._call.include_usage:
+        if not self._options.include_usage:
             return ()
         return [self._envelope | {"object": self.chunk_object, "choices": [], "usage": _usage(outputs)}]
 
@@ -59,9 +61,9 @@ class OpenAiRendering(Rendering):
 
     def _chunk(self, choice: dict[str, object], output: Output) -> dict[str, object]:
         chunk: dict[str, object] = {**self._envelope, "object": self.chunk_object, "choices": [choice]}
-        if self._call.continuous_usage:
+        if self._options.continuous_usage_stats:
             chunk["usage"] = _usage([output])
-        elif self._call.include_usage:
+        elif self._options.include_usage:
             chunk["usage"] = None  # as in OpenAI's API: null in every chunk but the last
         return chunk
 
@@ -80,16 +82,14 @@ class OpenAiRendering(Rendering):
         return {"finish_reason": finish_reason, "matched_stop": matched, "stop_reason": matched if wanted else None}
 
     def _token_ids(self, output: Output, first: int) -> dict[str, object]:
-        return {"token_ids": output.token_ids[first:]} if self._call.return_token_ids else {}
+        return {"token_ids": output.token_ids[first:]} if self._fields.return_token_ids else {}
 
     def _prompt_fields(self, output: Output) -> dict[str, object]:
         fields: dict[str, object] = {}
-        if self._call.return_token_ids:
+        if self._fields.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_of[output.rid]
-        if self._call.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = [
-                self._prompt_logprob(entry, self._call.prompt_logprobs) for entry in output.input_logprobs
-            ]
+        if (top := self._fields.prompt_logprobs) is not None:
+            fields["prompt_logprobs"] = [self._prompt_logprob(entry, top) for entry in output.input_logprobs]
         return fields
 
     def _prompt_logprob(self, entry: TokenLogprob, top: int) -> dict[str, object] | None:
@@ -118,7 +118,7 @@ class CompletionRendering(OpenAiRendering):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call[CompletionBody], model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
         echoes = call.echoes or [Echo("", ())] * len(call.submits)
         self._echo_of = {
@@ -138,7 +138,7 @@ class CompletionRendering(OpenAiRendering):
         return choice | (self._prompt_fields(output) if first == 0 else {}) | self._token_ids(output, first)
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
-        top = self._call.top_logprobs
+        top = self._fields.output_alternatives
         if top is None:
             return None
         echo, entries = self._echo_of[output.rid], output.logprobs[first:]
@@ -168,9 +168,9 @@ class ChatRendering(OpenAiRendering):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, call: Call, model_name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call[ChatBody], model_name: str, tokenizer: Tokenizer) -> None:
         super().__init__(call, model_name, tokenizer)
-        self._include_reasoning = call.include_reasoning
+        self._include_reasoning = call.fields.include_reasoning is not False
         self._started: set[int] = set()
 
     def _has_text(self, delta: Delta) -> bool:
@@ -220,7 +220,7 @@ class ChatRendering(OpenAiRendering):
         return {"index": index, "message": message, "logprobs": logprobs, **ending, **self._token_ids(output, 0)}
 
     def _logprobs(self, output: Output, first: int) -> dict[str, object] | None:
-        top = self._call.top_logprobs
+        top = self._fields.output_alternatives
         if top is None:
             return None
         content = [

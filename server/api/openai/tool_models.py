@@ -1,7 +1,7 @@
 """Tools in OpenAI's dialect: what a chat may call, what was called, and the calls of a reply."""
 
 import re
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from annotated_types import MaxLen
 from pydantic import AfterValidator, Discriminator, Tag, WithJsonSchema
@@ -44,10 +44,12 @@ class NamedChoice(Body):
     function: FunctionName
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[NamedChoice, Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, dict | NamedChoice) else ONE),
+FunctionT = TypeVar("FunctionT")
+ModeOrFunction = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[FunctionT, Tag(EACH)],
+    Discriminator(lambda value: EACH if isinstance(value, dict | Body) else ONE),
 ]
+"""A tool choice: a mode, or the function to call."""
 
 
 class ToolFields(Body):
@@ -56,7 +58,7 @@ class ToolFields(Body):
     tools: Annotated[list[ToolDefinition], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
         "Functions that the model may call."
     )
-    tool_choice: ToolChoice | None = optional(
+    tool_choice: ModeOrFunction[NamedChoice] | None = optional(
         "auto: the model decides; none: no call; required: at least one call; or the function to call. Default auto."
     )
     parallel_tool_calls: Boolean | None = optional("Several calls in one reply. Default true.")

@@ -7,14 +7,14 @@ Reply types describe what responses/replies.py writes. Extensions of the body: `
 from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import MaxLen
-from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
-from ..common.fields import EACH, ONE, Body, Boolean, FirstError, Integer, Text, Within, optional, problem
+from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrEach, Within, optional, problem
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import MAX_SEED, DistributionFields
-from ..openai.tool_models import MAX_TOOLS, FunctionDefinition
+from ..openai.tool_models import MAX_TOOLS, FunctionDefinition, ModeOrFunction
 
 
 class InputText(Body):
@@ -24,10 +24,7 @@ class InputText(Body):
     text: Text
 
 
-Content = Annotated[
-    Annotated[Text, Tag(ONE)] | Annotated[list[InputText], FirstError(), Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, list) else ONE),
-]
+Content = TextOrEach[InputText]
 
 
 def text_of(content: str | list[InputText]) -> str:
@@ -68,7 +65,7 @@ class ReasoningItem(Body):
 
 
 InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
-ITEMS: dict[str, type[InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem]] = {
+ITEMS: dict[str, type[InputItem]] = {
     "message": InputMessage,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutput,
@@ -92,12 +89,6 @@ class FunctionTool(FunctionDefinition):
 class FunctionChoice(Body):
     type: Literal["function"]
     name: Text
-
-
-Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(ONE)] | Annotated[FunctionChoice, Tag(EACH)],
-    Discriminator(lambda value: EACH if isinstance(value, dict | FunctionChoice) else ONE),
-]
 
 
 class TextFormat(Body):
@@ -142,7 +133,9 @@ class ResponsesBody(RoutingFields, DistributionFields):
     tools: Annotated[list[FunctionTool], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
         "Functions that the model may call. Tools that OpenAI runs itself are refused."
     )
-    tool_choice: Choice | None = optional("auto, none, required, or the function to call. Default auto.")
+    tool_choice: ModeOrFunction[FunctionChoice] | None = optional(
+        "auto, none, required, or the function to call. Default auto."
+    )
     parallel_tool_calls: Boolean | None = optional("Several calls in one response. Default true.")
     text: TextOptions | None = optional("`format`: text, json_object or json_schema.")
     chat_template_kwargs: dict[str, Any] | None = optional("Variables of the model's chat template.")

@@ -9,6 +9,7 @@ from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
 from ..common.rendering import Rendering
 from ..native.requests import Call
+from ..openai.models import ChatBody
 from .models import ResponsesBody
 
 Json = dict[str, Any]
@@ -22,7 +23,7 @@ class ResponsesRendering(Rendering):
 
     named_events = True
 
-    def __init__(self, call: Call, fields: ResponsesBody, model_name: str) -> None:
+    def __init__(self, call: Call[ChatBody], fields: ResponsesBody, model_name: str) -> None:
         (submit,) = call.submits
         self._rid = submit.rid
         self._sequence = 0

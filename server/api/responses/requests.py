@@ -8,7 +8,7 @@ from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, fields_named, parse_body, validate, validate_item
 from ..common.limits import Limits
 from ..native.requests import Call
-from ..openai.chat_requests import make_chat_call, renamed_grammars
+from ..openai.chat_requests import ROUTING_AND_DISTRIBUTION, make_chat_call, renamed_grammars
 from ..openai.models import MAX_MESSAGES, ChatBody
 from ..openai.tool_models import FLAT_TOOL
 from .models import (
@@ -22,11 +22,7 @@ from .models import (
     text_of,
 )
 
-SAME_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stream", "parallel_tool_calls"),
-    *("rid", "priority", "timeout_s", "timeout", "bootstrap_host", "bootstrap_port", "bootstrap_room"),
-    "chat_template_kwargs",
-)
+SAME_FIELDS = (*ROUTING_AND_DISTRIBUTION, "seed", "stream", "parallel_tool_calls", "chat_template_kwargs")
 """Fields with the same name and meaning in a chat."""
 
 
@@ -37,7 +33,9 @@ class ResponsesChat(ChatBody):
         return "max_output_tokens", self.max_tokens, "min_tokens", None
 
 
-def parse_response(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> tuple[Call, ResponsesBody]:
+def parse_response(
+    body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat
+) -> tuple[Call[ChatBody], ResponsesBody]:
     """The call, and the body, whose settings the response repeats."""
     fields = parse_body(ResponsesBody, body)
     with fields_named((r"messages.*", "input"), FLAT_TOOL):

@@ -10,6 +10,7 @@ from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.api.anthropic.requests import parse_message
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.native.requests import Call
+from pdserve.server.api.openai.models import ChatBody
 from pdserve.server.api.responses.requests import parse_response
 from pdserve.server.text.chat_format import ChatFormat
 from pdserve.server.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 ENFORCED = Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
 
 
-def parse(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> Call:
+def parse(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> Call[ChatBody]:
     limits = Limits.of(DecodeConfig(), make_ready(), NEUTRAL_SAMPLING)
     encoded, chat = json.dumps(body).encode(), ChatFormat.of(tokenizer, "none", "none")
     if path == "/v1/messages":

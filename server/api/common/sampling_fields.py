@@ -16,7 +16,7 @@ from pydantic import PlainValidator
 from ....configs.sampling import Grammar, SamplingParams
 from ....configs.words import counted, shown
 from ...text.output_text import TextRules
-from ...text.stop_regexes import StopRegexError, compile_stop_regex
+from ...text.regex_automata import StopRegexError, compile_stop_regex
 from .fields import (
     Body,
     Boolean,

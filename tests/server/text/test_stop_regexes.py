@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.server.text.stop_regexes import (
-    MAX_MATCH_CHARACTERS,
-    MAX_SIZE,
-    StopRegexError,
-    StopRegexes,
-    compile_stop_regex,
-)
+from pdserve.server.text.regex_automata import MAX_SIZE, StopRegexError, compile_stop_regex
+from pdserve.server.text.stop_regexes import MAX_MATCH_CHARACTERS, StopRegexes
 
 ATOMS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\w", r"\s", "(?i:A)", r"\n"])
 

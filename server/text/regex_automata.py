@@ -1,0 +1,169 @@
+"""Regular expressions of Python's syntax, without look-around and back-references, as automata of bounded size.
+
+The only module that uses private parts of `re`: Python has no public parser of its expressions. They are the same in
+Python 3.11 to 3.13, which tests/server/text/test_regex_automata.py checks. No third-party imports: that test runs it in
+other interpreters.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from re import RegexFlag, _compiler, _parser, error  # type: ignore[attr-defined]  # not in the stubs
+from typing import Any
+
+MAX_SIZE = 512
+"""Most characters and classes of an expression, with its repetitions `{m,n}` written out."""
+END = ""
+"""Instead of the next character: the text ends here, for now."""
+
+_ALPHABETS = RegexFlag.ASCII | RegexFlag.LOCALE | RegexFlag.UNICODE
+_UNSUPPORTED = {
+    "ASSERT": "look-around",
+    "ASSERT_NOT": "look-around",
+    "GROUPREF": "a back-reference",
+    "GROUPREF_EXISTS": "a conditional group",
+    "ATOMIC_GROUP": "an atomic group",
+    "POSSESSIVE_REPEAT": "a possessive repetition",
+}
+
+
+class StopRegexError(ValueError):
+    """An expression that is invalid, unsupported or too large; the message says which."""
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """A state of an automaton: consumes a character or checks a condition, if it has one, and continues with `next`."""
+
+    accepts: Callable[[str], bool] | None = None
+    condition: Callable[[str | None, str], bool] | None = None
+    next: "list[State]" = field(default_factory=list)
+    final: bool = False
+
+
+def follow(
+    origins: Iterable[tuple[State, int]], previous: str | None, following: str
+) -> tuple[dict[State, int], int | None]:
+    """The states that can consume the next character, and where a match that ends here began. `origins` are sorted by
+    their beginning, so that every state is first seen with its earliest one.
+    """
+    ready: dict[State, int] = {}
+    seen: set[State] = set()
+    matched: int | None = None
+    for origin, start in origins:
+        waiting = [origin]
+        while waiting:
+            state = waiting.pop()
+            if state in seen:
+                continue
+            seen.add(state)
+            if state.accepts is not None:
+                ready[state] = start
+            elif state.final:
+                matched = start
+            elif state.condition is None or state.condition(previous, following):
+                waiting += state.next
+    return ready, matched
+
+
+def literal(text: str) -> State:
+    """The first state of an automaton that matches only `text`."""
+    state = State(final=True)
+    for character in reversed(text):
+        state = State(accepts=character.__eq__, next=[state])
+    return state
+
+
+@lru_cache(maxsize=256)
+def compile_stop_regex(pattern: str) -> State:
+    """The first state of the automaton; raises StopRegexError."""
+    try:
+        tree = _parser.parse(pattern)
+        begin = _Builder().sequence(tree, tree.state.flags, State(final=True))
+    except (error, OverflowError, RecursionError) as problem:
+        raise StopRegexError(f"is not a valid regular expression: {problem}") from None
+    if follow([(begin, 0)], None, END)[1] is not None:
+        raise StopRegexError("matches the empty text, so it would end every output at once")
+    return begin
+
+
+class _Builder:
+    """Makes states from the items of an expression, from the end to the beginning. Any: items of `re` have no types."""
+
+    def __init__(self) -> None:
+        self._size = 0
+
+    def sequence(self, items: Sequence[Any], flags: int, then: State) -> State:
+        for item in reversed(items):
+            then = self._item(item, flags, then)
+        return then
+
+    def _item(self, item: Any, flags: int, then: State) -> State:
+        self._grow()
+        name, argument = str(item[0]), item[1]
+        match name:
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+                return State(accepts=_matcher(item, flags), next=[then])
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy are the same: the first complete match counts
+                least, most, items = argument
+                return self._repeat(least, None if most is _parser.MAXREPEAT else most, items, flags, then)
+            case "BRANCH":
+                return State(next=[self.sequence(option, flags, then) for option in argument[1]])
+            case "SUBPATTERN":
+                _, added, removed, items = argument
+                kept = flags & ~_ALPHABETS if added & _ALPHABETS else flags  # these replace each other
+                return self.sequence(items, (kept | added) & ~removed, then)
+            case "AT":
+                return State(condition=_condition(str(argument), flags), next=[then])
+        raise StopRegexError(f"has {_UNSUPPORTED.get(name, name)}, which is not supported")
+
+    def _repeat(self, least: int, most: int | None, items: Sequence[Any], flags: int, then: State) -> State:
+        if most is None:
+            state = State()
+            state.next = [self.sequence(items, flags, state), then]
+        else:
+            state = then
+            for _ in range(most - least):
+                self._grow()
+                state = State(next=[self.sequence(items, flags, state), then])
+        for _ in range(least):
+            self._grow()
+            state = self.sequence(items, flags, state)
+        return state
+
+    def _grow(self) -> None:
+        self._size += 1
+        if self._size > MAX_SIZE:
+            raise StopRegexError(f"is too large: with its repetitions written out, it may have {MAX_SIZE} items")
+
+
+def _matcher(item: Any, flags: int) -> Callable[[str], bool]:
+    """Compares a character as `re` does: classes, categories and IGNORECASE are its own."""
+    fresh = _parser.State()  # that of the tree would add its flags
+    matches = _compiler.compile(_parser.SubPattern(fresh, [item]), flags).match
+    return lambda character: matches(character) is not None
+
+
+def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:
+    """What a position must be like, by the characters before and after it."""
+    lines, only_ascii = bool(flags & RegexFlag.MULTILINE), bool(flags & RegexFlag.ASCII)
+
+    def is_word(character: str | None) -> bool:
+        if character is None:
+            return False
+        return (character.isalnum() or character == "_") and (character.isascii() or not only_ascii)
+
+    match name:
+        case "AT_BEGINNING":
+            return lambda previous, _: previous is None or (lines and previous == "\n")
+        case "AT_BEGINNING_STRING":
+            return lambda previous, _: previous is None
+        case "AT_END":
+            return lambda _, following: following == END or (lines and following == "\n")
+        case "AT_END_STRING":
+            return lambda _, following: following == END
+        case "AT_BOUNDARY":
+            return lambda previous, following: is_word(previous) != is_word(following)
+        case "AT_NON_BOUNDARY":
+            return lambda previous, following: is_word(previous) == is_word(following)
+    raise StopRegexError(f"has {name}, which is not supported")

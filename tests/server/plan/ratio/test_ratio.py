@@ -89,6 +89,7 @@ def test_servers_on_one_machine_share_its_cores(capsys: pytest.CaptureFixture[st
         (("--input-len", "8", *BOUNDS), "--input-len needs --rate"),
         (("--input-len", "8", "--trace", "x", *BOUNDS), "give one of them"),
         (("--trace", "x", "--url", "http://a:1", *BOUNDS), "a pair has both"),
+        (("--trace", "x", "--url", "http://a:1", "--prefill-url", "b:2", *BOUNDS), "--prefill-url must be http://HOST"),
         (("--trace", "x", "--rates", "y", "--save-rates", "z", *BOUNDS), "--rates reads step times"),
         (("--trace", "x", "--rates", "missing.json", *BOUNDS), "--rates missing.json: "),
         (("--trace", "x", "--ratios", "1:0", *BOUNDS), "--ratios '1:0': give prefill:decode servers"),

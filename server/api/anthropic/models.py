@@ -11,7 +11,7 @@ from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
-from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrEach, Within, optional, problem
+from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrParts, Within, optional, problem
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import MAX_SEED, DistributionFields, stop_strings
 from ..openai.models import MAX_MESSAGES
@@ -32,7 +32,7 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-TextContent = TextOrEach[TextBlock]
+TextContent = TextOrParts[TextBlock]
 
 
 class ToolResultBlock(Body):

@@ -303,7 +303,7 @@ ONE, EACH = "<one>", "<each>"
 BY_LIST = Discriminator(lambda value: EACH if isinstance(value, list) else ONE)
 OneOrEach = Annotated[Annotated[ValueT, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)], BY_LIST]
 """A value for all prompts of a call, or a list with one for each."""
-TextOrEach = Annotated[Annotated[Text, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)], BY_LIST]
+TextOrParts = Annotated[Annotated[Text, Tag(ONE)] | Annotated[list[ValueT], FirstError(), Tag(EACH)], BY_LIST]
 """Text, or a list of its parts."""
 
 

@@ -1,4 +1,4 @@
-"""The interface of what writes outputs in the shape of one route."""
+"""The base of what writes responses in the shape of one route."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from .outputs import Delta, Output
 
 
 class Rendering(ABC):
-    """Of one call."""
+    """Writes the outputs of one call."""
 
     named_events: ClassVar[bool] = False
     """Events of a stream have their `type` as name, and nothing follows the last one; otherwise `[DONE]` does."""

@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from ....configs.words import shown
-from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrEach, Within, optional, problem
+from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrParts, Within, optional, problem
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import MAX_SEED, DistributionFields
 from ..openai.tool_models import MAX_TOOLS, FunctionDefinition, ModeOrFunction
@@ -24,7 +24,7 @@ class InputText(Body):
     text: Text
 
 
-Content = TextOrEach[InputText]
+Content = TextOrParts[InputText]
 
 
 def text_of(content: str | list[InputText]) -> str:

@@ -59,7 +59,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
       pages and a send buffer forever. The application sees a disconnect. A slow client stays connected as long as it
       reads something.
     - A request whose headers are incomplete `header_timeout_s` after the connection or the request began, or larger
-      than `max_header_bytes`. Bodies have their own limits (server/api/generation.py).
+      than `max_header_bytes`. Bodies have their own limits (server/api/request_body.py).
 
     An offer of another protocol (`Upgrade`) is ignored, which HTTP allows.
     """

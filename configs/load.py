@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import StartupError
 from .key_strength import HOW_TO_MAKE_ONE, describe_weak_key
+from .other_names import setting_of_others
 from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
 
 Role = Literal["prefill", "decode"]
@@ -197,6 +198,8 @@ def _hint(model: type[ServerConfig], key: str) -> str:
     for role, other in CONFIG_OF_ROLE.items():
         if key in other.model_fields:
             return f": it is a setting of 'pdserve {role}' only"
+    if (instead := setting_of_others(key)) is not None:
+        return f": {instead}"
     near = difflib.get_close_matches(key.replace("-", "_"), model.model_fields, n=3, cutoff=0.6)
     return f": did you mean {' or '.join(near)}?" if near else ""
 

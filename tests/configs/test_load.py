@@ -97,6 +97,8 @@ def test_random_keys_and_long_phrases_are_accepted(key: str) -> None:
         ("decode", "page-size: 8", {}, ["unknown setting 'page-size' in {file}: did you mean page_size?"]),
         ("decode", "pagesize: 8", {}, ["unknown setting 'pagesize' in {file}: did you mean page_size"]),
         ("decode", "chunk_size: 8", {}, ["'chunk_size' in {file}: it is a setting of 'pdserve prefill' only"]),
+        ("decode", "max-num-seqs: 8", {}, ["setting 'max-num-seqs' in {file}: here it is max_running_requests"]),
+        ("decode", "enforce_eager: true", {}, ["setting 'enforce_eager' in {file}: here it is 'cuda_graphs: false'"]),
         ("decode", "qqq: 8", {}, ["unknown setting 'qqq' in {file}"]),
         ("prefill", "role: decode", {}, ["role: must be 'prefill', got 'decode' in {file}"]),
         ("decode", "port: 0", {}, ["port: must be greater than or equal to 1, got 0 in {file}"]),

@@ -12,11 +12,14 @@ from .text_parser import TextParser, held_back
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag."""
+    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag.
+    `answer` is the tag of an answer without reasoning, where there is one.
+    """
 
     open: str
     close: str
     always: bool = False
+    answer: str = ""
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
         """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
@@ -34,10 +37,13 @@ class ReasoningStyle:
 
 THINK = ReasoningStyle("<think>", "</think>")
 BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")
+_FINAL = "<|channel|>final<|message|>"
+CHANNELS = ReasoningStyle("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{_FINAL}", answer=_FINAL)
 STYLES = {
     "deepseek-r1": ReasoningStyle("<think>", "</think>", always=True),
     "deepseek-v3": THINK,
     "glm45": THINK,
+    "gpt-oss": CHANNELS,
     "mistral": BRACKETS,
     "qwen3": THINK,
 }
@@ -45,7 +51,8 @@ STYLES = {
 
 def style_of_template(template: str) -> ReasoningStyle | None:
     """The style of a chat template: it writes or removes the closing tag of earlier reasoning, or opens the next."""
-    return next((style for style in (THINK, BRACKETS) if style.open in template or style.close in template), None)
+    styles = (THINK, BRACKETS, CHANNELS)
+    return next((style for style in styles if style.open in template or style.close in template), None)
 
 
 class ReasoningParser(TextParser):
@@ -61,12 +68,14 @@ class ReasoningParser(TextParser):
         return [Content(text)] if self._step == self._content else super().feed(text)
 
     def _start(self) -> bool:
-        """An opening tag at the beginning, or none."""
-        begun = self._buffer.lstrip()
-        if begun.startswith(self._style.open):
-            self._buffer = begun[len(self._style.open) :]
+        """An opening tag at the beginning, that of an answer, or none."""
+        begun, style = self._buffer.lstrip(), self._style
+        if begun.startswith(style.open):
+            self._buffer = begun[len(style.open) :]
             self.is_open = True
-        elif not self._final and self._style.open.startswith(begun):
+        elif style.answer and begun.startswith(style.answer):
+            self._buffer = begun[len(style.answer) :]
+        elif not self._final and (style.open.startswith(begun) or style.answer.startswith(begun)):
             return False
         self._step = self._space_before if self.is_open else self._content
         return True

@@ -107,7 +107,7 @@ class Body(BaseModel):
             if name in cls.elsewhere:
                 raise problem(cls.elsewhere[name], name)
             near = _similar_name(cls, shortened(name))
-            if near in cls.elsewhere:
+            if near is not None and near in cls.elsewhere:
                 raise problem(
                     f"is not a field of this request; did you mean {near}, which {cls.elsewhere[near]}?", name
                 )

@@ -22,6 +22,18 @@ OUR_NAMES = {
 }
 """Settings that mean the same, by their names in vLLM or SGLang. `no_` before a name: false."""
 
+BENCH_FLAGS = {
+    "base_url": "url",
+    "num_prompts": "requests",
+    "max_concurrency": "concurrency",
+    "request_rate": "rate",
+    "random_input_len": "input_len",
+    "random_output_len": "output_len",
+    "random_range_ratio": "range_ratio",
+    "dataset_name": "dataset",
+}
+"""The same for the flags of `pdserve bench`."""
+
 EXPLANATIONS = {
     "gpu_memory_utilization": "kv_memory_fraction is the share of the memory beside the weights",
     "mem_fraction_static": "kv_memory_fraction is the share of the memory beside the weights",
@@ -48,11 +60,13 @@ EXPLANATIONS = {
 """What to do instead of settings that have no equal here."""
 
 
-def flag_of_others(flag: str) -> str | None:
-    """What to write instead of a flag of vLLM or SGLang."""
+def flag_of_others(flag: str, of_bench: bool) -> str | None:
+    """What to write instead of a flag of vLLM's or SGLang's server, or of their benchmarks."""
     name = flag.removeprefix("--").replace("-", "_")
-    ours = OUR_NAMES.get(name)
-    return f"here it is --{ours.replace('_', '-')}" if ours is not None else EXPLANATIONS.get(name)
+    ours = (BENCH_FLAGS if of_bench else OUR_NAMES).get(name)
+    if ours is not None:
+        return f"here it is --{ours.replace('_', '-')}"
+    return None if of_bench else EXPLANATIONS.get(name)
 
 
 def setting_of_others(name: str) -> str | None:

@@ -291,7 +291,8 @@ def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argpar
     flag = word.partition("=")[0]
     if elsewhere := [f"'{other.prog}'" for other in commands if flag in _flags_of(other)]:
         return f"unknown argument {flag}: it is for {' and '.join(elsewhere)}"
-    if "--model" in known and (instead := flag_of_others(flag)) is not None:
+    of_bench = parser.prog.endswith(" bench")
+    if ("--model" in known or of_bench) and (instead := flag_of_others(flag, of_bench)) is not None:
         return f"unknown argument {flag}: {instead}"
     if near := difflib.get_close_matches(flag, known, n=3, cutoff=0.6):
         return f"unknown argument {flag}: did you mean {' or '.join(near)}?"

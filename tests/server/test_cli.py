@@ -63,6 +63,7 @@ def test_version_prints_all_versions(spelling: str) -> None:
         (["decode", "--tp-size=2"], "unknown argument --tp-size: here it is --tp"),
         (["up", "--enforce-eager"], "unknown argument --enforce-eager: here it is --no-cuda-graphs"),
         (["serve", "--mem-fraction-static", "0.9"], "--mem-fraction-static: kv_memory_fraction is the share of"),
+        (["bench", "--num-prompts", "3"], "unknown argument --num-prompts: here it is --requests"),
         (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
         (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),

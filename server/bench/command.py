@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import kept_for_now
+from ..terminal.options import NEEDS_KEY
+from ..terminal.tls import describe, verification
 from .client import BenchClient, RequestRecord
 from .options import BenchOptions
 from .plot import check_plot, draw
@@ -67,7 +69,7 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
             max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
         ),
     )
-    client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s)
+    client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s, tls=options.tls)
     started_at = datetime.now(UTC)
     try:
         with kept_for_now(), _progress(screen) as progress:  # prompts of a long run are millions of objects
@@ -167,14 +169,19 @@ def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
 async def _ask_server(options: BenchOptions) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False, verify=verification(options.tls)
+        ) as http:
             model_info = (await http.get(f"{options.url}/model_info")).raise_for_status().json()
             server_info = (await http.get(f"{options.url}/server_info")).raise_for_status().json()
     except httpx.HTTPStatusError as error:
         response = error.response
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise StartupError(f"{options.url} {NEEDS_KEY}") from None
         raise StartupError(f"{error.request.url} returned {response.status_code}: {response.text}") from None
     except (httpx.HTTPError, ValueError) as error:
-        raise StartupError(f"{options.url}: no response from a pdserve server there: {error}") from None
+        reason = describe(error) if isinstance(error, httpx.HTTPError) else str(error)
+        raise StartupError(f"{options.url}: no response from a pdserve server there: {reason}") from None
     if server_info.get("disaggregation_mode") == "prefill":
         raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
     return model_info, server_info

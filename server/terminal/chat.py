@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ...configs.errors import StartupError
 from ...configs.words import counted
-from .options import ChatOptions
+from .options import NEEDS_KEY, ChatOptions
 from .tls import describe, verification
 
 CONNECT_TIMEOUT_S = 5.0
@@ -183,6 +183,8 @@ def served_model(client: httpx.Client) -> str:
         raise StartupError(
             f"no server answers at {client.base_url} ({describe(error)}); start one with 'pdserve up', or give --url"
         ) from None
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise StartupError(f"{client.base_url} {NEEDS_KEY}")
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")
     return str(response.json()["data"][0]["id"])

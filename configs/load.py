@@ -15,7 +15,9 @@ from pydantic_core import ErrorDetails
 
 from .errors import StartupError
 from .key_strength import HOW_TO_MAKE_ONE, describe_weak_key
+from .other_names import setting_of_others
 from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
+from .words import counted
 
 Role = Literal["prefill", "decode"]
 ConfigT = TypeVar("ConfigT", bound=ServerConfig)
@@ -31,6 +33,8 @@ SECRET_VARIABLES = {
     "ssl_keyfile_password": "PDSERVE_SSL_KEYFILE_PASSWORD",
 }
 """Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
+
+_PREFIX = "PDSERVE_"
 
 RENAMED = {"bootstrap_hosts": "bootstrap_allow"}
 """Former names of settings, still accepted in files."""
@@ -159,7 +163,11 @@ def read_config_file(file: Path | None) -> dict[str, object]:
 
 
 def secrets_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Secrets from the environment. An empty variable counts as unset: compose files set empty ones."""
+    """Secrets from the environment. An empty variable counts as unset: compose files set empty ones.
+
+    Raises StartupError for an unreadable file and for a misspelt name: without its key, a server would be open.
+    """
+    _check_spelling(environ)
     found: dict[str, str] = {}
     for field, variable in SECRET_VARIABLES.items():
         file = environ.get(f"{variable}_FILE")
@@ -171,6 +179,16 @@ def secrets_in(environ: Mapping[str, str]) -> dict[str, str]:
             except (OSError, UnicodeDecodeError) as error:
                 raise StartupError(f"{variable}_FILE: cannot read {file}: {error}") from None
     return found
+
+
+def _check_spelling(environ: Mapping[str, str]) -> None:
+    known = [f"{variable}{end}" for variable in SECRET_VARIABLES.values() for end in ("", "_FILE")]
+    own_parts = [variable.removeprefix(_PREFIX) for variable in known]
+    for name in sorted(environ):
+        if name in known or not name.startswith(_PREFIX):
+            continue
+        if near := difflib.get_close_matches(name.removeprefix(_PREFIX), own_parts, n=1, cutoff=0.7):
+            raise StartupError(f"{name} in the environment is not known: did you mean {_PREFIX}{near[0]}?")
 
 
 def revealed_dict(config: AnyServerConfig) -> dict[str, object]:
@@ -197,6 +215,8 @@ def _hint(model: type[ServerConfig], key: str) -> str:
     for role, other in CONFIG_OF_ROLE.items():
         if key in other.model_fields:
             return f": it is a setting of 'pdserve {role}' only"
+    if (instead := setting_of_others(key)) is not None:
+        return f": {instead}"
     near = difflib.get_close_matches(key.replace("-", "_"), model.model_fields, n=3, cutoff=0.6)
     return f": did you mean {' or '.join(near)}?" if near else ""
 
@@ -210,7 +230,7 @@ def _explain(model: type[ServerConfig], problem: ErrorDetails, origins: Mapping[
     if problem["type"] == "string_pattern_mismatch":
         message = f"not of the expected form ({model.model_fields[field].description})"
     if problem["type"] == "too_short" and field in SECRET_VARIABLES:
-        message = f"must have at least {problem['ctx']['min_length']} characters ({HOW_TO_MAKE_ONE})"
+        message = f"must have at least {counted(problem['ctx']['min_length'], 'character')} ({HOW_TO_MAKE_ONE})"
     message = _WORDING.get(problem["type"], message)
     place = field + "".join(f"[{part}]" for part in problem["loc"][1:])
     value = "a secret" if field in SECRET_VARIABLES else repr(problem["input"])

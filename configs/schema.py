@@ -102,7 +102,7 @@ class ServerConfig(BaseModel):
 
     host: str = Field("127.0.0.1", description="address that the HTTP and control ports bind to")
     advertise_host: str | None = Field(None, description="address of this machine for peers; default: host")
-    api_key: SecretStr | None = Field(None, description="bearer token that HTTP clients must send")
+    api_key: SecretStr | None = Field(None, min_length=1, description="bearer token that HTTP clients must send")
     ssl_certfile: str | None = Field(
         None, min_length=1, description="PEM file of the certificate chain; with ssl_keyfile, the HTTP port speaks TLS"
     )

@@ -63,4 +63,4 @@ ToolParserName = Literal[
     "pythonic",
     "qwen3-coder",
 ]
-ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "mistral", "qwen3"]
+ReasoningParserName = Literal["auto", "none", "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "mistral", "qwen3"]

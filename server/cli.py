@@ -18,6 +18,7 @@ from typing import NoReturn
 from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
+from ..configs.other_names import flag_of_others
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
@@ -282,10 +283,16 @@ def _add_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], word: str) -> str:
+    known = _flags_of(parser)
+    if not word.startswith("-") and "--model" in known:
+        return f"unexpected argument {word!r}: a model is given as --model {word}"
     flag = word.partition("=")[0]
     if elsewhere := [f"'{other.prog}'" for other in commands if flag in _flags_of(other)]:
         return f"unknown argument {flag}: it is for {' and '.join(elsewhere)}"
-    if near := difflib.get_close_matches(flag, _flags_of(parser), n=3, cutoff=0.6):
+    of_bench = parser.prog.endswith(" bench")
+    if ("--model" in known or of_bench) and (instead := flag_of_others(flag, of_bench)) is not None:
+        return f"unknown argument {flag}: {instead}"
+    if near := difflib.get_close_matches(flag, known, n=3, cutoff=0.6):
         return f"unknown argument {flag}: did you mean {' or '.join(near)}?"
     return f"unknown argument {flag} (see '{parser.prog} --help')"
 

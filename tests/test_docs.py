@@ -42,7 +42,7 @@ DOCUMENTS = (
     "benchmarks/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-OTHERS_FLAGS = {"--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend"}
+OTHERS_FLAGS = {"--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend", "--tp-size"}
 LIMITS = Limits(
     vocab_size=258,
     eos_token_ids=frozenset({256}),

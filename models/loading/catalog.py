@@ -44,9 +44,10 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
         return _hf_source(path.resolve(), load_format)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path.resolve())
+    planned = f"; 'pdserve plan' alone knows {spec!r}" if (GEOMETRIES / f"{spec}.json").is_file() else ""
     raise StartupError(
         f"model {spec!r}: no such directory or .gguf file; give --model a Hugging Face directory, a .gguf file, "
-        f"ORG/NAME of the Hugging Face Hub, or {EMBEDDED_MODEL!r}"
+        f"ORG/NAME of the Hugging Face Hub, or {EMBEDDED_MODEL!r}{planned}"
     )
 
 
@@ -93,6 +94,11 @@ def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
         raise StartupError(
             f"model {directory}: its tokenizer is tiktoken.model, which is not supported; supported is tokenizer.json, "
             "which converted copies of the model have"
+        )
+    if not (directory / "config.json").is_file() and (files := sorted(directory.glob("*.gguf"))):
+        raise StartupError(
+            f"model {directory}: config.json is missing, but there are GGUF files: give --model one of them "
+            f"({', '.join(file.name for file in files[:4])}{', ...' if len(files) > 4 else ''})"
         )
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():

@@ -5,7 +5,6 @@ which at 64 streams raises the latencies and takes CPU from a server on the same
 """
 
 import asyncio
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,9 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
+
+from ..terminal.options import SYSTEM_TLS, TlsOptions
+from ..terminal.tls import context
 
 INTERNAL_ERROR_CHARACTERS = 200
 
@@ -104,11 +106,11 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 class BenchClient:
     """Sends to one server. Idle connections are reused; `close()` ends them."""
 
-    def __init__(self, url: str, *, api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, api_key: str | None, timeout_s: float, tls: TlsOptions = SYSTEM_TLS) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None, "checked with the flags"
         self._host = parts.hostname
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = context(tls) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._timeout_s = timeout_s
         key = f"Authorization: Bearer {api_key}\r\n" if api_key is not None else ""
@@ -244,8 +246,9 @@ class _Connection(asyncio.Protocol):
         self.usable = keeps_alive and not self._transport.is_closing()
 
     def close(self) -> None:
+        """At once: nothing is in flight, and the event loop may end before TLS has said goodbye."""
         self.usable = False
-        self._transport.close()
+        self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it

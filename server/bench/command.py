@@ -23,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import kept_for_now
+from ..terminal.options import NEEDS_KEY, SYSTEM_TLS, TlsOptions
+from ..terminal.tls import describe, verification
 from .client import BenchClient, RequestRecord
 from .options import BenchOptions
 from .plot import check_plot, draw
@@ -58,8 +60,8 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
 
     Raises StartupError when the server does not respond, or cannot hold the requested lengths.
     """
-    model_info = await ask_server(options.url, "model_info", options.api_key)
-    server_info = await ask_server(options.url, "server_info", options.api_key)
+    model_info = await ask_server(options.url, "model_info", options.api_key, options.tls)
+    server_info = await ask_server(options.url, "server_info", options.api_key, options.tls)
     if server_info.get("disaggregation_mode") == "prefill":
         raise StartupError(f"{options.url} is a prefill server: give the URL of the decode server")
     workload = make_workload(
@@ -70,7 +72,7 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
             max_total_tokens=min(model_info["context_length"], server_info["pool"]["max_total_tokens"]),
         ),
     )
-    client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s)
+    client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s, tls=options.tls)
     started_at = datetime.now(UTC)
     try:
         with kept_for_now(), _progress(screen) as progress:  # prompts of a long run are millions of objects
@@ -167,17 +169,22 @@ def arrival_times_s(count: int, options: BenchOptions) -> list[float]:
     return times_s
 
 
-async def ask_server(url: str, route: str, api_key: str | None) -> dict[str, Any]:
+async def ask_server(url: str, route: str, api_key: str | None, tls: TlsOptions = SYSTEM_TLS) -> dict[str, Any]:
     """The response of an information route. Raises StartupError if there is none."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            headers=headers, timeout=INFO_TIMEOUT_S, trust_env=False, verify=verification(tls)
+        ) as http:
             return dict((await http.get(f"{url}/{route}")).raise_for_status().json())
     except httpx.HTTPStatusError as error:
         response = error.response
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise StartupError(f"{url} {NEEDS_KEY}") from None
         raise StartupError(f"{error.request.url} returned {response.status_code}: {response.text}") from None
     except (httpx.HTTPError, ValueError, TypeError) as error:
-        raise StartupError(f"{url}: no response from a pdserve server there: {error}") from None
+        reason = describe(error) if isinstance(error, httpx.HTTPError) else str(error)
+        raise StartupError(f"{url}: no response from a pdserve server there: {reason}") from None
 
 
 def _progress(screen: Console) -> Progress:

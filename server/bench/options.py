@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from ...configs.errors import StartupError
 from ...configs.load import SECRET_VARIABLES, secrets_in
-from ..terminal.options import DECODE_URL, server_url
+from ..terminal.options import DECODE_URL, SYSTEM_TLS, TlsOptions, add_tls_flags, read_tls_options, server_url
 
 Dataset = Literal["random", "sharegpt"]
 DEFAULT_CONCURRENCY = 8
@@ -43,6 +43,7 @@ class BenchOptions:
     output: Path | None = None
     plot: Path | None = None
     api_key: str | None = None
+    tls: TlsOptions = SYSTEM_TLS
 
     @property
     def load(self) -> str:
@@ -107,6 +108,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     picture = "plot the result (.png, .svg or .pdf; needs matplotlib)"
     judge.add_argument("--plot", type=Path, metavar="FILE", help=picture)
     variable = SECRET_VARIABLES["api_key"]
+    add_tls_flags(parser)
     parser.epilog = f"For a server with an API key, set {variable}. Exit code 1 when a request failed, 130 on Ctrl-C."
 
 
@@ -128,6 +130,7 @@ def read_bench_options(given: argparse.Namespace, environ: Mapping[str, str]) ->
         concurrency=None if given.rate_per_s is not None else given.concurrency or DEFAULT_CONCURRENCY,
         ignore_eos=given.dataset == "random" if given.ignore_eos is None else given.ignore_eos,
         api_key=secrets_in(environ).get("api_key"),
+        tls=read_tls_options(given),
     )
 
 

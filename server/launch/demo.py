@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...configs.flags import to_flags
+from ...configs.schema import DecodeConfig
 from ...configs.words import counted
 from ...models.loading.catalog import locate_model
 from ..observability.stages import STAGES
@@ -45,7 +46,7 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
     config, answered = config._replace(decode=decode), False
     try:
         with running_pair(config, Console(stderr=True, highlight=False)) as pair:
-            prompt = chat_prompt(pair.config.decode.model, question)
+            prompt = chat_prompt(pair.config.decode, question)
             pair.wait_ready()
             with pair.children.logs_held():
                 out = Console(highlight=False)
@@ -75,9 +76,9 @@ def up_command(config: PairConfig) -> str:
     return shlex.join([program, "up", *flags])
 
 
-def chat_prompt(model: str, question: str) -> str:
+def chat_prompt(config: DecodeConfig, question: str) -> str:
     """The question in the model's chat template, or unchanged for a model without one."""
-    tokenizer = load_tokenizer(locate_model(model))
+    tokenizer = load_tokenizer(locate_model(config.model, config.load_format))
     if not tokenizer.has_chat_template:
         return question
     return tokenizer.render_chat([{"role": "user", "content": question}])

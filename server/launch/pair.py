@@ -69,9 +69,10 @@ def check_ports(pair: PairConfig) -> None:
         *((pair.decode.host, port, "--kv-events-port") for port in pair.decode.kv_events_ports),
     )
     flags: dict[int, str] = {}
-    for host, port, flag in wanted:
+    for _, port, flag in wanted:
         if (other := flags.setdefault(port, flag)) != flag:
             raise StartupError(f"{other} and {flag} are both {port}: choose different ports")
+    for host, port, flag in wanted:
         check_port(host, port, flag)
 
 

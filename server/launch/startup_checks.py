@@ -5,7 +5,7 @@ but minutes later.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ...configs.errors import StartupError
@@ -17,6 +17,9 @@ from ...models.loading.catalog import ModelSource
 from ...transfer.mooncake.library import NOT_INSTALLED
 from ...transfer.mooncake.transports import resolve_transport
 
+Check = Callable[[AnyServerConfig, ModelSource], Iterator[str]]
+"""Yields a line for each problem."""
+
 GIB = 1 << 30
 MIB = 1 << 20
 MAX_RANKS = 64
@@ -26,7 +29,15 @@ RING_ROUND_BYTES = 4096
 
 def check_startup(config: AnyServerConfig, source: ModelSource) -> None:
     """Raises StartupError with a line for each problem. Reads only the model's configuration."""
-    checks = (_tensor_parallel, _pipeline, _hisparse, _kv_memory, _transport, _mooncake)
+    _check_all((_tensor_parallel, _pipeline, _hisparse, _kv_memory, _transport, _mooncake), config, source)
+
+
+def check_layout(config: AnyServerConfig, source: ModelSource) -> None:
+    """Raises StartupError if the model cannot be divided by tp and pp; the message has the values of tp that fit."""
+    _check_all((_tensor_parallel, _pipeline), config, source)
+
+
+def _check_all(checks: Iterable[Check], config: AnyServerConfig, source: ModelSource) -> None:
     problems = [problem for check in checks for problem in check(config, source)]
     if problems:
         raise StartupError("\n".join(problems))

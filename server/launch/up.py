@@ -164,7 +164,7 @@ def banner(config: PairConfig) -> Sequence[str]:
         f"  prefill  {base_url(config.prefill)}  (control port {config.prefill.bootstrap_port})",
         "",
         f"  {curl_command(config, 'The capital of France is')}",
-        f"  pdserve chat --url {url}",
+        f"  pdserve chat --url {url}{'' if config.decode.ssl_certfile is None else ' --insecure'}",
         f"  open {url}/ in a browser to see what they do",
         "",
         "  Ctrl-C stops both.",
@@ -180,7 +180,7 @@ def curl_command(config: PairConfig, text: str) -> str:
 
 
 def curl_program(config: PairConfig) -> str:
-    """`-k` with TLS: the certificate need not have the address that this machine uses."""
+    """`-k` with TLS, as `--insecure` of chat: the certificate need not have the address that this machine uses."""
     return "curl" if config.decode.ssl_certfile is None else "curl -k"
 
 

@@ -6,6 +6,7 @@ import json
 from ...configs.errors import StartupError
 from ...models.loading.catalog import ModelSource, locate_geometry
 from ...models.loading.hub import find_on_hub
+from ..launch.startup_checks import check_layout
 from .options import DEFAULT_CONTEXT, GIB, PlanOptions
 from .sizes import Sizes, plan_sizes
 
@@ -16,6 +17,7 @@ def run_plan(options: PlanOptions) -> int:
     source = locate_geometry(model) if found_on_hub is None else found_on_hub.source()
     if source is None:
         raise StartupError(f"model {model!r}: plan needs a config.json; give the model in its original format")
+    check_layout(options.config, source)
     device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
     context = options.context or min(DEFAULT_CONTEXT, source.config.context_length)
     found = plan_sizes(
@@ -61,11 +63,16 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
         f"context and steps; pages of {config.page_size}",
         "",
     ]
+    in_host_memory = any(sizes.hisparse for sizes in found)
     rows: list[tuple[str, list[str]]] = [
         ("", ["HiSparse" if sizes.hisparse else "on the GPU" for sizes in found]),
         ("weights per GPU", [_gib(sizes.weight_bytes) for sizes in found]),
         ("KV per token and GPU", [f"{sizes.device_token_bytes:,} B" for sizes in found]),
-        ("KV per token in host memory, per rank", [f"{sizes.host_token_bytes:,} B" for sizes in found]),
+        *(
+            [("KV per token in host memory, per rank", [f"{sizes.host_token_bytes:,} B" for sizes in found])]
+            if in_host_memory
+            else []
+        ),
         (
             f"GPU memory of a request of {context:,} tokens",
             [_gib(sizes.device_request_bytes) for sizes in found],
@@ -73,23 +80,28 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
         ("requests that fit", [f"{sizes.requests:,}" for sizes in found]),
         *([("of them on each rank", [f"{sizes.requests_per_rank:,}" for sizes in found])] if attention else []),
         ("limited by", [sizes.limit for sizes in found]),
-        ("their KV in host memory, per rank", [_gib(sizes.host_request_bytes) for sizes in found]),
-        ("the same, all ranks", [_gib(ranks * sizes.host_request_bytes) for sizes in found]),
     ]
+    if in_host_memory:
+        rows += [
+            ("their KV in host memory, per rank", [_gib(sizes.host_request_bytes) for sizes in found]),
+            ("the same, all ranks", [_gib(ranks * sizes.host_request_bytes) for sizes in found]),
+        ]
     width, cells = max(len(name) for name, _ in rows), max(len(cell) for _, row in rows for cell in row)
     lines += [f"{name:{width}}  " + "  ".join(f"{cell:>{cells}}" for cell in row) for name, row in rows]
     if not any(sizes.requests for sizes in found):
         lines += ["", "no such server fits: use more or larger GPUs, another --tp or --pp, or --kv-dtype fp8_e4m3"]
     elif config.max_running_requests is None:
-        lines += ["", *(_advice(sizes) for sizes in found if sizes.requests)]
+        lines += ["", *(_advice(sizes, len(found) > 1) for sizes in found if sizes.requests)]
     if _servers(options) > 1:
         lines += ["", f"{_servers(options)} such servers fit on {gpus.count} GPUs"]
     return "\n".join(lines)
 
 
-def _advice(sizes: Sizes) -> str:
+def _advice(sizes: Sizes, compared: bool) -> str:
+    """The settings of a server of these sizes. `compared`: there are two, with HiSparse and without it."""
     if not sizes.hisparse:
-        return f"without HiSparse: --max-running-requests {sizes.max_running_requests}"
+        label = "without HiSparse" if compared else "settings"
+        return f"{label}: --max-running-requests {sizes.max_running_requests}"
     host_gib = -(-sizes.host_request_bytes // GIB)
     return (
         f"with it: --enable-hisparse --max-running-requests {sizes.max_running_requests} and at least "

@@ -1,7 +1,7 @@
 """`pdserve chat`: a conversation with a running server, streamed through /v1/chat/completions.
 
-On a terminal it asks for messages and Ctrl-C stops an answer. Otherwise every line of stdin is a message, and stdout
-has only the answers.
+On a terminal it asks for messages, shows the reasoning of a model before its answer, and Ctrl-C stops an answer.
+Otherwise every line of stdin is a message, and stdout has only the answers.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import httpx
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from ...configs.errors import StartupError
 from ...configs.words import counted
-from .options import ChatOptions
+from .options import NEEDS_KEY, ChatOptions
 from .tls import describe, verification
 
 CONNECT_TIMEOUT_S = 5.0
@@ -29,6 +30,17 @@ Ctrl-C stops an answer."""
 
 class ChatError(Exception):
     """The server did not answer; the message is for the user."""
+
+
+@dataclass
+class Answer:
+    """What has arrived of an answer. `is_reasoning`: the last that was printed is reasoning."""
+
+    text: str = ""
+    tokens: int = 0
+    first_s: float = 0.0
+    is_reasoning: bool = False
+    is_cut_off: bool = False
 
 
 def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = sys.stdout) -> int:
@@ -86,35 +98,50 @@ class Chat:
 
     def _answer(self, line: str) -> bool:
         self.messages.append({"role": "user", "content": line})
-        parts: list[str] = []
-        started, first_s, tokens = time.monotonic(), 0.0, 0
+        answer = Answer()
+        started = time.monotonic()
         try:
             with contextlib.closing(self._stream()) as events:
                 for event in events:
-                    text, usage = _content_of(event), event.get("usage")
-                    tokens = usage["completion_tokens"] if usage else tokens
-                    if text:
-                        first_s = first_s or time.monotonic() - started
-                        parts.append(text)
-                        self._stdout.write(text)
-                        self._stdout.flush()
+                    usage = event.get("usage")
+                    answer.tokens = usage["completion_tokens"] if usage else answer.tokens
+                    for choice in event["choices"]:
+                        answer.is_cut_off = choice["finish_reason"] == "length"
+                        self._show(choice["delta"], answer, time.monotonic() - started)
         except KeyboardInterrupt:
             self.note("\n(stopped)")
-            if not parts:
+            if not answer.text:
                 self.messages.pop()
                 return True
         except ChatError as error:
             self.messages.pop()  # the user may send it again
-            self.note(f"{'' if not parts else chr(10)}pdserve: error: {error}")
+            self.note(f"{chr(10) if answer.text or answer.is_reasoning else ''}pdserve: error: {error}")
             return False
         self._stdout.write("\n")
         self._stdout.flush()
-        self.messages.append({"role": "assistant", "content": "".join(parts)})
-        if tokens and self._stdout.isatty():
-            after_s = time.monotonic() - started - first_s
-            rate = f", {(tokens - 1) / after_s:.0f} tokens/s" if tokens > 1 and after_s > 0 else ""
-            self.note(f"{counted(tokens, 'token')}, the first after {first_s:.2f} s{rate}\n")
+        self.messages.append({"role": "assistant", "content": answer.text})
+        tokens = counted(answer.tokens, "token")
+        if answer.is_cut_off:
+            self.note(f"(cut off after {tokens}; --max-tokens N sets the limit)")
+        if answer.tokens and self._stdout.isatty():
+            after_s = time.monotonic() - started - answer.first_s
+            rate = f", {(answer.tokens - 1) / after_s:.0f} tokens/s" if answer.tokens > 1 and after_s > 0 else ""
+            self.note(f"{tokens}, the first after {answer.first_s:.2f} s{rate}\n")
         return True
+
+    def _show(self, delta: dict[str, Any], answer: Answer, elapsed_s: float) -> None:
+        """Print what is new of an answer. Reasoning is only for people: a pipe gets none."""
+        reasoning, text = delta.get("reasoning_content"), delta.get("content")
+        if reasoning or text:
+            answer.first_s = answer.first_s or elapsed_s
+        if reasoning and self._stdout.isatty():
+            answer.is_reasoning = True
+            self._notes.print(reasoning, end="", markup=False, soft_wrap=True)
+        if text:
+            answer.text += text
+            self._stdout.write(f"\n\n{text}" if answer.is_reasoning else text)
+            self._stdout.flush()
+            answer.is_reasoning = False
 
     def _stream(self) -> Generator[dict[str, Any], None, None]:
         """The events of one answer. Closing it closes the connection, which aborts the request."""
@@ -156,6 +183,8 @@ def served_model(client: httpx.Client) -> str:
         raise StartupError(
             f"no server answers at {client.base_url} ({describe(error)}); start one with 'pdserve up', or give --url"
         ) from None
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise StartupError(f"{client.base_url} {NEEDS_KEY}")
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")
     return str(response.json()["data"][0]["id"])
@@ -177,11 +206,6 @@ def _converse(chat: Chat, model: str) -> int:
         if line.strip():
             chat.take(line)
     return 0
-
-
-def _content_of(event: dict[str, Any]) -> str:
-    choices = event.get("choices") or [{}]
-    return (choices[0].get("delta") or {}).get("content") or ""
 
 
 def _error_of(response: httpx.Response) -> str:

@@ -11,6 +11,7 @@ from ...configs.load import SECRET_VARIABLES, secrets_in
 
 DECODE_URL, PREFILL_URL = "http://127.0.0.1:8200", "http://127.0.0.1:8100"
 """The ports that servers have by default."""
+NEEDS_KEY = f"needs an API key: set {SECRET_VARIABLES['api_key']}"
 _KEY = f"For servers with an API key, set {SECRET_VARIABLES['api_key']}."
 
 
@@ -20,6 +21,10 @@ class TlsOptions:
     insecure: bool = False
 
 
+SYSTEM_TLS = TlsOptions()
+"""Trusts the certificates of the system."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     url: str
@@ -27,7 +32,7 @@ class ChatOptions:
     max_tokens: int | None
     temperature: float | None
     api_key: str | None
-    tls: TlsOptions = TlsOptions()
+    tls: TlsOptions = SYSTEM_TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class TopOptions:
     interval_s: float
     once: bool
     api_key: str | None
-    tls: TlsOptions = TlsOptions()
+    tls: TlsOptions = SYSTEM_TLS
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +49,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message; /system changes it")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's")
-    _add_tls_flags(parser)
+    add_tls_flags(parser)
     parser.epilog = f"{_KEY} Without a terminal, every line of stdin is a message, and only answers are printed."
 
 
@@ -53,11 +58,11 @@ def add_top_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", action="append", metavar="URL", help=both)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two frames (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one frame, measured over one interval, and exit")
-    _add_tls_flags(parser)
+    add_tls_flags(parser)
     parser.epilog = f"{_KEY} Ctrl-C ends it."
 
 
-def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
     """As curl has them."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--cacert", metavar="FILE", help="certificates to trust instead of the system's; for https")
@@ -66,7 +71,7 @@ def _add_tls_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_chat_options(given: argparse.Namespace, environ: Mapping[str, str]) -> ChatOptions:
     return ChatOptions(
-        server_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), _tls(given)
+        server_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), read_tls_options(given)
     )
 
 
@@ -74,7 +79,7 @@ def read_top_options(given: argparse.Namespace, environ: Mapping[str, str]) -> T
     if not 0.1 <= given.interval < math.inf:
         raise StartupError(f"--interval must be at least 0.1 seconds, got {given.interval:g}")
     urls = tuple(server_url(url) for url in given.url or (DECODE_URL, PREFILL_URL))
-    return TopOptions(urls, given.interval, given.once, _key(environ), _tls(given))
+    return TopOptions(urls, given.interval, given.once, _key(environ), read_tls_options(given))
 
 
 def server_url(text: str, flag: str = "--url") -> str:
@@ -85,7 +90,7 @@ def server_url(text: str, flag: str = "--url") -> str:
     return text.rstrip("/")
 
 
-def _tls(given: argparse.Namespace) -> TlsOptions:
+def read_tls_options(given: argparse.Namespace) -> TlsOptions:
     return TlsOptions(given.cacert, given.insecure)
 
 

@@ -24,6 +24,17 @@ def verification(options: TlsOptions) -> ssl.SSLContext | bool:
     return context
 
 
+def context(options: TlsOptions) -> ssl.SSLContext:
+    """The same for connections without httpx."""
+    verify = verification(options)
+    if isinstance(verify, ssl.SSLContext):
+        return verify
+    made = ssl.create_default_context()
+    if not verify:
+        made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
+    return made
+
+
 def describe(error: httpx.HTTPError) -> str:
     """The message of an error, with the flags that help if the certificate is not trusted."""
     text = str(error) or type(error).__name__

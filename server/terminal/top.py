@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...scheduler.messages.frontend import Status
 from ..observability.activity import Activity, activity_between, byte_rate
-from .options import TopOptions
+from .options import NEEDS_KEY, TopOptions
 from .tls import describe, verification
 
 TIMEOUT_S = 2.0
@@ -75,7 +75,7 @@ def take_sample(client: httpx.Client, url: str) -> Sample:
     try:
         response = client.get(f"{url}/server_info")
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            return Sample(url, {}, "needs an API key: set PDSERVE_API_KEY")
+            return Sample(url, {}, NEEDS_KEY)
         response.raise_for_status()
         info = response.json()
         return Sample(url, info) if "recent" in info else Sample(url, {}, "not a pdserve server of this release")

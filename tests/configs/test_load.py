@@ -71,6 +71,32 @@ def test_secret_is_read_from_a_file_named_in_the_environment(tmp_path: Path) -> 
         load_config("prefill", None, {}, {"PDSERVE_CLUSTER_KEY_FILE": str(tmp_path / "absent")})
 
 
+def test_empty_api_key_is_refused(tmp_path: Path) -> None:
+    """With it, every client would be let in."""
+    (tmp_path / "key").touch()
+    with pytest.raises(StartupError, match=r"^api_key: must have at least 1 character \(.*, got a secret from the env"):
+        load_config("decode", None, {}, {"PDSERVE_API_KEY_FILE": str(tmp_path / "key")})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("PDSERVE_APIKEY", "PDSERVE_API_KEY"),
+        ("PDSERVE_API_KEYS", "PDSERVE_API_KEY"),
+        ("PDSERVE_CLUSTERKEY_FILE", "PDSERVE_CLUSTER_KEY_FILE"),
+    ],
+)
+def test_misspelt_variable_of_a_secret_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(StartupError, match=rf"^{name} in the environment is not known: did you mean {meant}\?$"):
+        load_config("decode", None, {}, {name: SECRET})
+
+
+def test_other_variables_are_ignored() -> None:
+    """Kubernetes sets some for a Service that is called pdserve."""
+    others = ("PDSERVE_PORT", "PDSERVE_SERVICE_HOST", "PDSERVE_PORT_8200_TCP_ADDR", "PDSERVE_CLIENTS", "PDSERVE_URL")
+    assert load_config("decode", None, {}, dict.fromkeys(others, "tcp://10.0.0.1:8200")) == DecodeConfig()
+
+
 @pytest.mark.parametrize(
     "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "cluster-secret-of-16"]
 )
@@ -97,6 +123,8 @@ def test_random_keys_and_long_phrases_are_accepted(key: str) -> None:
         ("decode", "page-size: 8", {}, ["unknown setting 'page-size' in {file}: did you mean page_size?"]),
         ("decode", "pagesize: 8", {}, ["unknown setting 'pagesize' in {file}: did you mean page_size"]),
         ("decode", "chunk_size: 8", {}, ["'chunk_size' in {file}: it is a setting of 'pdserve prefill' only"]),
+        ("decode", "max-num-seqs: 8", {}, ["setting 'max-num-seqs' in {file}: here it is max_running_requests"]),
+        ("decode", "enforce_eager: true", {}, ["setting 'enforce_eager' in {file}: here it is 'cuda_graphs: false'"]),
         ("decode", "qqq: 8", {}, ["unknown setting 'qqq' in {file}"]),
         ("prefill", "role: decode", {}, ["role: must be 'prefill', got 'decode' in {file}"]),
         ("decode", "port: 0", {}, ["port: must be greater than or equal to 1, got 0 in {file}"]),

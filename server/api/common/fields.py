@@ -106,7 +106,12 @@ class Body(BaseModel):
         for name in unknown[:MOST_COMPARED]:
             if name in cls.elsewhere:
                 raise problem(cls.elsewhere[name], name)
-            if near := _similar_name(cls, shortened(name)):
+            near = _similar_name(cls, shortened(name))
+            if near is not None and near in cls.elsewhere:
+                raise problem(
+                    f"is not a field of this request; did you mean {near}, which {cls.elsewhere[near]}?", name
+                )
+            if near is not None:
                 raise PydanticCustomError("misspelt", "misspelt", {"field": shortened(name), "near": near})
             if cls.unknown_fields == "refused":
                 raise problem("is not known to this server", shortened(name))
@@ -117,7 +122,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @lru_cache(maxsize=1024)
 def _similar_name(body: type[Body], name: str) -> str | None:
-    known = sorted(body.model_fields.keys() | body.unsupported.keys())
+    known = sorted(body.model_fields.keys() | body.unsupported.keys() | body.elsewhere.keys())
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)
 
 
@@ -242,10 +247,10 @@ class Within:
         return handler(core) | {"exclusiveMinimum" if self.above else "minimum": self.minimum} | maximum
 
 
-def check_within(value: int, name: str, minimum: int, maximum: int) -> int:
-    """Raises FieldError. For a range that depends on the request."""
+def check_within(value: int, name: str, minimum: int, maximum: int, origin: str = "") -> int:
+    """Raises FieldError. For a range that depends on the request; `origin` says where the limit is from."""
     if not minimum <= value <= maximum:
-        raise FieldError(name, Within(minimum, maximum).refusal(value))
+        raise FieldError(name, Within(minimum, maximum).refusal(value) + (origin and f"; {origin}"))
     return value
 
 

@@ -60,6 +60,12 @@ class Limits:
             return f"{_MAXIMUM} {self.max_total_tokens} tokens here, as many as fit the KV pool"
         return f"{_MAXIMUM} {self.context_length} tokens"
 
+    def describe_output(self) -> str:
+        """The limit of the output, for error messages."""
+        if self.max_new_tokens < self.max_total_tokens:
+            return f"the limit of this server is {self.max_new_tokens} (max_new_tokens_limit)"
+        return self.describe_total()
+
     def describe_prompt(self) -> str:
         """The limit of the prompt, for error messages."""
         if self.max_prompt_tokens < self.max_total_tokens:

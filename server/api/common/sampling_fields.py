@@ -48,7 +48,7 @@ def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | Non
     if strings is None:
         return None
     if not isinstance(strings, list):
-        raise problem(f"must be an array, got {shown(strings)}")
+        raise problem(f"must be a string or an array of strings, got {shown(strings)}")
     if len(strings) > most:
         raise problem(f"holds {len(strings)} items; at most {most} are allowed")
     checked = [text for text in strings if text is not None]
@@ -155,7 +155,9 @@ class SamplingFields(DistributionFields, GrammarFields):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._biases(f"{path}logit_bias", limits.vocab_size),
-            min_new_tokens=check_within(fewest or 0, path + fewest_name, 0, max_new_tokens),
+            min_new_tokens=check_within(
+                fewest or 0, path + fewest_name, 0, max_new_tokens, f"{most_name} is {max_new_tokens}"
+            ),
             grammar=grammar,
         )
 
@@ -183,7 +185,7 @@ class SamplingFields(DistributionFields, GrammarFields):
             )
         if asked is None:
             return min(self.default_new_tokens, limits.max_new_tokens, room)
-        check_within(asked, name, 1, limits.max_new_tokens)
+        check_within(asked, name, 1, limits.max_new_tokens, limits.describe_output())
         if asked > room:
             raise ContextLengthError(
                 name,

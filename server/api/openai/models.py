@@ -58,10 +58,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "web_search_options": (),
         "documents": ([],),
         "chat_template": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
@@ -76,6 +72,10 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "max_new_tokens": "is for /generate; here it is max_tokens",
         "min_new_tokens": "is for /generate; here it is min_tokens",
         "sampling_params": "is for /generate; here its fields stand at the top level",
+        "guided_json": "is now structured_outputs.json",
+        "guided_regex": "is now structured_outputs.regex",
+        "guided_choice": "is now structured_outputs.choice",
+        "guided_grammar": "is now structured_outputs.grammar",
     }
 
     model: Annotated[Any, WithJsonSchema({"type": "string"})] = optional("Ignored: the server has one model.")

@@ -30,12 +30,15 @@ export function startChat(headers) {
     $("message").value = "";
     history.push({ role: "user", content: text });
     show("user", text);
+    const reasoning = show("reasoning", "");
     const line = show("assistant", "");
     answering = new AbortController();
     $("send").textContent = "Stop";
     try {
-      await stream(history, headers(), answering.signal, (part) => {
-        line.textContent += part;
+      await stream(history, headers(), answering.signal, (choice) => {
+        reasoning.textContent += choice.delta.reasoning_content ?? "";
+        line.textContent += choice.delta.content ?? "";
+        if (choice.finish_reason === "length") show("note", "The answer was cut off at the limit of tokens.");
         $("messages").scrollTop = $("messages").scrollHeight;
       });
     } catch (error) {
@@ -74,8 +77,7 @@ async function stream(messages, headers, signal, take) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      const part = chunk.choices[0]?.delta?.content;
-      if (part) take(part);
+      take(chunk.choices[0]);
     }
   }
 }

@@ -12,11 +12,14 @@ from .text_parser import Steps, TextParser, held_back
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag."""
+    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag.
+    `answer` is the tag of an answer without reasoning, where there is one.
+    """
 
     open: str
     close: str
     always: bool = False
+    answer: str = ""
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
         """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
@@ -34,10 +37,13 @@ class ReasoningStyle:
 
 THINK = ReasoningStyle("<think>", "</think>")
 BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")
+_FINAL = "<|channel|>final<|message|>"
+CHANNELS = ReasoningStyle("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{_FINAL}", answer=_FINAL)
 STYLES = {
     "deepseek-r1": ReasoningStyle("<think>", "</think>", always=True),
     "deepseek-v3": THINK,
     "glm45": THINK,
+    "gpt-oss": CHANNELS,
     "mistral": BRACKETS,
     "qwen3": THINK,
 }
@@ -45,7 +51,8 @@ STYLES = {
 
 def style_of_template(template: str) -> ReasoningStyle | None:
     """The style of a chat template: it writes or removes the closing tag of earlier reasoning, or opens the next."""
-    return next((style for style in (THINK, BRACKETS) if style.open in template or style.close in template), None)
+    styles = (THINK, BRACKETS, CHANNELS)
+    return next((style for style in styles if style.open in template or style.close in template), None)
 
 
 class ReasoningParser(TextParser):
@@ -67,14 +74,20 @@ class ReasoningParser(TextParser):
             yield from self._more()
 
     def _opening_tag(self) -> Steps[None]:
-        """An opening tag at the beginning, or none."""
-        tag = self._style.open
-        while not (begun := self._buffer.lstrip()).startswith(tag):
-            if self._final or not tag.startswith(begun):
+        """An opening tag at the beginning, that of an answer, or none."""
+        opening, answer = self._style.open, self._style.answer
+        while True:
+            begun = self._buffer.lstrip()
+            if begun.startswith(opening):
+                self._buffer = begun[len(opening) :]
+                self.is_open = True
+                return
+            if answer and begun.startswith(answer):
+                self._buffer = begun[len(answer) :]
+                return
+            if self._final or not (opening.startswith(begun) or answer.startswith(begun)):
                 return
             yield from self._more()
-        self._buffer = begun[len(tag) :]
-        self.is_open = True
 
     def _skip_space(self) -> Steps[None]:
         while not (rest := self._buffer.lstrip()):

@@ -102,6 +102,18 @@ def test_missing_file_is_named(name: str, copy: Path) -> None:
         locate_model(str(copy))
 
 
+def test_directory_of_gguf_files_names_them(tmp_path: Path) -> None:
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(StartupError, match=r"there are GGUF files: give --model one of them \(a.gguf, b.gguf\)$"):
+        locate_model(str(tmp_path))
+
+
+def test_name_of_a_planned_model_is_explained() -> None:
+    with pytest.raises(StartupError, match=r"or 'smollm2'; 'pdserve plan' alone knows 'qwen3-8b'$"):
+        locate_model("qwen3-8b")
+
+
 def test_tokenizer_of_tiktoken_is_refused(copy: Path) -> None:
     """As Kimi-K2 has it."""
     (copy / "tokenizer.json").rename(copy / "tiktoken.model")

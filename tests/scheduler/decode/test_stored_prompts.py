@@ -231,9 +231,9 @@ def test_random_workloads_with_prefill_servers_and_an_unreliable_store(monkeypat
     monkeypatch.setattr(arrivals.Arrivals, "_requeue", count)
     costs = Costs(local_tokens_per_s=400, remote_tokens_per_s=800, overhead_s=0.05)  # 40 tokens take as long here
     monkeypatch.setattr(Placer, "costs", lambda *_: costs)
-    actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 12}
+    actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 40}
     for seed in range(examples(120, 12)):
-        simulator = StoreSimulator(seed, damage=0.35, local_prefill="auto", **MODES[seed % len(MODES)])
+        simulator = StoreSimulator(seed, damage=0.8, local_prefill="auto", **MODES[seed % len(MODES)])
         run_workload(simulator, actions, seed, steps=300)
         seen.update(simulator.store_seen)
         seen.update(simulator.decode.counters)

@@ -120,6 +120,25 @@ async def test_chat_box_streams_an_answer(tokenizer: Tokenizer, tmp_path: Path) 
         assert browser.errors == []
 
 
+async def test_chat_box_shows_reasoning_before_the_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    config = DecodeConfig(reasoning_parser="qwen3")
+    async with running_server(tokenizer, config) as server, chromium(CHROMIUM, tmp_path) as browser:
+        await server.report(report(0, busy=False))
+        await browser.open(f"http://127.0.0.1:{server.port}/")
+        await browser.wait_for("document.getElementById('status').textContent === 'ready'")
+        send = "document.getElementById('chat-form').requestSubmit()"
+        await browser.evaluate(f"document.getElementById('message').value = 'Hi'; {send}")
+        submit = await server.leader.expect(Submit)
+        text = b"<think>Be kind.</think>Hello"
+        await server.leader.send(Tokens(submit.rid, tuple(text)), make_finished(submit.rid, len(text)))
+        shown = "document.querySelector('.messages .{}')?.textContent"
+        await browser.wait_for(f"{shown.format('assistant')} === 'Hello'")
+        assert await browser.evaluate(f"{shown.format('reasoning')} === 'Be kind.'")
+        assert "cut off" in str(await browser.evaluate(shown.format("note")))
+        assert browser.errors == []
+
+
 async def test_locked_server_asks_for_its_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert CHROMIUM is not None
     config = DecodeConfig(api_key=SecretStr("key"))

@@ -1,6 +1,9 @@
 """The environment of a leader process."""
 
+import signal
 import sys
+
+import pytest
 
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.engine.leader_process import LeaderProcess
@@ -44,3 +47,16 @@ async def test_linear_layers_compute_on_the_configured_threads() -> None:
         assert await leader.wait() == 0
     finally:
         leader.close()
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 0.01])
+async def test_only_a_leader_that_had_time_to_exit_is_warned_about(
+    patience_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A leader that loads a model is ended with SIGTERM at once, which is no problem."""
+    leader = LeaderProcess(DecodeConfig(), "ipc://unused", [sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert await leader.stop(patience_s) == -signal.SIGTERM
+    finally:
+        leader.close()
+    assert ("has not ended; sending SIGTERM" in caplog.text) == (patience_s > 0)

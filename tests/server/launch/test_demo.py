@@ -5,14 +5,17 @@ import io
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pdserve.configs.schema import DecodeConfig
 from pdserve.server.launch.children import Children
-from pdserve.server.launch.demo import DemoError, ask, timeline_table, up_command
+from pdserve.server.launch.demo import DemoError, ask, chat_prompt, timeline_table, up_command
 from pdserve.server.launch.pair import load_pair_config
 from pdserve.server.launch.up import RunningPair
+from tests.server.http_harness import write_byte_model
 
 META = {
     "finish_reason": {"type": "stop", "matched": 2},
@@ -115,3 +118,9 @@ def test_printed_command_starts_the_same_pair(pair: RunningPair, monkeypatch: py
     assert up_command(pair.config) == f".venv/bin/pdserve up --port={port}"
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert up_command(load_pair_config(None, {"model": "/a b"}, {})) == "pdserve up '--model=/a b'"
+
+
+def test_model_without_weights_has_a_prompt(tmp_path: Path) -> None:
+    (write_byte_model(tmp_path) / "model.safetensors").unlink()
+    config = DecodeConfig(model=str(tmp_path), load_format="dummy")
+    assert chat_prompt(config, "Hi") == "user: Hi\nassistant: "

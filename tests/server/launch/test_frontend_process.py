@@ -28,6 +28,8 @@ import trustme
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.shutdown import exit_s
+from pdserve.server.bench.command import run_bench
+from pdserve.server.bench.options import BenchOptions, add_bench_flags, read_bench_options
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
 from pdserve.server.launch.tls import own_server_context
@@ -195,7 +197,7 @@ def test_serves_tls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def check_terminal_clients(url: str, certificate: Path) -> None:
-    """`pdserve chat` and `pdserve top` trust the server with --cacert or --insecure, and not without them."""
+    """Chat, top and bench trust the server with --cacert or --insecure, and not without them."""
     key = {"PDSERVE_API_KEY": "frontend-secret"}
     for trust in (["--cacert", str(certificate)], ["--insecure"], ["-k"]):
         flags = argparse.ArgumentParser()
@@ -206,9 +208,19 @@ def check_terminal_clients(url: str, certificate: Path) -> None:
         flags = argparse.ArgumentParser()
         add_top_flags(flags)
         assert run_top(read_top_options(flags.parse_args(["--once", "--interval=0.1", "--url", url, *trust]), key)) == 0
+        flags = argparse.ArgumentParser()
+        add_bench_flags(flags)
+        load = ["--requests=1", "--warmup=0", "--input-len=4", "--output-len=2"]
+        assert run_bench(read_bench_options(flags.parse_args(["--url", url, *load, *trust]), key), load) == 0
+    with pytest.raises(StartupError, match=r"needs an API key: set PDSERVE_API_KEY"):
+        run_bench(BenchOptions(url, tls=TlsOptions(insecure=True)), [])
+    with pytest.raises(StartupError, match=r"needs an API key: set PDSERVE_API_KEY"):
+        run_chat(ChatOptions(url, None, None, None, None, TlsOptions(insecure=True)), io.StringIO())
     nothing_given = ChatOptions(url, None, None, None, None)
     with pytest.raises(StartupError, match=r"CERTIFICATE_VERIFY_FAILED.*--cacert FILE .* --insecure"):
         run_chat(nothing_given, io.StringIO())
+    with pytest.raises(StartupError, match=r"CERTIFICATE_VERIFY_FAILED.*--cacert FILE .* --insecure"):
+        run_bench(BenchOptions(url), [])
     for absent in (certificate.with_name("absent.pem"), certificate.with_name("key.pem")):
         with pytest.raises(StartupError, match=f"--cacert .*{absent.name}: cannot be read as certificates"):
             run_chat(dataclasses.replace(nothing_given, tls=TlsOptions(str(absent))), io.StringIO())

@@ -83,3 +83,4 @@ def test_pair_speaks_tls_on_both_ports(files: Path) -> None:
         assert "sesame" not in str(public_dict(server))
         assert own_server_context(server) is not None
     assert any(line.startswith(f"  curl -k https://127.0.0.1:{pair.decode.port}/generate ") for line in banner(pair))
+    assert f"  pdserve chat --url https://127.0.0.1:{pair.decode.port} --insecure" in banner(pair)

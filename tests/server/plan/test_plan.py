@@ -220,6 +220,14 @@ def test_plan_for_all_gpus_is_printed_with_and_without_hisparse(capsys: pytest.C
     assert f"{expected[1]['host_token_bytes']:,} B" in text
 
 
+def test_plan_of_a_dense_model_is_about_the_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-8b", "--gpus", "1xH100", "--context", "8k"]) == 0
+    text = capsys.readouterr().out
+    assert "settings: --max-running-requests 47" in text
+    assert "host memory" not in text
+    assert "HiSparse" not in text
+
+
 def test_requests_are_as_long_as_the_model_supports_unless_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, "--model", "qwen3-8b", "--gpus", "1xH100")["context"] == 40960
 
@@ -239,7 +247,12 @@ def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> N
             "deepseek-r1, deepseek-v3.2, glm-5, kimi-k2, qwen3-235b-a22b, qwen3-30b-a3b, qwen3-32b, qwen3-8b",
         ),
         (("--model", "qwen3-8b", "--tp", "16"), "tp x pp = 16 ranks need as many GPUs"),
-        (("--model", "qwen3-8b", "--gpus", "3xH200", "--context", "1k"), "tp = 3 does not divide"),
+        (
+            ("--model", "qwen3-8b", "--gpus", "3xH200", "--context", "1k"),
+            "tp = 3 does not divide num_attention_heads = 32: --tp may be 1, 2",
+        ),
+        (("--model", "qwen3-8b", "--rate", "4"), "--rate is for a load: give --input-len N or --trace FILE, too"),
+        (("--slo-ttft-ms", "500"), "--slo-ttft-ms is for a load: give --input-len N"),
         (("--model", "qwen3-8b", "--reserve-gib", "-1"), "must not be negative"),
     ],
 )

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit, Tokens
+from pdserve.configs.schema import DecodeConfig
+from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.terminal.chat import run_chat
 from pdserve.server.terminal.options import ChatOptions
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.ports import free_port
-from tests.server.http_harness import RunningServer
+from tests.server.http_harness import RunningServer, running_server
 from tests.server.scripted_leader import make_finished
 
 
@@ -25,10 +27,10 @@ def start(server: RunningServer, lines: str, out: io.StringIO, **named: Any) -> 
     return asyncio.to_thread(run_chat, options(server, **named), io.StringIO(lines), out)
 
 
-async def answer(server: RunningServer, text: str) -> str:
+async def answer(server: RunningServer, text: str, reason: FinishReason | None = None) -> str:
     """Answer the next request; returns its prompt."""
     submit = await server.leader.expect(Submit)
-    await server.leader.send(Tokens(submit.rid, tuple(text.encode())), make_finished(submit.rid, len(text)))
+    await server.leader.send(Tokens(submit.rid, tuple(text.encode())), make_finished(submit.rid, len(text), reason))
     return bytes(submit.prompt_ids).decode()
 
 
@@ -56,6 +58,39 @@ async def test_failed_message_is_reported_and_forgotten(
     assert await chatting == 1
     assert out.getvalue() == "Yes.\n"
     assert "pdserve: error: no prefill server is paired" in capfd.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+async def test_reasoning_is_shown_on_a_terminal_only(
+    kind: type[io.StringIO], tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running_server(tokenizer, DecodeConfig(reasoning_parser="qwen3")) as server:
+        out = kind()
+        chatting = asyncio.create_task(start(server, "Hi\nAnd?\n", out))
+        await answer(server, "<think>Be kind.</think>Hello!")
+        assert await answer(server, "<think>So") == "user: Hi\nassistant: Hello!\nuser: And?\nassistant: "
+        assert await chatting == 0
+    notes = "".join(capfd.readouterr())
+    if kind is Terminal:
+        assert out.getvalue() == "\n\nHello!\n\n"
+        assert "Be kind." in notes
+        assert "So" in notes
+    else:
+        assert out.getvalue() == "Hello!\n\n"
+        assert "Be kind." not in notes
+
+
+async def test_answer_that_was_cut_off_is_noted(decode: RunningServer, capfd: pytest.CaptureFixture[str]) -> None:
+    chatting = asyncio.create_task(start(decode, "Hi\nAnd?\n", io.StringIO()))
+    await answer(decode, "Yes.", FinishReason("stop", matched=256))
+    await answer(decode, "Well", FinishReason("length", length=4))
+    assert await chatting == 0
+    assert capfd.readouterr().err.splitlines() == ["(cut off after 4 tokens; --max-tokens N sets the limit)"]
 
 
 class Interrupts(io.StringIO):

@@ -49,6 +49,14 @@ def test_automatic_choice(tmp_path: Path, template: str, family: str | None, has
     assert (none.family, none.reasoning) == (None, None)
 
 
+def test_channels_of_gpt_oss_stay_in_the_text(tmp_path: Path) -> None:
+    special = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>")
+    tokenizer = make_tokenizer(tmp_path, "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}", special)
+    chat = ChatFormat.of(tokenizer, "auto", "auto")
+    assert chat.reasoning is STYLES["gpt-oss"]
+    assert chat.kept_token_ids(calls=False, reasoning=True) == {258, 259, 260, 261}
+
+
 def test_special_tokens_that_parsers_need_stay_in_the_text(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path, "{{ tools }}<tool_call><think>", SPECIAL)
     chat = ChatFormat.of(tokenizer, "auto", "auto")

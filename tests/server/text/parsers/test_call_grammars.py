@@ -9,9 +9,11 @@ from pdserve.configs.sampling import Grammar, ReasoningTags
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.server.text.parsers.call_grammars import Format, FunctionSchema
 from pdserve.server.text.parsers.families import FAMILIES
+from pdserve.server.text.parsers.reasoning import CHANNELS
 from tests.server.text.parsers.test_call_parsers import OUTPUTS, calls_of, parse
 
 SPECIAL = ["[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "｜DSML｜", "<tool_call>", "<think>"]
+SPECIAL += ["<|start|>", "<|end|>", "<|message|>", "<|channel|>"]
 WEATHER = FunctionSchema(
     "get_weather",
     {
@@ -152,3 +154,10 @@ def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler, kind: Any
     for output in (answer, f"<think>Hm.</think>\n{answer}", f"\n<think>\n\n</think>\n\n{answer}"):
         assert accepted(compiler, closed, output) == output + "."
     assert accepted(compiler, closed, "Hm") == ""
+
+
+def test_grammar_begins_in_the_final_channel_of_gpt_oss(compiler: GrammarCompiler) -> None:
+    grammar = Grammar("choice", '["yes", "no"]', ReasoningTags(CHANNELS.open, CHANNELS.close, is_open=False))
+    output = f"{CHANNELS.open}Hm.{CHANNELS.close}yes"
+    assert accepted(compiler, grammar, output) == output + "."
+    assert accepted(compiler, grammar, f"{CHANNELS.open}Hm.{CHANNELS.close}maybe") == output.removesuffix("yes")

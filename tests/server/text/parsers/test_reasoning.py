@@ -35,6 +35,27 @@ def test_mistral_has_tags_of_its_own() -> None:
     assert parse("[THINK]Hm.[/THINK]Yes.", style="mistral") == [Reasoning("Hm."), Content("Yes.")]
 
 
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Yes.", "Hm.", "Yes."),
+        (f"{FINAL}Yes.", "", "Yes."),
+        (f"{ANALYSIS}Hm.", "Hm.", ""),
+        ("<|channel|>fin", "", "<|channel|>fin"),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_gpt_oss_writes_reasoning_and_answer_to_channels(text: str, reasoning: str, content: str) -> None:
+    expected: list[Event] = [Reasoning(reasoning), Content(content)]
+    assert parse(text, style="gpt-oss") == merged(expected)
+    parser = ReasoningParser(STYLES["gpt-oss"], is_open=False)
+    in_pieces = [event for character in text for event in parser.feed(character)]
+    assert merged([*in_pieces, *parser.finish()]) == merged(expected)
+
+
 def test_both_are_passed_on_at_once() -> None:
     parser = ReasoningParser(THINK, is_open=True)
     assert parser.feed("I wonder <") == [Reasoning("I wonder")]
@@ -60,4 +81,5 @@ def test_style_of_a_template() -> None:
     assert style_of_template("{{ content.split('</think>')[-1] }}") is THINK
     assert style_of_template("{{ '<|assistant|>\\n<think>\\n' }}") is THINK
     assert style_of_template("{{ '[THINK]' + thinking }}") is STYLES["mistral"]
+    assert style_of_template("{{ '<|start|>assistant<|channel|>analysis<|message|>' }}") is STYLES["gpt-oss"]
     assert style_of_template("{{ message.content }}") is None

@@ -51,15 +51,14 @@ class DispatchWindow:
         self._tokens = DEFAULT_TOKENS
         self._others = 0
         self._sent: dict[PromptKind, _Sent] = {}
-
-    @property
-    def own_tokens(self) -> int:
+        self.own_tokens = 0
         """Tokens that were dispatched and whose KV has not arrived."""
-        return sum(sent.tokens for sent in self._sent.values())
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers."""
+        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers. Read
+        by another thread, so it does not iterate over what was sent.
+        """
         return self.own_tokens + self._others
 
     def tokens_before(self, tokens: int) -> int:
@@ -78,16 +77,19 @@ class DispatchWindow:
         sent = self._sent.setdefault(kind, _Sent())
         sent.prompts += 1
         sent.tokens += tokens
+        self.own_tokens += tokens
 
     def computed(self, kind: PromptKind, tokens: int) -> None:
         """KV of `tokens` tokens has arrived."""
         self._sent[kind].tokens -= tokens
+        self.own_tokens -= tokens
 
     def returned(self, kind: PromptKind, tokens: int) -> None:
         """A prompt is done or was given up; the KV of `tokens` tokens has not arrived."""
         sent = self._sent[kind]
         sent.prompts -= 1
         sent.tokens -= tokens
+        self.own_tokens -= tokens
         if not sent.prompts:
             del self._sent[kind]
 

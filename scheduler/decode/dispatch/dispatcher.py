@@ -21,7 +21,7 @@ from ..memory.request_memory import RequestMemory
 from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
-from .local_prefill import LocalLimits, LocalPrefill
+from .local_prefill import LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
 from .prefill_peers import PrefillPeers, Selection
@@ -57,14 +57,7 @@ class PrefillDispatcher:
         self.pace = QueuePace()
         self.peers = PrefillPeers(limits.dispatch)
         self.rates = Rates()
-        local_limits = LocalLimits(
-            limits.page_size,
-            limits.max_step_tokens,
-            limits.itl_target_s,
-            limits.stages,
-            shares_prefixes=limits.prefix_cache and not limits.hisparse,
-        )
-        self.local = LocalPrefill(local_limits, self.rates)
+        self.local = LocalPrefill(limits, self.rates)
         self.placer = Placer(
             limits,
             queue=self.queue,

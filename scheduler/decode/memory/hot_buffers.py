@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ....memory.hisparse.shared_pool import PoolOverlay
-from ....memory.index_spaces import HotPage, RequestSlot
+from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
 from .command_log import CommandLog
 from .page_lending import Loan, PageLending
@@ -45,7 +45,7 @@ class HotLimits:
     page_size: int
     hot_rows: int
     slots: int
-    overlay: PoolOverlay | None = None
+    overlay: PoolOverlay
 
     @property
     def buffer_pages(self) -> int:
@@ -120,17 +120,14 @@ class HotBuffer:
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(
-        self, limits: HotLimits, lending: PageLending | None = None, commands: CommandLog | None = None
-    ) -> None:
+    def __init__(self, limits: HotLimits, kv_pages: PageAllocator[KvPage], commands: CommandLog) -> None:
+        """Buffers borrow from the free `kv_pages`."""
         self.limits = limits
         self._commands = commands
         self._released_at = 0
         """The last command that may access a page which is free now."""
-        self.pages = PageAllocator[HotPage](
-            limits.num_pages, limits.overlay.covered if limits.overlay is not None else 0
-        )
-        self._lending = lending
+        self.pages = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
+        self.lending = PageLending(kv_pages, limits.overlay, commands)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
@@ -154,7 +151,7 @@ class HotBuffers:
         rows of fully resident requests need.
         """
         wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
-        return max(0, self.pages.available - wanted) + self._lendable
+        return max(0, self.pages.available - wanted) + self.lending.room
 
     @property
     def free_slots(self) -> int:
@@ -163,12 +160,11 @@ class HotBuffers:
     @property
     def settled(self) -> bool:
         """Whether no command in flight accesses a free page of the hot pool."""
-        return self._commands is None or self._commands.is_done(self._released_at)
+        return self._commands.is_done(self._released_at)
 
     def announced(self, pages: Sequence[HotPage]) -> tuple[int, ...]:
         """Pages of the hot pool as prefill servers get them: numbered from its first own page."""
-        covered = self.limits.overlay.covered if self.limits.overlay is not None else 0
-        return tuple(page - covered for page in pages)
+        return tuple(page - self.limits.overlay.covered for page in pages)
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if necessary by shrinking fully resident ones."""
@@ -230,7 +226,7 @@ class HotBuffers:
         pages = len(buffer.pages)
         if not buffer.unsaved or tokens <= pages * self.limits.page_size or pages < self.limits.buffer_pages:
             return False
-        return not buffer.spare and not self.pages.available and not self._lendable
+        return not buffer.spare and not self.pages.available and not self.lending.room
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
         """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
@@ -321,8 +317,7 @@ class HotBuffers:
 
     def _note_release(self) -> None:
         """Steps in flight may access the pages that are released now."""
-        if self._commands is not None:
-            self._released_at = self._commands.issued
+        self._released_at = self._commands.issued
 
     def of(self, owner: HotOwner) -> HotBuffer:
         return self._buffers[owner]
@@ -358,10 +353,6 @@ class HotBuffers:
         """Free pages of the hot pool beyond the first pages of all free slots."""
         return max(0, self.pages.available - len(self._free_slots) * self.limits.buffer_pages)
 
-    @property
-    def _lendable(self) -> int:
-        return self._lending.room if self._lending is not None else 0
-
     def _has_room(self, pages: int, *, shrink: bool = True) -> bool:
         """Whether a slot and this many pages of the hot pool are free, or would be if buffers shrank."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values()) if shrink else 0
@@ -382,15 +373,14 @@ class HotBuffers:
         enough.
         """
         missing = count - min(count, len(buffer.spare))
-        room = self._lendable
+        room = self.lending.room
         if missing > self.pages.available + room:
             return False
         borrowed = min(max(0, missing - self._unneeded), room)
         buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
         self._take_own(buffer, missing - borrowed)
         if borrowed:
-            assert self._lending is not None
-            loan = self._lending.borrow(str(buffer.owner), borrowed)
+            loan = self.lending.borrow(str(buffer.owner), borrowed)
             buffer.loans.append(loan)
             buffer.pages += loan.hot_pages[:borrowed]
             buffer.spare = loan.hot_pages[: borrowed - 1 : -1]
@@ -404,8 +394,7 @@ class HotBuffers:
 
     def _give_back(self, buffer: HotBuffer) -> None:
         for loan in buffer.loans:
-            assert self._lending is not None
-            self._lending.give_back(loan)
+            self.lending.give_back(loan)
         buffer.loans, buffer.spare = [], []
 
     def _set_capacity(self, buffer: HotBuffer) -> None:

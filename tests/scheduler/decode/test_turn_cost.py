@@ -21,6 +21,7 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from tests.scheduler.simulation.simulator import NO_UNITS
 
 FEW, MANY = 20, 400
 PEER = InstanceId("peer")
@@ -145,7 +146,8 @@ def with_ready(count: int) -> DecodeScheduler:
 
 def with_arrived(count: int) -> DecodeScheduler:
     """Requests that wait for a hot buffer."""
-    scheduler = decode_server(10 * MANY, HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING))
+    limits = HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING, overlay=NO_UNITS)
+    scheduler = decode_server(10 * MANY, limits)
     submit(scheduler, count, PROMPT)
     arrive(scheduler)
     return scheduler

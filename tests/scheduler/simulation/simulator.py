@@ -72,6 +72,8 @@ HOT_ROWS = 8
 LENDING_PAGES = 32
 KEY_BYTES, HOT_BYTES = 2, 3
 """Sizes of a page, for lending: a unit is three KV pages or two hot pages; the last two KV pages are in no unit."""
+NO_UNITS = PoolOverlay(num_pages=1, kv_pages=2, hot_pages=1, covered=0)
+"""A unit is larger than the pool: nothing can be lent."""
 
 Row = tuple[int, int]
 """Page and offset in it, of decode's pool or of its hot pool."""
@@ -150,7 +152,7 @@ class Simulator:
         self.endpoints = endpoints
         self.prefill = dataclasses.replace(prefill, window=prefill_window)
         self.prefill_pages = prefill_pages
-        overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
+        overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else NO_UNITS
         self.names = itertools.count()
         limits = limits or DecodeLimits(
             page_size=PAGE_SIZE,
@@ -245,7 +247,7 @@ class Simulator:
 
     def decode_turn(self) -> None:
         hot = self.decode.memory.hot
-        lending = self.decode.memory._lending
+        lending = hot.lending if hot is not None else None
         borrowed = lending.borrowed if lending is not None else 0
         evicting = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
         self.decode.advance(self.now)
@@ -604,8 +606,7 @@ class Simulator:
     def _covered(self) -> int:
         """The first page of the hot pool."""
         hot = self.decode.memory.hot
-        overlay = hot.limits.overlay if hot is not None else None
-        return overlay.covered if overlay is not None else 0
+        return hot.limits.overlay.covered if hot is not None else 0
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""

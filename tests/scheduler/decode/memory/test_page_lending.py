@@ -13,7 +13,6 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.memory import request_memory
 from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.page_lending import PageLending
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
 from pdserve.scheduler.messages.outbox import Outbox
 from pdserve.scheduler.messages.ranks import ResizeHot
@@ -30,9 +29,9 @@ class Pools:
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
         self.pages = PageAllocator[KvPage](KV_PAGES)
         self.commands = CommandLog(self.pages)
-        self.lending = PageLending(self.pages, OVERLAY, self.commands)
         limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
-        self.hot = HotBuffers(limits, self.lending)
+        self.hot = HotBuffers(limits, self.pages, self.commands)
+        self.lending = self.hot.lending
 
     def check(self) -> None:
         self.pages.check_integrity()

@@ -174,10 +174,6 @@ class RankEngine:
         return tuple(found)
 
     @property
-    def on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
     def busy_s(self) -> float:
         """Time spent on steps, minus the time spent waiting for the previous stage. May be read from another thread."""
         return self._stepping_s - self._parallel.waited_s
@@ -247,15 +243,13 @@ class RankEngine:
                 self._assist(ranks)
             case CopyPage():
                 self._copy_page(command)
-            case SavePages() | LoadPages() | DropPages():
+            case SavePages() | LoadPages() | DropPages() | WriteBackRows():
                 self._mover.enqueue(command)
             case StoreLoad():
                 assert self._store is not None, "a command for a rank without a KV store"
                 self._store.load(command, PendingStep(self._device).wait)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
-            case WriteBackRows():
-                self._mover.enqueue(command)
             case CheckCache():
                 self._report(CacheChecked(self._rank, self._check_cache()))
                 self._report_hot(settled=True)

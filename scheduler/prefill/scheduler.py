@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
 from ...memory.prefix_cache import PrefixCache
@@ -37,6 +36,7 @@ from ..messages.effects import Effect, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
+from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
 from .compute_queue import ComputeQueue
@@ -184,12 +184,11 @@ class PrefillScheduler:
         step = self._computing.next_step(now)
         if step is None:
             return None
-        for row in step.rows:
-            request = row.request
-            self.staging.request(request.ref, max(row.start, request.destination.prefix_tokens), row.end, now)
+        for request, start, end in step.chunks:
+            self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end, now)
             if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._transfers.send(request, row.start, row.end, now, after=step.command_id)
-                request.written = row.end
+                self._transfers.send(request, start, end, now, after=step.command_id)
+                request.written = end
         return step
 
     def may_start_step(self) -> bool:
@@ -199,50 +198,35 @@ class PrefillScheduler:
     def use_waiting_time(self) -> None:
         """A prefill scheduler has nothing to do while no step can start."""
 
-    def step_done(
-        self,
-        command_id: int,
-        first_tokens: Sequence[tuple[TokenLogprob, ...]],
-        input_logprobs: Sequence[tuple[TokenLogprob, ...]],
-        now: float,
-        problems: Sequence[str | None] = (),
-    ) -> None:
-        """The KV of the rows of a step is in our pages: send it.
-
-        One entry per row: the first token of each sample if the row ends its prompt, and the log-probabilities of
-        prompt tokens that the row yields. `problems`, if any, say why tokens of a row do not follow its grammar.
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+        """The KV of the chunks of a step is in our pages: send it. A chunk that ends its prompt has the first token of
+        each sample.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs, problem in zip(
-            self._computing.take(command_id, now),
-            first_tokens,
-            input_logprobs,
-            problems or [None] * len(first_tokens),
-            strict=True,
-        ):
-            request = row.request
+        for chunk, result in zip(self._computing.take(command_id, now), results, strict=True):
+            request, start, end = chunk
             if request.state is not PrefillState.COMPUTING:
                 continue
-            if problem is not None:
+            if result.problem is not None:
                 request.retryable = False
-                self._transfers.close(request, f"the grammar cannot be followed: {problem}", now)
+                self._transfers.close(request, f"the grammar cannot be followed: {result.problem}", now)
                 continue
-            self.counters["prompt_tokens"] += row.end - row.start
-            request.computed = row.end
-            request.input_logprobs += logprobs
-            if request.written < row.end:
-                self._transfers.send(request, row.start, row.end, now)
-            if row.end <= request.destination.prefix_tokens:
+            self.counters["prompt_tokens"] += end - start
+            request.computed = end
+            request.input_logprobs += result.prompt_logprobs
+            if request.written < end:
+                self._transfers.send(request, start, end, now)
+            if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
-            assert request.grant is not None, f"{request.ref} computes without pages"
-            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end, freed=request.grant.freed)
+            grant = request.granted
+            self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
             if self.stored is not None:
                 self.stored.offer(request)
             self._transfers.free_unseen(request)
-            if row.last:
-                request.first_tokens = tokens
+            if chunk.last:
+                request.first_tokens = result.drawn
                 self._computing.remove(request)
                 request.lifecycle.advance(PrefillState.SENDING, now)
                 self._transfers.finish_if_sent(request, now)
@@ -250,9 +234,9 @@ class PrefillScheduler:
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
-        for row in self._computing.take(command_id, now):
-            if row.request.state is PrefillState.COMPUTING:
-                self._transfers.close(row.request, f"the prefill step failed: {reason}", now)
+        for request, _, _ in self._computing.take(command_id, now):
+            if request.state is PrefillState.COMPUTING:
+                self._transfers.close(request, f"the prefill step failed: {reason}", now)
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
         """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""

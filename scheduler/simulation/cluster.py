@@ -276,7 +276,7 @@ class Cluster:
         self._perform_prefill(server)
         if server.steps and not server.computing:
             server.computing, server.step_started = True, now
-            seconds = self._times.prefill_s((row.start, row.end) for row in server.steps[0].rows)
+            seconds = self._times.prefill_s((chunk.start, chunk.end) for chunk in server.steps[0].chunks)
             self._cores.run("prefill", seconds, self._settings.cores, lambda: self._end_prefill_step(server))
 
     def _perform_prefill(self, server: _Prefill) -> None:
@@ -305,8 +305,8 @@ class Cluster:
         server.busy_s += self._clock.now - server.step_started
         for write in server.after_step.pop(step.command_id, ()):
             write()
-        first_tokens = [(TOKEN,) * row.draws for row in step.rows]
-        server.scheduler.step_done(step.command_id, first_tokens, [()] * len(step.rows), self._clock.now)
+        results = [StepResult((TOKEN,) if chunk.last else (), ()) for chunk in step.chunks]
+        server.scheduler.step_done(step.command_id, results, self._clock.now)
         self._turn_prefill(server)
 
     def _write(self, server: _Prefill, chunk: ChunkWrite) -> None:

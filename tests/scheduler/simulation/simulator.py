@@ -43,7 +43,7 @@ from pdserve.scheduler.messages.ranks import (
 )
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace, PrefillRow, PrefillStep
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -105,6 +105,8 @@ class Server:
     to_decode: collections.deque[AnyMessage] = dataclasses.field(default_factory=collections.deque)
     writes: list[Write] = dataclasses.field(default_factory=list)
     steps: collections.deque[PrefillStep] = dataclasses.field(default_factory=collections.deque)
+    step_pages: collections.deque[list[list[KvPage]]] = dataclasses.field(default_factory=collections.deque)
+    """The pages of the chunks of each step, also of requests that end before it."""
     memory: dict[Row, Prefix] = dataclasses.field(default_factory=dict)
     hung: bool = False
 
@@ -763,25 +765,25 @@ class Simulator:
         server.scheduler.advance(self.now)
         step = server.scheduler.next_step(self.now)
         if step is not None:
-            assert sum(row.end - row.start for row in step.rows) <= self.prefill.chunk_size
+            assert sum(chunk.end - chunk.start for chunk in step.chunks) <= self.prefill.chunk_size
             server.steps.append(step)
+            server.step_pages.append([chunk.prompt.granted.pages for chunk in step.chunks])
         if server.steps and (step is None or len(server.steps) > 1):
             self._end_prefill_step(server)
         self.act()
 
     def _end_prefill_step(self, server: Server) -> None:
         done = server.steps.popleft()
-        for row in done.rows:
-            self._compute_prefill(server, row)
-        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
-        server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
+        for chunk, pages in zip(done.chunks, server.step_pages.popleft(), strict=True):
+            self._compute_prefill(server, chunk, pages)
+        server.scheduler.step_done(done.command_id, prefill_results(done), self.now)
 
-    def _compute_prefill(self, server: Server, row: PrefillRow) -> None:
+    def _compute_prefill(self, server: Server, chunk: Chunk[PrefillRequest], pages: list[KvPage]) -> None:
         """Compute a chunk on a prefill server."""
-        tokens, alive = tuple(row.request.prompt), row.request.state is PrefillState.COMPUTING
-        for position in range(first_seen(row.start, self.prefill.window), row.end):
-            kv_row = server.row(row.pages, position) if alive or row.pages else None
-            if kv_row is not None and position >= row.start:
+        tokens, alive = tuple(chunk.prompt.prompt), chunk.prompt.state is PrefillState.COMPUTING
+        for position in range(first_seen(chunk.start, self.prefill.window), chunk.end):
+            kv_row = server.row(pages, position) if alive or pages else None
+            if kv_row is not None and position >= chunk.start:
                 server.memory[kv_row] = tokens[: position + 1]
             elif alive and kv_row is not None:
                 assert server.memory[kv_row] == tokens[: position + 1], f"prefill reads wrong KV at {position}"
@@ -903,6 +905,13 @@ def first_seen(position: int, window: int | None) -> int:
 def sampled(*tokens: int) -> StepResult:
     """The result of a row of a step that samples these tokens."""
     return StepResult(tuple(TokenLogprob(token, None) for token in tokens), ())
+
+
+def prefill_results(step: PrefillStep) -> list[StepResult]:
+    """The results of a step of a prefill server: a first token for each sample of the prompts that it ends."""
+    return [
+        sampled(*range(50, 50 + chunk.prompt.destination.samples)) if chunk.last else sampled() for chunk in step.chunks
+    ]
 
 
 def lost_hot_buffer(request: Request) -> bool:

@@ -56,6 +56,7 @@ from .dispatch.staging import RankRing
 from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
+from .memory.resources import Resources
 from .requests.limits import DecodeLimits
 from .requests.request import Attempt, LocalPrompt, Prompt
 from .retraction import Retractions
@@ -88,22 +89,20 @@ class DecodeScheduler:
         self.kv_store: KvStore[LocalPrompt] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
-        self.dispatcher = PrefillDispatcher(
-            limits, pages, self.cache, self.memory, self.counters, self._outbox, rings, self.kv_store
+        resources = Resources(
+            limits, pages, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
         )
+        self.rates = resources.rates
+        self.dispatcher = PrefillDispatcher(resources, rings)
         self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
-        self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
+        self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
         self._deadlines = Deadlines(self.dispatcher)
         self.endings = Endings(
+            resources,
             frozenset(eos_token_ids),
-            cache=self.cache,
-            memory=self.memory,
             run_queue=self.run_queue,
             retracted=self.retracted,
             dispatcher=self.dispatcher,
-            counters=self.counters,
-            outbox=self._outbox,
-            store=self.kv_store,
         )
         self.requests = self.endings.requests
         self.admission = Admission(
@@ -114,34 +113,23 @@ class DecodeScheduler:
             requests=self.requests,
         )
         self.arrivals = Arrivals(
+            resources,
             dispatcher=self.dispatcher,
-            memory=self.memory,
             run_queue=self.run_queue,
-            cache=self.cache,
             endings=self.endings,
             deadlines=self._deadlines,
-            rates=self.retracted.rates,
-            counters=self.counters,
-            outbox=self._outbox,
         )
         self._steps = Steps(
+            resources,
             dispatcher=self.dispatcher,
-            memory=self.memory,
             run_queue=self.run_queue,
             retracted=self.retracted,
             admission=self.admission,
             arrivals=self.arrivals,
             endings=self.endings,
-            counters=self.counters,
         )
         self._submissions = Submissions(
-            limits,
-            pages,
-            dispatcher=self.dispatcher,
-            endings=self.endings,
-            deadlines=self._deadlines,
-            counters=self.counters,
-            outbox=self._outbox,
+            resources, dispatcher=self.dispatcher, endings=self.endings, deadlines=self._deadlines
         )
         self._peers_changed = False
         """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
@@ -338,7 +326,7 @@ class DecodeScheduler:
             self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
-            self.retracted.rates.copied_pages.measured(copy.pages, seconds)
+            self.rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:

@@ -6,16 +6,13 @@ import math
 import msgspec
 
 from ...configs.errors import RequestError, UnavailableError
-from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import unpack_hashes
-from ...memory.pages import PageAllocator
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
-from ..messages.outbox import Outbox
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
-from .requests.limits import DecodeLimits
+from .memory.resources import Resources
 from .requests.request import Prompt, Request
 from .responses import failed, overloaded, refusal, too_long
 
@@ -27,23 +24,15 @@ class Submissions:
     """Turns a Submit into requests and a prompt in the queue, or refuses it."""
 
     def __init__(
-        self,
-        limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
-        *,
-        dispatcher: PrefillDispatcher,
-        endings: Endings,
-        deadlines: Deadlines,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
+        self, resources: Resources, *, dispatcher: PrefillDispatcher, endings: Endings, deadlines: Deadlines
     ) -> None:
-        self._limits = limits
-        self._pages = pages
+        self._limits = resources.limits
+        self._pages = resources.pages
+        self._counters = resources.counters
+        self._outbox = resources.outbox
         self._dispatcher = dispatcher
         self._endings = endings
         self._deadlines = deadlines
-        self._counters = counters
-        self._outbox = outbox
         self.accepting = True
         self._calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
         """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several

@@ -3,22 +3,14 @@
 It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
-import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator
-from ....memory.prefix_cache import PrefixCache
 from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import InstanceId
 from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
-from ...messages.outbox import Outbox
-from ...rates import Rates
-from ...store.kv_store import KvStore
-from ..memory.request_memory import RequestMemory
-from ..requests.limits import DecodeLimits
+from ..memory.resources import Resources
 from ..requests.request import LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
 from .local_prefill import LocalPrefill
@@ -39,43 +31,21 @@ MAX_MISFITS = 8
 class PrefillDispatcher:
     """Owns the queue, the prefill servers, and the prompts that they (`remote`) and this server (`local`) compute."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
-        cache: PrefixCache,
-        memory: RequestMemory,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
-        rings: Sequence[RankRing],
-        kv_store: KvStore[LocalPrompt] | None,
-    ) -> None:
-        self.limits = limits
-        self._kv_store = kv_store
-        self.counters = counters
+    def __init__(self, resources: Resources, rings: Sequence[RankRing]) -> None:
+        self.limits = resources.limits
+        self._kv_store = resources.kv_store
+        self._rates = resources.rates
+        self._counters = resources.counters
+        self._outbox = resources.outbox
+        self._pages = resources.pages
+        self._cache = resources.cache
+        self._memory = resources.memory
         self.queue = PromptQueue()
         self.pace = QueuePace()
-        self.peers = PrefillPeers(limits.dispatch)
-        self.rates = Rates()
-        self.local = LocalPrefill(limits, self.rates)
-        self.placer = Placer(
-            limits,
-            queue=self.queue,
-            peers=self.peers,
-            local=self.local,
-            rates=self.rates,
-            cache=cache,
-            memory=memory,
-            kv_store=kv_store,
-            counters=counters,
-        )
-        self.remote = RemotePrefill(
-            limits, rings, peers=self.peers, placer=self.placer, memory=memory, counters=counters, outbox=outbox
-        )
-        self._outbox = outbox
-        self._pages = pages
-        self._cache = cache
-        self._memory = memory
+        self.peers = PrefillPeers(self.limits.dispatch)
+        self.local = LocalPrefill(self.limits, self._rates)
+        self.placer = Placer(resources, queue=self.queue, peers=self.peers, local=self.local)
+        self.remote = RemotePrefill(resources, rings, peers=self.peers, placer=self.placer)
         self._prompt_ids = itertools.count(1)
 
     def next_prompt_id(self) -> int:
@@ -195,10 +165,10 @@ class PrefillDispatcher:
             if reservation is None:
                 blocked.append(prompt)
                 continue
-            self.counters["overtakes"] += bool(blocked)
+            self._counters["overtakes"] += bool(blocked)
             for other in blocked:
                 other.overtaken += 1
-            self.counters[f"{placement.where}_prefill_{placement.reason}"] += 1
+            self._counters[f"{placement.where}_prefill_{placement.reason}"] += 1
             if placement.where == "local":
                 self._reserved(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
@@ -232,7 +202,7 @@ class PrefillDispatcher:
             cached=local.cached,
             freed=self._cache.first_needed(local.cached // self.limits.page_size),
             most=most_cached(local.prompt),
-            tokens_per_s=self.rates.local_tokens.per_s,
+            tokens_per_s=self._rates.local_tokens.per_s,
         )
 
     def can_compute(self, tokens: int) -> bool:

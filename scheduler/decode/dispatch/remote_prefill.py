@@ -3,16 +3,13 @@
 An attempt that was given up leaves its pages in quarantine: its writer may still write them.
 """
 
-import collections
 from collections.abc import Sequence
 
 from ....memory.pages import pages_for
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ...messages.effects import SendToPeer
-from ...messages.outbox import Outbox
 from ..memory.hot_buffers import HotBuffers
-from ..memory.request_memory import RequestMemory
-from ..requests.limits import DecodeLimits
+from ..memory.resources import Resources
 from ..requests.request import Attempt, Prompt
 from ..requests.reservation import Reservation
 from .kv_path import PathInputs, choose_path
@@ -25,23 +22,13 @@ from .staging import RankRing, StagedArrivals
 class RemotePrefill:
     """Owns the transfers in flight, their staged parts and the quarantine. `prompts` are by the key of the transfer."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        rings: Sequence[RankRing],
-        *,
-        peers: PrefillPeers,
-        placer: Placer,
-        memory: RequestMemory,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
-    ) -> None:
-        self._limits = limits
+    def __init__(self, resources: Resources, rings: Sequence[RankRing], *, peers: PrefillPeers, placer: Placer) -> None:
+        self._limits = limits = resources.limits
+        self._memory = resources.memory
+        self._counters = counters = resources.counters
+        self._outbox = outbox = resources.outbox
         self._peers = peers
         self._placer = placer
-        self._memory = memory
-        self._counters = counters
-        self._outbox = outbox
         self.prompts: dict[TransferKey, Prompt] = {}
         self.quarantine = Quarantine(limits.quarantine_s)
         self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)

@@ -137,7 +137,7 @@ def with_history(prompt: list[int]) -> Decode:
     decode.turn()
     decode.serve("first", prompt)
     decode.scheduler.flush_cache()
-    rates = decode.scheduler.dispatcher.rates
+    rates = decode.scheduler.rates
     rates.transfers.measured(1, 0.005)
     for rate in (rates.prefilled_tokens, rates.local_tokens):
         for tokens in (16, 64, 512, 2048):

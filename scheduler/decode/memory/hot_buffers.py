@@ -58,49 +58,34 @@ class HotLimits:
         return self.num_pages * self.page_size - 1
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class HotBuffer:
     """The hot rows of one request. Token p is in row p while the sequence has at most `capacity` tokens. With more
     tokens, the buffer is evicting and uses its first pages only.
     """
 
-    __slots__ = (
-        "capacity",
-        "computing",
-        "evicting_since",
-        "grant",
-        "loading",
-        "loans",
-        "owner",
-        "pages",
-        "slot",
-        "spare",
-        "tokens",
-        "unsaved",
-    )
-
-    def __init__(self, owner: HotOwner, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
-        self.owner = owner
-        self.slot = slot
-        self.grant = grant
-        """Pages of the hot pool: its first pages, and maybe further ones."""
-        self.pages = list(grant.pages)
-        """All pages in use, in the order of its rows."""
-        self.loans: list[Loan] = []
-        self.spare: list[HotPage] = []
-        """Borrowed pages that are not in use yet; the next one is last."""
-        self.capacity = 0
-        self.tokens = 0
-        """Length of the sequence, including the last step that was sent."""
-        self.evicting_since: int | None = None
-        """Length of the sequence when it became evicting; None while it is fully resident."""
-        self.loading = False
-        """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
-        self.computing = False
-        """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows: it gives up no page
-        until then.
-        """
-        self.unsaved = False
-        """Prefill has written its rows here, and they are not in host memory yet: it gives up no page until then."""
+    owner: HotOwner
+    slot: RequestSlot
+    grant: PageGrant[HotPage]
+    """Pages of the hot pool: its first pages, and maybe further ones."""
+    pages: list[HotPage]
+    """All pages in use, in the order of its rows."""
+    tokens: int
+    """Length of the sequence, including the last step that was sent."""
+    loans: list[Loan] = dataclasses.field(default_factory=list)
+    spare: list[HotPage] = dataclasses.field(default_factory=list)
+    """Borrowed pages that are not in use yet; the next one is last."""
+    capacity: int = 0
+    evicting_since: int | None = None
+    """Length of the sequence when it became evicting; None while it is fully resident."""
+    loading: bool = False
+    """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
+    computing: bool = False
+    """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows: it gives up no page
+    until then.
+    """
+    unsaved: bool = False
+    """Prefill has written its rows here, and they are not in host memory yet: it gives up no page until then."""
 
     @property
     def fixed(self) -> bool:
@@ -180,15 +165,9 @@ class HotBuffers:
         """Allocate a buffer for a sequence of `tokens` tokens, the newest included. Returns it with the buffers that
         were shrunk for it. It is fully resident if memory is free for all its rows. Call after `can_open`.
         """
-        limits = self.limits
-        shrunk = self._free_pages(limits.buffer_pages)
-        wanted = pages_for(tokens, limits.page_size)
-        first = min(wanted, limits.buffer_pages)
-        grant = self.pages.grant(rid, first, reserve=limits.buffer_pages - first)
-        assert grant is not None, f"no hot pages for {rid} after can_open()"
-        buffer = HotBuffer(rid, self._free_slots.pop(), grant)
-        self._buffers[rid] = buffer
-        buffer.tokens = tokens
+        wanted = pages_for(tokens, self.limits.page_size)
+        first = min(wanted, self.limits.buffer_pages)
+        buffer, shrunk = self._allocate(rid, first, tokens)
         if self._extend(buffer, wanted - first):
             buffer.loading = True
         else:
@@ -200,14 +179,7 @@ class HotBuffers:
         """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed, or whose rows are received.
         Returns it with the buffers that were shrunk for it: none if enough pages are free. Call after `can_compute`.
         """
-        wanted = pages_for(tokens, self.limits.page_size)
-        reserve = max(0, self.limits.buffer_pages - wanted)
-        shrunk = self._free_pages(wanted + reserve)
-        grant = self.pages.grant(f"prompt {prompt_id}", wanted, reserve=reserve)
-        assert grant is not None, f"no hot pages for prompt {prompt_id} after can_compute()"
-        buffer = HotBuffer(prompt_id, self._free_slots.pop(), grant)
-        self._buffers[prompt_id] = buffer
-        buffer.tokens = tokens
+        buffer, shrunk = self._allocate(prompt_id, pages_for(tokens, self.limits.page_size), tokens)
         buffer.computing = True
         self._set_capacity(buffer)
         return buffer, shrunk
@@ -357,6 +329,19 @@ class HotBuffers:
         """Whether a slot and this many pages of the hot pool are free, or would be if buffers shrank."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values()) if shrink else 0
         return bool(self._free_slots) and self.pages.available + spare >= pages
+
+    def _allocate(self, owner: HotOwner, pages: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
+        """A buffer with `pages` pages of the hot pool, whose other first pages are reserved, and the buffers that were
+        shrunk for it.
+        """
+        reserve = max(0, self.limits.buffer_pages - pages)
+        shrunk = self._free_pages(pages + reserve)
+        name = owner if isinstance(owner, str) else f"prompt {owner}"
+        grant = self.pages.grant(name, pages, reserve=reserve)
+        assert grant is not None, f"no {pages} + {reserve} hot pages for {name}"
+        buffer = HotBuffer(owner, self._free_slots.pop(), grant, list(grant.pages), tokens)
+        self._buffers[owner] = buffer
+        return buffer, shrunk
 
     def _free_pages(self, count: int) -> list[HotBuffer]:
         """Shrink the largest buffers until this many pages of the hot pool are free; returns them."""

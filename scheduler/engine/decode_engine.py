@@ -43,7 +43,6 @@ from ..messages.frontend import Cancel, Submit
 from ..messages.ranks import (
     CommandDone,
     CopyDone,
-    ExpectedChunk,
     GrammarReady,
     HotCounters,
     KvVerified,
@@ -206,8 +205,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.scheduler.prefill_done(done, now)
             return
         self._verifying[done.key] = _Verification(done)
-        chunks = (ExpectedChunk(chunk.token_start, chunk.token_end, chunk.checksums) for chunk in prompt.attempt.chunks)
-        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks), prompt.attempt.hot_pages))
+        attempt = prompt.attempt
+        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
 
     def _verified(self, report: KvVerified, now: float) -> None:
         verification = self._verifying[report.key]

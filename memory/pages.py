@@ -62,7 +62,6 @@ class PageGrant(Generic[PageT]):
     owner: str
     pages: list[PageT]
     reserved: int
-    released: bool = False
     freed: int = 0
 
     def __repr__(self) -> str:
@@ -160,8 +159,7 @@ class PageAllocator(Generic[PageT]):
 
     def release(self, grant: PageGrant[PageT]) -> None:
         """Release all pages. The caller guarantees that no local or remote writer still writes them."""
-        assert not grant.released, f"second release of {grant}"
-        grant.released = True
+        assert grant in self._grants, f"second release of {grant}"
         self._grants.remove(grant)
         self._reserved -= grant.reserved
         grant.reserved = 0

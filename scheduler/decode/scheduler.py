@@ -41,10 +41,9 @@ from ...transfer.protocol.messages import (
     TransferKey,
 )
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import Effect
+from ..messages.effects import Effect, Outbox
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
-from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits

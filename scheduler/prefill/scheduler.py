@@ -32,9 +32,8 @@ from ...transfer.protocol.messages import (
 )
 from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
-from ..messages.effects import Effect, SendToPeer
+from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits

@@ -11,9 +11,8 @@ from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
-from ..messages.effects import SendToFrontend, SendToPeer
+from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends

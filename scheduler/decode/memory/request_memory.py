@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages
+from ...messages.effects import Outbox
 from ...messages.lifecycle import State
-from ...messages.outbox import Outbox
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
 from ..requests.request import Attempt, LocalPrompt, Prompt, Request
 from ..requests.reservation import growth_pages

@@ -6,7 +6,7 @@ import dataclasses
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator
 from ....memory.prefix_cache import PrefixCache
-from ...messages.outbox import Outbox
+from ...messages.effects import Outbox
 from ...rates import Rates
 from ...store.kv_store import KvStore
 from ..requests.limits import DecodeLimits

@@ -14,7 +14,7 @@ from pdserve.scheduler.decode.memory import request_memory
 from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
-from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.effects import Outbox
 from pdserve.scheduler.messages.ranks import ResizeHot
 from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
 

@@ -1,6 +1,7 @@
 """How fast the queue of a decode server moves, and how long it waited because prefill servers were busy."""
 
 import collections
+import dataclasses
 from collections.abc import Collection
 
 MEASURED_S = 30.0
@@ -11,14 +12,12 @@ SHORTEST_S = 1.0
 """Shortest time to compute a rate from: less would measure a burst."""
 
 
+@dataclasses.dataclass(slots=True)
 class _Busy:
     """Since when the prefill servers at an endpoint (or all) take no prompt, and for how long in total before that."""
 
-    __slots__ = ("before_s", "since")
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self.before_s = 0.0
+    since: float | None = None
+    before_s: float = 0.0
 
     def total_s(self, now: float) -> float:
         return self.before_s + (now - self.since if self.since is not None else 0.0)

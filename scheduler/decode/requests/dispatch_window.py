@@ -11,6 +11,7 @@ hold no pages, and not on prefill. The prefill server reports how many tokens ke
 Prompts of a lower priority count for neither: prefill computes them later.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from ....transfer.protocol.messages import Load
@@ -34,14 +35,12 @@ class PromptKind(NamedTuple):
         return cls(priority, tokens.bit_length())
 
 
+@dataclasses.dataclass(slots=True)
 class _Sent:
     """Prompts of one kind that are at the prefill server."""
 
-    __slots__ = ("prompts", "tokens")
-
-    def __init__(self) -> None:
-        self.prompts = 0
-        self.tokens = 0
+    prompts: int = 0
+    tokens: int = 0
 
 
 class DispatchWindow:

@@ -279,6 +279,8 @@ class RankEngine:
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
+            while self._pending:  # reports are sent in order
+                self._finish_step()
             self._step_failed(command.command_id, error)
         self._stepping_s += time.monotonic() - started
 
@@ -289,13 +291,16 @@ class RankEngine:
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
+        """Wait for the oldest step or copy in flight, and report it. If a copy fails, the rank exits: the leader would
+        wait for the page.
+        """
         command_id, step, is_step = self._pending.popleft()
         started = time.monotonic()
         try:
             results = step.finish()
             self._parallel.check()
         except Exception as error:
-            if self._parallel.shard.world_size > 1:
+            if self._parallel.shard.world_size > 1 or not is_step:
                 raise
             self._step_failed(command_id, error)
             return
@@ -317,8 +322,6 @@ class RankEngine:
             following.step.sample()
 
     def _step_failed(self, command_id: int, error: Exception) -> None:
-        while self._pending:  # reports are sent in order
-            self._finish_step()
         if self._writes is not None:
             self._writes.early_writes.step_failed(command_id)
         log.exception("step %d failed", command_id, exc_info=error)

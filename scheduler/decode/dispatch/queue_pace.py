@@ -59,16 +59,17 @@ class QueuePace:
     def served(self, now: float) -> None:
         """The KV of a prompt has arrived."""
         if self._waiting_since is not None:
-            self._served.append(self._waited_s(now))
+            waited_s = self._waited_s(now)
+            self._served.append(waited_s)
+            self._forget_before(waited_s - MEASURED_S)
 
     def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
         """Expected wait of a prompt behind `queued` others, `most_s` at most."""
         if self._waiting_since is None:
             return 0.0
         waited_s = self._waited_s(now)
-        begin = max(0.0, waited_s - MEASURED_S)
-        self._forget_before(begin)
-        measured_s = waited_s - begin
+        self._forget_before(waited_s - MEASURED_S)
+        measured_s = min(waited_s, MEASURED_S)
         if not self._served:  # the first may be served now
             return min(most_s, max(SHORTEST_S, queued * measured_s))
         return min(most_s, queued * max(SHORTEST_S, measured_s) / len(self._served))

@@ -94,9 +94,8 @@ class PrefillPeers:
         writes_both: bool = False,
         shares_cpu: bool = False,
     ) -> None:
-        window = self.window(instance) or DispatchWindow()
         self._peers[instance] = PrefillPeer(
-            instance, {endpoint}, capacity, writes_both=writes_both, shares_cpu=shares_cpu, window=window
+            instance, {endpoint}, capacity, writes_both=writes_both, shares_cpu=shares_cpu
         )
         self._found(endpoint)
 

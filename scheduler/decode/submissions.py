@@ -5,7 +5,7 @@ import math
 
 import msgspec
 
-from ...configs.errors import RequestError, UnavailableError
+from ...configs.errors import OverloadedError, RequestError, UnavailableError
 from ...memory.page_hashes import unpack_hashes
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
@@ -14,7 +14,7 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .memory.resources import Resources
 from .requests.request import Prompt, Request
-from .responses import failed, overloaded, refusal, too_long
+from .responses import failed, refusal, too_long
 
 MOST_CALLS = 256
 """Calls of which further prompts may still come."""
@@ -109,10 +109,8 @@ class Submissions:
             self._endings.requests,
             self._pages.num_pages,
             prefill_tokens,
-            self._limits.page_size,
+            self._limits,
             local=prefill_tokens == self._dispatcher.largest_local,
-            window=self._limits.window,
-            growth_tokens=self._limits.growth_tokens,
         )
         if error is not None:
             return error
@@ -122,4 +120,9 @@ class Submissions:
             self.decide_call(submit.rid, accepted=room)
         else:
             accepted = self._calls.get(submit.follows, room)
-        return None if accepted else overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
+        if accepted:
+            return None
+        return OverloadedError(
+            f"max_queued_requests: {self._limits.max_queued_requests} prompts are queued already",
+            retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),
+        )

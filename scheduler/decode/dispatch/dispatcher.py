@@ -147,20 +147,19 @@ class PrefillDispatcher:
             if above is not None and prompt.priority <= above:
                 break
             placement, selection = places[prompt]
+            is_local = placement.where == "local"
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
-            if placement.where == "local" and not self._memory.may_compute(prompt, shrink=True):
+            if is_local and not self._memory.may_compute(prompt, shrink=True):
                 blocked.append(prompt)
                 continue
             reservation = reserve(
                 prompt,
                 self._pages,
                 self._cache,
-                page_size=self.limits.page_size,
-                growth_tokens=self.limits.growth_tokens,
-                most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
-                local=placement.where == "local",
-                window=self.limits.window,
+                self.limits,
+                most_cached=most_cached(prompt) if is_local else prompt.tokens,
+                local=is_local,
             )
             if reservation is None:
                 blocked.append(prompt)
@@ -169,7 +168,7 @@ class PrefillDispatcher:
             for other in blocked:
                 other.overtaken += 1
             self._counters[f"{placement.where}_prefill_{placement.reason}"] += 1
-            if placement.where == "local":
+            if is_local:
                 self._reserved(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
                 self._memory.allocate_for_prompt(local)

@@ -81,11 +81,11 @@ class HotBuffer:
     loading: bool = False
     """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
     computing: bool = False
-    """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows: it gives up no page
-    until then.
+    """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows. It gives up no page
+    meanwhile.
     """
     unsaved: bool = False
-    """Prefill has written its rows here, and they are not in host memory yet: it gives up no page until then."""
+    """Prefill has written its rows here, and they are not in host memory yet. It gives up no page before they are."""
 
     @property
     def fixed(self) -> bool:

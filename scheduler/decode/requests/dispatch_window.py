@@ -61,8 +61,8 @@ class DispatchWindow:
         return self.own_tokens + self._others
 
     def tokens_before(self, tokens: int) -> int:
-        """Of these, tokens that are computed before the end of a prompt of `tokens` tokens: prefill computes it beside
-        longer ones.
+        """The part of `tokens_ahead` that is computed before a prompt of `tokens` tokens is done: prefill computes it
+        beside longer ones.
         """
         return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
 

@@ -19,7 +19,6 @@ empty, a request is retracted (`retraction.py`) and continues later with the sam
 """
 
 import collections
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ...configs.errors import AbortedError, RequestError, UnavailableError
@@ -51,6 +50,7 @@ from .admission import Admission
 from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
+from .dispatch.prefill_peers import PrefillPeer
 from .dispatch.staging import RankRing
 from .endings import Endings
 from .memory.hot_buffers import HotLimits
@@ -194,18 +194,9 @@ class DecodeScheduler:
 
     # -- events: prefill servers -------------------------------------------------------------------------------
 
-    def peer_up(
-        self,
-        instance: InstanceId,
-        endpoint: str,
-        staged: Iterable[StagedRegion] = (),
-        *,
-        capacity: float = math.inf,
-        writes_both: bool = False,
-        shares_cpu: bool = False,
-    ) -> None:
-        """A prefill server paired; see PrefillPeer. `staged` are the regions that go through the staging rings."""
-        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both, shares_cpu=shares_cpu)
+    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion] = ()) -> None:
+        """A prefill server paired. `staged` are the regions that go through the staging rings."""
+        self.dispatcher.peer_up(peer, staged)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:

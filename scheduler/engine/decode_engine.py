@@ -37,6 +37,7 @@ from ...transfer.protocol.messages import (
     Welcome,
 )
 from ...transfer.protocol.wire import IntArray
+from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
 from ..messages.frontend import Cancel, Submit
@@ -137,18 +138,16 @@ class DecodeEngine(Engine[DecodeScheduler]):
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "a decode server connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
-                capacity = layout.num_pages * layout.page_size
-                shares_cpu = share_cpu(self._hello.ranks, welcome.ranks)
-                if shares_cpu and scheduler.dispatcher.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
-                scheduler.peer_up(
+                peer = PrefillPeer(
                     instance,
-                    endpoint,
-                    staged_regions(self._hello, welcome),
-                    capacity=capacity,
+                    {endpoint},
+                    capacity=layout.num_pages * layout.page_size,
                     writes_both=welcome.enable_hisparse,
-                    shares_cpu=shares_cpu,
+                    shares_cpu=share_cpu(self._hello.ranks, welcome.ranks),
                 )
+                if peer.shares_cpu and scheduler.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
+                scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):

@@ -25,6 +25,7 @@ from ...transfer.protocol.messages import (
     PrefillDone,
     TransferFailed,
 )
+from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.requests.limits import DecodeLimits
 from ..decode.run_queue import DecodeStep
 from ..decode.scheduler import DecodeScheduler
@@ -129,7 +130,7 @@ class Cluster:
                 space = PageSpace(settings.decode_pages, settings.decode.page_size)
                 prefill.scheduler.peer_up(decode.instance, space)
                 capacity = settings.prefill_pages * settings.prefill.page_size
-                decode.scheduler.peer_up(prefill.instance, f"{prefill.instance}:1", capacity=capacity)
+                decode.scheduler.peer_up(PrefillPeer(prefill.instance, {f"{prefill.instance}:1"}, capacity))
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Simulate until every request has ended."""

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ....transfer.plan.staged_regions import StagedRegion
-from ....transfer.protocol.messages import InstanceId
 from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
 from ..memory.resources import Resources
@@ -16,7 +15,7 @@ from ..requests.reservation import Reservation, pages_needed, reserve
 from .local_prefill import LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeers, Selection
+from .prefill_peers import PrefillPeer, PrefillPeers, Selection
 from .prompt_queue import PromptQueue
 from .queue_pace import QueuePace
 from .remote_prefill import RemotePrefill
@@ -90,19 +89,10 @@ class PrefillDispatcher:
         if old.endpoint is not None:
             self._outbox.append(ConnectPeer(old.endpoint))  # the connection may have been closed since
 
-    def peer_up(
-        self,
-        instance: InstanceId,
-        endpoint: str,
-        capacity: float,
-        staged: Iterable[StagedRegion],
-        *,
-        writes_both: bool = False,
-        shares_cpu: bool = False,
-    ) -> None:
-        """A prefill server paired; see PrefillPeer."""
-        self.peers.up(instance, endpoint, capacity, writes_both=writes_both, shares_cpu=shares_cpu)
-        self.remote.staging.peer_up(instance, staged)
+    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion]) -> None:
+        """A prefill server paired."""
+        self.peers.up(peer)
+        self.remote.staging.peer_up(peer.instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
 

@@ -11,6 +11,7 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
@@ -65,7 +66,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
         quarantine_s=6,
     )
     scheduler = DecodeScheduler(limits, PageAllocator[KvPage](pages), [], hot_limits)
-    scheduler.peer_up(PEER, "here:1")
+    scheduler.peer_up(PrefillPeer(PEER, {"here:1"}))
     submit(scheduler, RUNNING, PROMPT)
     arrive(scheduler)
     load(scheduler)

@@ -20,6 +20,7 @@ from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
 from pdserve.scheduler.chunking.chunk_queue import Chunk
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
@@ -504,9 +505,8 @@ class Simulator:
         scheduler = PrefillScheduler(self.prefill, PageAllocator[KvPage](self.prefill_pages))
         scheduler.peer_up(DECODE, self._page_space)
         self.servers[instance] = Server(endpoint, instance, scheduler)
-        self.decode.peer_up(
-            instance, endpoint, capacity=self.prefill_pages * self.prefill.page_size, writes_both=self.writes_both
-        )
+        capacity = self.prefill_pages * self.prefill.page_size
+        self.decode.peer_up(PrefillPeer(instance, {endpoint}, capacity, writes_both=self.writes_both))
 
     @property
     def _page_space(self) -> PageSpace:
@@ -539,7 +539,7 @@ class Simulator:
             server.hung = False
             if lost_us:
                 self._lose_decode(server)
-            self.decode.peer_up(server.instance, server.endpoint, writes_both=self.writes_both)
+            self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}, writes_both=self.writes_both))
             self.act()
 
     def prefill_alone_loses_decode(self, which: int) -> None:

@@ -67,7 +67,8 @@ class Endings:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.COMPUTING if request.prompt.waiting == [request]:
-                self._drop_local(request.prompt)
+                # its pages are free when steps in flight have ended
+                self._memory.release_prompt(self._dispatcher.local.remove(request.prompt))
             case State.ARRIVED if self._memory.copies.is_in(request, "open"):
                 pass  # it is in no queue
             case State.ARRIVED | State.READY | State.RUNNING:
@@ -101,12 +102,6 @@ class Endings:
         self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
         if self._store is not None:
             self._store.offer(self._store.new_chain(), tokens, inserted)
-
-    def _drop_local(self, prompt: Prompt) -> None:
-        """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight
-        have ended.
-        """
-        self._memory.release_prompt(self._dispatcher.local.remove(prompt))
 
     def free_drained(self, prompt: Prompt, now: float) -> None:
         """Free ended requests when no page of their prompt is in quarantine any more."""

@@ -93,7 +93,7 @@ class DecodeScheduler:
         )
         self.rates = resources.rates
         self.dispatcher = PrefillDispatcher(resources, rings)
-        self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
+        self.run_queue = RunQueue(limits)
         self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
         self._deadlines = Deadlines(self.dispatcher)
         self.endings = Endings(

@@ -248,6 +248,3 @@ class DecodeEngine(Engine[DecodeScheduler]):
 
     def answered(self) -> bool:
         return not self.scheduler.requests and not self._gate
-
-    def writes(self) -> bool:
-        return False

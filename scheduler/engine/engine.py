@@ -88,9 +88,9 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     def answered(self) -> bool:
         """Whether every request has its terminal message."""
 
-    @abc.abstractmethod
     def writes(self) -> bool:
-        """Whether writes to peers are in flight: the peers wait for their end."""
+        """Whether writes to peers are in flight (prefill): the peers wait for their end."""
+        return False
 
     def start(self, step: RunStep | AssistStep, now: float) -> None:
         """Send a step to the ranks."""

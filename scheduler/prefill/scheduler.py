@@ -72,9 +72,7 @@ class PrefillScheduler:
         self._expire_at = math.inf
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
-        self._transfers = Transfers(
-            limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw, window=limits.window
-        )
+        self._transfers = Transfers(limits, pages, self.counters, self._outbox, withdraw=self._withdraw)
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)

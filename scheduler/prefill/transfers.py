@@ -14,6 +14,7 @@ from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, Pr
 from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.ranks import CancelChunks
+from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends
 
@@ -23,25 +24,22 @@ class Transfers:
 
     def __init__(
         self,
-        page_size: int,
+        limits: PrefillLimits,
         pages: PageAllocator[KvPage],
         counters: collections.Counter[str],
         outbox: Outbox,
         *,
         withdraw: Callable[[PrefillRequest], None],
-        window: int | None = None,
     ) -> None:
-        """`withdraw` takes a request that fails or is aborted out of the queue that it is in. `window` is the sliding
-        window that all layers have, if they do.
-        """
+        """`withdraw` takes a request that fails or is aborted out of the queue that it is in."""
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
-        self.staging = StagedSends(page_size, counters, outbox)
+        self.staging = StagedSends(limits.page_size, counters, outbox)
         self.leaving = False
         """The server accepts no requests any more."""
-        self._page_size = page_size
-        self._window = window
+        self._page_size = limits.page_size
+        self._window = limits.window
         self._pages = pages
         self._counters = counters
         self._outbox = outbox

@@ -19,7 +19,7 @@ empty, a request is retracted (`retraction.py`) and continues later with the sam
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...configs.errors import AbortedError, RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
@@ -130,6 +130,8 @@ class DecodeScheduler:
         self._submissions = Submissions(
             resources, dispatcher=self.dispatcher, endings=self.endings, deadlines=self._deadlines
         )
+        self.held_requests: Callable[[], int] = lambda: 0
+        """Requests that are submitted when their grammars are compiled."""
         self._peers_changed = False
         """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
 

@@ -90,6 +90,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
         self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
+        scheduler.held_requests = lambda: sum(1 + len(held.more_rids) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler

@@ -68,6 +68,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Reports of the chunks that some ranks have written, but not all."""
         self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
+        scheduler.held_tokens = lambda: sum(len(held.arrays[0]) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler

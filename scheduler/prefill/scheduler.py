@@ -12,7 +12,7 @@ message, only after all chunks in flight have reported their end.
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
@@ -76,6 +76,8 @@ class PrefillScheduler:
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
+        self.held_tokens: Callable[[], int] = lambda: 0
+        """Tokens of the prompts that arrive here when their grammars are compiled."""
         self.kv_store: KvStore[PrefillRequest] | None = None
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:

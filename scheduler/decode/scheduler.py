@@ -180,13 +180,9 @@ class DecodeScheduler:
             to._deadlines.watch(request)
         to.dispatcher.adopt(prompt, now)
 
-    def has_accepted(self, first_rid: str) -> bool:
-        """Whether a call was accepted whose first prompt has this rid (`Submit.follows`)."""
-        return self._submissions.has_accepted(first_rid)
-
-    def accept_call(self, first_rid: str) -> None:
-        """Accept further prompts of a call whose first prompt another data-parallel rank has accepted."""
-        self._submissions.decide_call(first_rid, accepted=True)
+    def share_calls(self, other: "DecodeScheduler") -> None:
+        """Accept or refuse the further prompts of a call as the scheduler of another data-parallel rank has decided."""
+        self._submissions.calls = other._submissions.calls
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""

@@ -34,21 +34,10 @@ class Submissions:
         self._endings = endings
         self._deadlines = deadlines
         self.accepting = True
-        self._calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
+        self.calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
         """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several
         calls may alternate: each comes when its grammar is compiled.
         """
-
-    def has_accepted(self, first_rid: str) -> bool:
-        """Whether a call was accepted whose first prompt has this rid."""
-        return self._calls.get(first_rid, False)
-
-    def decide_call(self, first_rid: str, *, accepted: bool) -> None:
-        """Accept or refuse the further prompts of a call, too."""
-        self._calls[first_rid] = accepted
-        self._calls.move_to_end(first_rid)
-        if len(self._calls) > MOST_CALLS:
-            self._calls.popitem(last=False)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
@@ -116,11 +105,11 @@ class Submissions:
             return error
         room = len(self._dispatcher.queue) < self._limits.max_queued_requests
         if submit.follows is None:
-            accepted = room
-            self.decide_call(submit.rid, accepted=room)
-        else:
-            accepted = self._calls.get(submit.follows, room)
-        if accepted:
+            self.calls[submit.rid] = room
+            self.calls.move_to_end(submit.rid)
+            if len(self.calls) > MOST_CALLS:
+                self.calls.popitem(last=False)
+        if self.calls.get(submit.follows or submit.rid, room):
             return None
         return OverloadedError(
             f"max_queued_requests: {self._limits.max_queued_requests} prompts are queued already",

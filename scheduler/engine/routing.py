@@ -46,7 +46,14 @@ class EventRouter(abc.ABC, Generic[SchedulerT]):
 
 
 class DecodeRouter(EventRouter[DecodeScheduler]):
-    """Events of the frontend of a decode server."""
+    """Events of the frontend of a decode server. The prompts of a call may go to several engines, which accept or
+    refuse them together.
+    """
+
+    def __init__(self, schedulers: Sequence[DecodeScheduler]) -> None:
+        super().__init__(schedulers)
+        for scheduler in schedulers[1:]:
+            scheduler.share_calls(schedulers[0])
 
     def route(self, event: object) -> Sequence[int]:
         if len(self._all) == 1:
@@ -64,16 +71,11 @@ class DecodeRouter(EventRouter[DecodeScheduler]):
         return rebalance(self._schedulers, now) if len(self._all) > 1 else ()
 
     def _choose(self, submit: Submit) -> int:
-        """A rid that is in use goes to the engine that has it, which refuses it. If the first prompt of a call was
-        accepted, the others are accepted too, by any engine.
-        """
+        """A rid that is in use goes to the engine that has it, which refuses it."""
         for number, scheduler in enumerate(self._schedulers):
             if submit.rid in scheduler.requests:
                 return number
-        number = choose_for_submit(self._schedulers, submit)
-        if submit.follows is not None and any(one.has_accepted(submit.follows) for one in self._schedulers):
-            self._schedulers[number].accept_call(submit.follows)
-        return number
+        return choose_for_submit(self._schedulers, submit)
 
 
 class PrefillRouter(EventRouter[PrefillScheduler]):

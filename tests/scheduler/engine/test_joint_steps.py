@@ -276,6 +276,28 @@ def test_queue_limit_holds_per_rank_and_calls_are_accepted_as_a_whole() -> None:
     assert set(more) < set(server.responses(Finished))
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ranks_decide_alike_about_prompts_of_a_call_whose_grammars_were_not_compiled(accepted: bool) -> None:
+    server = JointServer(pages=10, queued=1)
+    for first_id in (100, 200):
+        server.submit(30, 8, first=first_id)
+    server.turn()
+    if not accepted:  # both queues are full
+        for first_id in (300, 310):
+            server.submit(8, first=first_id)
+        server.turn()
+    grammar = Grammar("regex", "a+")
+    first = server.submit(8, first=400, grammar=grammar)
+    rids = [first, *(server.submit(8, first=410 + 10 * at, follows=first, grammar=grammar) for at in range(4))]
+    server.turn()
+    for report in server.ranks.grammars:
+        server.inbox.put(report)
+    server.turn()
+    assert server.responses(Failed) == ([] if accepted else rids)
+    server.finish()
+    assert set(rids) <= set(server.responses(Finished if accepted else Failed))
+
+
 def test_state_of_the_server_is_the_sum_of_its_ranks() -> None:
     server = JointServer()
     for index in range(3):

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from ...configs.arithmetic import round_up
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import page_hashes
 from ...memory.pages import PageAllocator, PageGrant, pages_for, pages_holding
@@ -192,7 +193,7 @@ class KvStore(Generic[OwnerT]):
         if not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_skipped(tokens_per_s):
             return False
         first = cached // BLOCK_TOKENS
-        blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
+        blocks = chain.blocks(tokens, round_up(end, BLOCK_TOKENS))[first:]
         last = first + len(blocks)
         loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         path = pages[freed : pages_for(last * BLOCK_TOKENS, page_size)]

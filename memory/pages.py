@@ -111,11 +111,6 @@ class PageAllocator(Generic[PageT]):
         """Pages that are lent as hot pages."""
         return self._lent
 
-    @property
-    def idle(self) -> int:
-        """Pages that only the prefix cache keeps."""
-        return len(self._idle)
-
     def grant(
         self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
     ) -> PageGrant[PageT] | None:

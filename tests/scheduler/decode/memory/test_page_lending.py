@@ -90,7 +90,7 @@ def test_reserved_cached_and_margin_pages_are_not_lent() -> None:
     for page in grant.pages:
         pools.pages.keep(page)
     pools.pages.release(grant)
-    assert pools.pages.idle == 2
+    assert len(pools.pages._idle) == 2
     assert pools.lending.room == (KV_PAGES - 2 - 2) // 3 * 2
     pools.lending.allowed = False
     assert pools.lending.room == 0
@@ -326,7 +326,7 @@ def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_po
     for first in range(8):
         simulator.ask_for((first, *range(60, 69)), new=7)
         until(simulator, lambda: not simulator.decode.requests)
-    assert simulator.decode.pages.idle >= 28
+    assert len(simulator.decode.pages._idle) >= 28
     simulator.submit(10, 0, 24, 1, None, 0)
     until(simulator, running(simulator, 1))
     (request,) = simulator.decode.requests.values()

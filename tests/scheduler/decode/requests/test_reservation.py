@@ -41,7 +41,7 @@ def test_failed_reservation_takes_nothing_and_evicts_nothing(tokens: int, sample
         found = ask(pages, cache, tuple(range(tokens)), samples, new_tokens)
         if num_pages < needed:
             assert found is None
-            assert (pages.idle, pages.available, len(cache)) == (2, num_pages, 2)
+            assert (len(pages._idle), pages.available, len(cache)) == (2, num_pages, 2)
         else:
             assert found is not None
             assert pages.available == 0
@@ -59,7 +59,7 @@ def test_idle_cached_prefix_counts_as_taken() -> None:
     cache.insert(CACHED, before.pages)
     pages.release(before)
     assert ask(pages, cache, (*CACHED, 1, 2), samples=2, new_tokens=1) is None  # two shared, one each
-    assert (pages.idle, pages.available) == (2, 3)
+    assert (len(pages._idle), pages.available) == (2, 3)
     found = ask(pages, cache, (*CACHED, 1, 2), samples=1, new_tokens=1)
     assert found is not None
     assert (found.prefix_tokens, pages.available) == (8, 0)

@@ -11,7 +11,7 @@ ABSENCE_S: Final = 1.0
 
 
 class Watch:
-    """Whether this process has been running all the time: only then is the age of something else a proof."""
+    """Whether this process has run without a pause. Only then is a part stuck that seems to make no progress."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -30,7 +30,9 @@ CPU_KV_FRACTION = 0.25
 PREFILL_KV_FRACTION = 0.35
 ALONE_KV_FRACTION = 0.9
 SHARED_KV_FRACTION = 0.5
-"""Like PREFILL_KV_FRACTION, of the memory that the weights of both servers leave: both fit, in any starting order."""
+"""This and PREFILL_KV_FRACTION are shares of the memory that the weights of both servers leave. Both pools fit,
+whichever server starts first.
+"""
 CONTEXT_BYTES = 1 << 29
 """About what the CUDA driver allocates per process."""
 _CONNECT_TIMEOUT_S = 0.5

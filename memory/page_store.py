@@ -41,10 +41,6 @@ class PageStore:
             log.warning("retracted requests are copied to memory that is not page-locked: %s", error)
             return cls(cache, 0)
 
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
     def save(self, name: str, pages: Sequence[int]) -> None:
         """Copy these pages."""
         if len(pages) > len(self._free):

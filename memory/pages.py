@@ -62,7 +62,6 @@ class PageGrant(Generic[PageT]):
     owner: str
     pages: list[PageT]
     reserved: int
-    released: bool = False
     freed: int = 0
 
     def __repr__(self) -> str:
@@ -112,11 +111,6 @@ class PageAllocator(Generic[PageT]):
         """Pages that are lent as hot pages."""
         return self._lent
 
-    @property
-    def idle(self) -> int:
-        """Pages that only the prefix cache keeps."""
-        return len(self._idle)
-
     def grant(
         self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
     ) -> PageGrant[PageT] | None:
@@ -160,8 +154,7 @@ class PageAllocator(Generic[PageT]):
 
     def release(self, grant: PageGrant[PageT]) -> None:
         """Release all pages. The caller guarantees that no local or remote writer still writes them."""
-        assert not grant.released, f"second release of {grant}"
-        grant.released = True
+        assert grant in self._grants, f"second release of {grant}"
         self._grants.remove(grant)
         self._reserved -= grant.reserved
         grant.reserved = 0

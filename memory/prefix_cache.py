@@ -64,15 +64,15 @@ CachedPage = _Node
 """A page in the tree, for `PrefixCache.holds`."""
 
 
+@dataclass(slots=True, eq=False)
 class InsertedPrefix:
     """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
 
-    def __init__(self) -> None:
-        self.pages = 0
-        self.node: _Node | None = None
-        self.flushes = 0
-        self.complete = False
-        """Another page with the same prefix is cached: the rest is not added."""
+    pages: int = 0
+    node: _Node | None = None
+    flushes: int = 0
+    complete: bool = False
+    """Another page with the same prefix is cached: the rest is not added."""
 
 
 class PrefixCache:

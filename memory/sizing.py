@@ -30,8 +30,8 @@ def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int =
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Peak device memory that torch allocates while `work` runs and frees afterwards. On the CPU returns 0 and does not
-    run `work`.
+    """Device memory that torch allocates for `work`, at its peak, and frees afterwards. On the CPU, `work` does not run
+    and the result is 0.
     """
     if device.type != "cuda":
         return 0

@@ -1,5 +1,5 @@
-"""Measured rates, to choose between two ways: copy the KV of a retracted request or compute it again, and compute a
-prompt on a prefill server or here.
+"""Measured rates. They decide whether the KV of a retracted request is copied or computed again, and whether a prompt
+is computed on a prefill server or here.
 """
 
 import collections

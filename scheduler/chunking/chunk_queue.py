@@ -112,8 +112,8 @@ class ChunkQueue(Generic[T]):
         return ends
 
     def _fill(self, ends: dict[T, int], prompts: Iterable[T], budget: int, *, whole: bool = False) -> int:
-        """Add slices of these prompts, in this order, up to `budget` tokens; with `whole`, only to the end of a prompt.
-        Returns the rest of the budget.
+        """Add slices of these prompts, in this order, up to `budget` tokens; with `whole`, only slices that end their
+        prompt. Returns the rest of the budget.
         """
         for prompt in prompts:
             start = ends.get(prompt, prompt.scheduled)

@@ -4,6 +4,7 @@ Such a prompt waits until the prefix cache has the shared pages, if they are a l
 time, both prompts would compute these pages.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,16 +18,14 @@ _Key = tuple[int, tuple[int, ...]]
 """Cached tokens of a prompt, and the tokens of the page behind them."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class PrefixInProgress:
     """A prompt that is being computed. Tokens [0, computed) are in the prefix cache."""
 
-    __slots__ = ("computed", "key", "priority", "tokens")
-
-    def __init__(self, tokens: Sequence[int], computed: int, priority: int) -> None:
-        self.tokens = tokens
-        self.computed = computed
-        self.priority = priority
-        self.key: _Key = (0, ())
+    tokens: Sequence[int]
+    computed: int
+    priority: int
+    key: _Key = (0, ())
 
 
 class AwaitedPrefix(NamedTuple):

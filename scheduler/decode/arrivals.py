@@ -5,7 +5,6 @@ import collections
 from ...configs.errors import ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
-from ...memory.prefix_cache import PrefixCache
 from ...transfer.protocol.messages import (
     InstanceId,
     KvPath,
@@ -20,14 +19,12 @@ from ..chunking.chunk_queue import Chunk
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import Prefilled
 from ..messages.lifecycle import State
-from ..messages.outbox import Outbox
 from ..messages.step import StepResult
-from ..rates import Rates
 from ..store.kv_store import LEAST_TOKENS
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import WITH_KV, Endings
-from .memory.request_memory import RequestMemory
+from .memory.resources import Resources
 from .requests.limits import MAX_ATTEMPTS
 from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .run_queue import RunQueue
@@ -41,27 +38,24 @@ class Arrivals:
 
     def __init__(
         self,
+        resources: Resources,
         *,
         dispatcher: PrefillDispatcher,
-        memory: RequestMemory,
         run_queue: RunQueue,
-        cache: PrefixCache,
         endings: Endings,
         deadlines: Deadlines,
-        rates: Rates,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
     ) -> None:
+        self._page_size = resources.limits.page_size
+        self._memory = resources.memory
+        self._cache = resources.cache
+        self._rates = resources.rates
+        self._counters = resources.counters
+        self._outbox = resources.outbox
         self._dispatcher = dispatcher
         self._remote = dispatcher.remote
-        self._memory = memory
         self._run_queue = run_queue
-        self._cache = cache
         self._endings = endings
         self._deadlines = deadlines
-        self._rates = rates
-        self._counters = counters
-        self._outbox = outbox
         self._uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
@@ -231,7 +225,7 @@ class Arrivals:
             request = self._uncached[0]
             tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
             assert grant is not None, f"{request.rid} is {request.state.name} without pages"
-            end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._dispatcher.limits.page_size
+            end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._page_size
             self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
             if end >= len(tokens) or request.inserted.complete:
                 self._uncached.popleft()
@@ -251,9 +245,8 @@ class Arrivals:
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """Copy the last page of the prompt to a sample that has its own."""
-        page_size = self._dispatcher.limits.page_size
-        full = prompt.tokens // page_size
-        if prompt.tokens % page_size and request.pages[full] != grant.pages[full]:
+        full, within = divmod(prompt.tokens, self._page_size)
+        if within and request.pages[full] != grant.pages[full]:
             self._memory.copy_page(grant.pages[full], request.pages[full])
 
     # -- retry -------------------------------------------------------------------------------------------------

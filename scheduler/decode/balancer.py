@@ -21,13 +21,14 @@ def choose_for_submit(schedulers: Sequence[DecodeScheduler], submit: Submit) -> 
     """The number of the scheduler for a prompt: of those that have pages for it, one with its prefix in the cache,
     otherwise the one with the fewest requests; if none has, the one with the shortest queue.
     """
-    fewest = min(len(scheduler.requests) for scheduler in schedulers)
+    counts = [len(scheduler.requests) + scheduler.held_requests() for scheduler in schedulers]
+    fewest = min(counts)
     samples = 1 + len(submit.more_rids)
 
     def key(number: int) -> tuple[float, ...]:
         scheduler = schedulers[number]
         cached = len(scheduler.cache.match(submit.prompt_ids, len(submit.prompt_ids)))
-        queued, requests = scheduler.waiting_tokens, len(scheduler.requests)
+        queued, requests = scheduler.waiting_tokens, counts[number]
         fits = _fits(scheduler, len(submit.prompt_ids), samples, cached)
         crowded = requests > fewest * (1 + MORE_SHARE) + MORE_REQUESTS
         return (not fits, 0 if fits else queued, crowded, -cached, requests, queued, scheduler.pages.held)

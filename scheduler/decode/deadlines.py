@@ -9,8 +9,8 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .requests.request import Prompt, Request
 
 LAST_CHANCE = 0.25
-"""Part of `queue_timeout_s` that a prompt has on prefill, at least, until prefill starts to compute it. Without it,
-under overload, prefill would compute only prompts that are about to time out.
+"""A prompt has at least this part of `queue_timeout_s` on prefill before prefill has to start it. Without it, under
+overload, prefill would compute only prompts that are about to time out.
 """
 
 

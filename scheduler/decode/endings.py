@@ -1,21 +1,18 @@
 """Output tokens of requests, and their ends: the terminal message, then the release of all memory."""
 
-import collections
 from collections.abc import Sequence
 
 from ...configs.errors import AbortedError, RequestError
 from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
-from ...memory.prefix_cache import InsertedPrefix, PrefixCache
+from ...memory.prefix_cache import InsertedPrefix
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Tokens
 from ..messages.lifecycle import State
-from ..messages.outbox import Outbox
-from ..store.kv_store import KvStore
 from .dispatch.dispatcher import PrefillDispatcher
-from .memory.request_memory import RequestMemory
-from .requests.request import LocalPrompt, Prompt, Request
+from .memory.resources import Resources
+from .requests.request import Prompt, Request
 from .responses import failed, finished
 from .retraction import Retractions
 from .run_queue import RunQueue
@@ -29,29 +26,25 @@ class Endings:
 
     def __init__(
         self,
+        resources: Resources,
         eos_token_ids: frozenset[int],
         *,
-        cache: PrefixCache,
-        memory: RequestMemory,
         run_queue: RunQueue,
         retracted: Retractions,
         dispatcher: PrefillDispatcher,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
-        store: KvStore[LocalPrompt] | None = None,
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""
         self.draining: set[Request] = set()
         self._eos_token_ids = eos_token_ids
-        self._cache = cache
-        self._memory = memory
+        self._cache = resources.cache
+        self._memory = resources.memory
+        self._store = resources.kv_store
+        self._counters = resources.counters
+        self._outbox = resources.outbox
         self._run_queue = run_queue
         self._retracted = retracted
         self._dispatcher = dispatcher
-        self._counters = counters
-        self._outbox = outbox
-        self._store = store
 
     def accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
         """Send a sampled token to the frontend; end the request if it is the last one."""
@@ -74,7 +67,8 @@ class Endings:
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.COMPUTING if request.prompt.waiting == [request]:
-                self._drop_local(request.prompt)
+                # its pages are free when steps in flight have ended
+                self._memory.release_prompt(self._dispatcher.local.remove(request.prompt))
             case State.ARRIVED if self._memory.copies.is_in(request, "open"):
                 pass  # it is in no queue
             case State.ARRIVED | State.READY | State.RUNNING:
@@ -108,12 +102,6 @@ class Endings:
         self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
         if self._store is not None:
             self._store.offer(self._store.new_chain(), tokens, inserted)
-
-    def _drop_local(self, prompt: Prompt) -> None:
-        """No request needs this prompt any more, which this server computes. Its pages are free when steps in flight
-        have ended.
-        """
-        self._memory.release_prompt(self._dispatcher.local.remove(prompt))
 
     def free_drained(self, prompt: Prompt, now: float) -> None:
         """Free ended requests when no page of their prompt is in quarantine any more."""

@@ -5,12 +5,12 @@ from collections.abc import Container
 from ...configs.errors import (
     ClientError,
     DuplicateRequestError,
-    OverloadedError,
     RequestError,
     TooLargeError,
     UnavailableError,
 )
 from ..messages.frontend import Failed, Finished, FinishReason, Submit
+from .requests.limits import DecodeLimits
 from .requests.request import Request
 from .requests.reservation import pages_needed
 
@@ -20,16 +20,15 @@ def refusal(
     known_rids: Container[str],
     num_pages: int,
     prefill_tokens: float,
-    page_size: int,
+    limits: DecodeLimits,
     *,
-    local: bool = False,
-    window: int | None = None,
-    growth_tokens: int = 0,
+    local: bool,
 ) -> RequestError | None:
-    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages, and
-    requests hold none behind the `window`. Prompts of up to `prefill_tokens` tokens can be computed: here (`local`),
-    where the pages of a whole prompt and of `growth_tokens` more are reserved, or by prefill servers.
+    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages.
+    Prompts of up to `prefill_tokens` tokens can be computed: here (`local`), where the pages of a whole prompt and its
+    growth are reserved, or by prefill servers.
     """
+    page_size, window = limits.page_size, limits.window
     rids = (submit.rid, *submit.more_rids)
     for rid in rids:
         if rid in known_rids or rids.count(rid) > 1:
@@ -40,7 +39,7 @@ def refusal(
     samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
     needed = pages_needed(prompt_tokens, samples, most_tokens, page_size, window)
     if local:
-        at_first = min(most_tokens, prompt_tokens + growth_tokens)
+        at_first = min(most_tokens, prompt_tokens + limits.growth_tokens)
         needed = max(needed, pages_needed(prompt_tokens, samples, at_first, page_size))
     if needed > num_pages:
         times = f" x {samples} samples" if samples > 1 else ""
@@ -54,7 +53,7 @@ def refusal(
 
 
 def too_long(
-    tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool = False, window: int | None = None
+    tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool, window: int | None
 ) -> RequestError:
     """The error for a prompt that neither a prefill server nor this one (`local`) can hold: its hot pool or, with a
     `window`, its KV pool. With `output_tokens`, the prompt was short enough when it was submitted.
@@ -66,12 +65,6 @@ def too_long(
     if output_tokens:
         return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")
     return TooLargeError(f"input_ids: the prompt ({tokens} tokens) exceeds {pool}")
-
-
-def overloaded(max_queued_requests: int, wait_s: float) -> OverloadedError:
-    return OverloadedError(
-        f"max_queued_requests: {max_queued_requests} prompts are queued already", retry_after_s=max(1.0, wait_s)
-    )
 
 
 def finished(request: Request, reason: FinishReason, now: float) -> Finished:

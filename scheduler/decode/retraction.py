@@ -7,14 +7,12 @@ out of hot buffers   (HiSparse) For a request of a higher priority, one request 
                      ARRIVED again; its KV stays in its pages, which are in host memory.
 """
 
-import collections
 from collections.abc import Iterable, Iterator
 
 from ...memory.pages import pages_for
 from ..messages.lifecycle import State
 from .dispatch.dispatcher import PrefillDispatcher
-from .memory.request_memory import RequestMemory
-from .requests.limits import DecodeLimits
+from .memory.resources import Resources
 from .requests.request import Request
 from .requests.waiting_queue import WaitingQueue
 from .run_queue import RunQueue
@@ -23,20 +21,13 @@ from .run_queue import RunQueue
 class Retractions:
     """RETRACTED requests, which have no memory. `resume` gives them pages; `Admission.admit()` admits them."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        memory: RequestMemory,
-        runs: RunQueue,
-        dispatcher: PrefillDispatcher,
-        counters: "collections.Counter[str]",
-    ) -> None:
-        self.rates = dispatcher.rates
-        self._limits = limits
-        self._memory = memory
-        self._run_queue = runs
+    def __init__(self, resources: Resources, run_queue: RunQueue, dispatcher: PrefillDispatcher) -> None:
+        self._limits = resources.limits
+        self._memory = resources.memory
+        self._rates = resources.rates
+        self._counters = resources.counters
+        self._run_queue = run_queue
         self._dispatcher = dispatcher
-        self._counters = counters
         self.queue = WaitingQueue()
 
     def __len__(self) -> int:
@@ -119,7 +110,7 @@ class Retractions:
     def _worth_saving(self, request: Request, pages: int) -> bool:
         """Host memory is free for a copy, and a copy is cheaper than prefill, or no prefill server is there."""
         saved = sum(request.saved_pages for request in self.queue)
-        cheaper = self.rates.copy_is_cheaper(pages, request.kv_tokens)
+        cheaper = self._rates.copy_is_cheaper(pages, request.kv_tokens)
         absent = not self._dispatcher.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 

@@ -10,6 +10,7 @@ from ...configs.arithmetic import ceil_div
 from ...memory.index_spaces import KvPage, RequestSlot
 from ..chunking.chunk_queue import Chunk
 from ..messages.lifecycle import State
+from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Request
 from .requests.waiting_queue import WaitingQueue
 
@@ -44,14 +45,14 @@ class DecodeStep:
 class RunQueue:
     """Queues of ARRIVED and READY requests, the RUNNING ones, and the steps in flight.
 
-    With several pipeline stages, as many batches of different requests are in flight. With one stage and `overlap`
-    (overlap scheduling), the next step starts before the tokens of the last one are known here.
+    With several pipeline stages, as many batches of different requests are in flight. With one stage and overlap
+    scheduling, the next step starts before the tokens of the last one are known here.
     """
 
-    def __init__(self, *, stages: int, overlap: bool, max_running: int) -> None:
-        self._stages = stages
-        self._overlap = overlap
-        self._max_running = max_running
+    def __init__(self, limits: DecodeLimits) -> None:
+        self._stages = limits.stages
+        self._overlap = limits.overlap
+        self._max_running = limits.max_running_requests
         self.arrived = WaitingQueue()
         """Wait for a hot buffer."""
         self.ready = WaitingQueue()

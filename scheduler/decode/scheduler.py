@@ -19,8 +19,7 @@ empty, a request is retracted (`retraction.py`) and continues later with the sam
 """
 
 import collections
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ...configs.errors import AbortedError, RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
@@ -41,10 +40,9 @@ from ...transfer.protocol.messages import (
     TransferKey,
 )
 from ..messages.counters import DECODE_COUNTERS
-from ..messages.effects import Effect
+from ..messages.effects import Effect, Outbox
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
-from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
@@ -52,10 +50,12 @@ from .admission import Admission
 from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
+from .dispatch.prefill_peers import PrefillPeer
 from .dispatch.staging import RankRing
 from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
+from .memory.resources import Resources
 from .requests.limits import DecodeLimits
 from .requests.request import Attempt, LocalPrompt, Prompt
 from .retraction import Retractions
@@ -88,22 +88,20 @@ class DecodeScheduler:
         self.kv_store: KvStore[LocalPrompt] | None = (
             KvStore(store_limits, pages, self.cache, self.counters, self._outbox) if store_limits is not None else None
         )
-        self.dispatcher = PrefillDispatcher(
-            limits, pages, self.cache, self.memory, self.counters, self._outbox, rings, self.kv_store
+        resources = Resources(
+            limits, pages, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
         )
-        self.run_queue = RunQueue(stages=limits.stages, overlap=limits.overlap, max_running=limits.max_running_requests)
-        self.retracted = Retractions(limits, self.memory, self.run_queue, self.dispatcher, self.counters)
+        self.rates = resources.rates
+        self.dispatcher = PrefillDispatcher(resources, rings)
+        self.run_queue = RunQueue(limits)
+        self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
         self._deadlines = Deadlines(self.dispatcher)
         self.endings = Endings(
+            resources,
             frozenset(eos_token_ids),
-            cache=self.cache,
-            memory=self.memory,
             run_queue=self.run_queue,
             retracted=self.retracted,
             dispatcher=self.dispatcher,
-            counters=self.counters,
-            outbox=self._outbox,
-            store=self.kv_store,
         )
         self.requests = self.endings.requests
         self.admission = Admission(
@@ -114,35 +112,26 @@ class DecodeScheduler:
             requests=self.requests,
         )
         self.arrivals = Arrivals(
+            resources,
             dispatcher=self.dispatcher,
-            memory=self.memory,
             run_queue=self.run_queue,
-            cache=self.cache,
             endings=self.endings,
             deadlines=self._deadlines,
-            rates=self.retracted.rates,
-            counters=self.counters,
-            outbox=self._outbox,
         )
         self._steps = Steps(
+            resources,
             dispatcher=self.dispatcher,
-            memory=self.memory,
             run_queue=self.run_queue,
             retracted=self.retracted,
             admission=self.admission,
             arrivals=self.arrivals,
             endings=self.endings,
-            counters=self.counters,
         )
         self._submissions = Submissions(
-            limits,
-            pages,
-            dispatcher=self.dispatcher,
-            endings=self.endings,
-            deadlines=self._deadlines,
-            counters=self.counters,
-            outbox=self._outbox,
+            resources, dispatcher=self.dispatcher, endings=self.endings, deadlines=self._deadlines
         )
+        self.held_requests: Callable[[], int] = lambda: 0
+        """Requests that are submitted when their grammars are compiled."""
         self._peers_changed = False
         """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
 
@@ -191,13 +180,9 @@ class DecodeScheduler:
             to._deadlines.watch(request)
         to.dispatcher.adopt(prompt, now)
 
-    def has_accepted(self, first_rid: str) -> bool:
-        """Whether a call was accepted whose first prompt has this rid (`Submit.follows`)."""
-        return self._submissions.has_accepted(first_rid)
-
-    def accept_call(self, first_rid: str) -> None:
-        """Accept further prompts of a call whose first prompt another data-parallel rank has accepted."""
-        self._submissions.decide_call(first_rid, accepted=True)
+    def share_calls(self, other: "DecodeScheduler") -> None:
+        """Accept or refuse the further prompts of a call as the scheduler of another data-parallel rank has decided."""
+        self._submissions.calls = other._submissions.calls
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes that no request uses; returns the number of pages."""
@@ -207,18 +192,9 @@ class DecodeScheduler:
 
     # -- events: prefill servers -------------------------------------------------------------------------------
 
-    def peer_up(
-        self,
-        instance: InstanceId,
-        endpoint: str,
-        staged: Iterable[StagedRegion] = (),
-        *,
-        capacity: float = math.inf,
-        writes_both: bool = False,
-        shares_cpu: bool = False,
-    ) -> None:
-        """A prefill server paired; see PrefillPeer. `staged` are the regions that go through the staging rings."""
-        self.dispatcher.peer_up(instance, endpoint, capacity, staged, writes_both=writes_both, shares_cpu=shares_cpu)
+    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion] = ()) -> None:
+        """A prefill server paired. `staged` are the regions that go through the staging rings."""
+        self.dispatcher.peer_up(peer, staged)
         self._peers_changed = True
 
     def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -338,7 +314,7 @@ class DecodeScheduler:
             self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self.memory.copy_done(number)
         if copy.kind == "save":
-            self.retracted.rates.copied_pages.measured(copy.pages, seconds)
+            self.rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:

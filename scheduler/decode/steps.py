@@ -1,6 +1,5 @@
 """The steps of a decode server: what the next one computes, and what the results of one change."""
 
-import collections
 from collections.abc import Sequence
 
 from ...configs.errors import ServerError
@@ -11,7 +10,7 @@ from .admission import Admission
 from .arrivals import Arrivals
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
-from .memory.request_memory import RequestMemory
+from .memory.resources import Resources
 from .requests.request import LocalPrompt, Request
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
@@ -22,24 +21,23 @@ class Steps:
 
     def __init__(
         self,
+        resources: Resources,
         *,
         dispatcher: PrefillDispatcher,
-        memory: RequestMemory,
         run_queue: RunQueue,
         retracted: Retractions,
         admission: Admission,
         arrivals: Arrivals,
         endings: Endings,
-        counters: "collections.Counter[str]",
     ) -> None:
+        self._memory = resources.memory
+        self._counters = resources.counters
         self._dispatcher = dispatcher
-        self._memory = memory
         self._run_queue = run_queue
         self._retracted = retracted
         self._admission = admission
         self._arrivals = arrivals
         self._endings = endings
-        self._counters = counters
         self._rows_waited = False
         """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
 

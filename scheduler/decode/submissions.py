@@ -5,19 +5,16 @@ import math
 
 import msgspec
 
-from ...configs.errors import RequestError, UnavailableError
-from ...memory.index_spaces import KvPage
+from ...configs.errors import OverloadedError, RequestError, UnavailableError
 from ...memory.page_hashes import unpack_hashes
-from ...memory.pages import PageAllocator
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
-from ..messages.outbox import Outbox
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
-from .requests.limits import DecodeLimits
+from .memory.resources import Resources
 from .requests.request import Prompt, Request
-from .responses import failed, overloaded, refusal, too_long
+from .responses import failed, refusal, too_long
 
 MOST_CALLS = 256
 """Calls of which further prompts may still come."""
@@ -27,39 +24,20 @@ class Submissions:
     """Turns a Submit into requests and a prompt in the queue, or refuses it."""
 
     def __init__(
-        self,
-        limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
-        *,
-        dispatcher: PrefillDispatcher,
-        endings: Endings,
-        deadlines: Deadlines,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
+        self, resources: Resources, *, dispatcher: PrefillDispatcher, endings: Endings, deadlines: Deadlines
     ) -> None:
-        self._limits = limits
-        self._pages = pages
+        self._limits = resources.limits
+        self._pages = resources.pages
+        self._counters = resources.counters
+        self._outbox = resources.outbox
         self._dispatcher = dispatcher
         self._endings = endings
         self._deadlines = deadlines
-        self._counters = counters
-        self._outbox = outbox
         self.accepting = True
-        self._calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
+        self.calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
         """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several
         calls may alternate: each comes when its grammar is compiled.
         """
-
-    def has_accepted(self, first_rid: str) -> bool:
-        """Whether a call was accepted whose first prompt has this rid."""
-        return self._calls.get(first_rid, False)
-
-    def decide_call(self, first_rid: str, *, accepted: bool) -> None:
-        """Accept or refuse the further prompts of a call, too."""
-        self._calls[first_rid] = accepted
-        self._calls.move_to_end(first_rid)
-        if len(self._calls) > MOST_CALLS:
-            self._calls.popitem(last=False)
 
     def submit(self, submit: Submit, now: float) -> None:
         """Queue a prompt with all its samples, or refuse it at once."""
@@ -120,17 +98,20 @@ class Submissions:
             self._endings.requests,
             self._pages.num_pages,
             prefill_tokens,
-            self._limits.page_size,
+            self._limits,
             local=prefill_tokens == self._dispatcher.largest_local,
-            window=self._limits.window,
-            growth_tokens=self._limits.growth_tokens,
         )
         if error is not None:
             return error
         room = len(self._dispatcher.queue) < self._limits.max_queued_requests
         if submit.follows is None:
-            accepted = room
-            self.decide_call(submit.rid, accepted=room)
-        else:
-            accepted = self._calls.get(submit.follows, room)
-        return None if accepted else overloaded(self._limits.max_queued_requests, self._dispatcher.expected_wait_s(now))
+            self.calls[submit.rid] = room
+            self.calls.move_to_end(submit.rid)
+            if len(self.calls) > MOST_CALLS:
+                self.calls.popitem(last=False)
+        if self.calls.get(submit.follows or submit.rid, room):
+            return None
+        return OverloadedError(
+            f"max_queued_requests: {self._limits.max_queued_requests} prompts are queued already",
+            retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),
+        )

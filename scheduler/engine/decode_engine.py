@@ -5,11 +5,8 @@ import dataclasses
 import logging
 from typing import Literal
 
-import numpy as np
-
 from ...configs.errors import ClientError
 from ...configs.sampling import Grammar, SamplingParams
-from ...configs.words import counted
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
     LoadReported,
@@ -17,16 +14,15 @@ from ...transfer.control.events import (
     PeerAlias,
     PeerClosed,
     PeerLost,
-    PeerRefused,
     PeersUnreachable,
     PeerUp,
     SendFailed,
 )
-from ...transfer.data.chunks import PartScatter
 from ...transfer.plan.pairing import share_cpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import (
     AbortAck,
+    AnyMessage,
     CachedPrefixes,
     ChunkArrived,
     Hello,
@@ -40,33 +36,20 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
+from ...transfer.protocol.wire import IntArray
+from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import ConnectPeer, Effect, SendToPeer
-from ..messages.frontend import Cancel, FlushCache, Submit
+from ..messages.effects import ConnectPeer, Effect
+from ..messages.frontend import Cancel, Submit
 from ..messages.ranks import (
     CommandDone,
     CopyDone,
-    CopyPage,
-    DropPages,
-    ExpectedChunk,
     GrammarReady,
     HotCounters,
     KvVerified,
-    LoadPages,
-    OpenHot,
     PartScattered,
-    ResizeHot,
     RunStep,
-    SavePages,
-    StepDone,
-    StoreLoad,
-    StoreLoaded,
-    StorePing,
-    StorePinged,
-    StoreWrite,
-    StoreWritten,
     VerifyKv,
-    WriteBackRows,
 )
 from ..ranks.group import RankGroup
 from .engine import Engine
@@ -107,6 +90,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
         self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
+        scheduler.held_requests = lambda: sum(1 + len(held.more_rids) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
@@ -121,8 +105,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 for held in self._gate.release(lambda held: rid in (held.rid, *held.more_rids)):
                     scheduler.submit(held, now)
                 scheduler.cancel(rid, now, stopped=stopped)
-            case FlushCache():
-                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
             case CommandDone(command_id=command_id):
                 if self._all_done("command", command_id):
                     scheduler.command_done(command_id)
@@ -157,18 +139,16 @@ class DecodeEngine(Engine[DecodeScheduler]):
             case PeerUp(instance=instance, endpoint=endpoint, introduction=Welcome() as welcome):
                 assert endpoint is not None, "a decode server connects by endpoint"
                 layout = welcome.ranks[0].pools[0].layout
-                capacity = layout.num_pages * layout.page_size
-                shares_cpu = share_cpu(self._hello.ranks, welcome.ranks)
-                if shares_cpu and scheduler.dispatcher.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
-                scheduler.peer_up(
+                peer = PrefillPeer(
                     instance,
-                    endpoint,
-                    staged_regions(self._hello, welcome),
-                    capacity=capacity,
+                    {endpoint},
+                    capacity=layout.num_pages * layout.page_size,
                     writes_both=welcome.enable_hisparse,
-                    shares_cpu=shares_cpu,
+                    shares_cpu=share_cpu(self._hello.ranks, welcome.ranks),
                 )
+                if peer.shares_cpu and scheduler.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
+                scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case PeerAlias(endpoint=endpoint, instance=instance):
                 scheduler.peer_alias(instance, endpoint)
             case PeerLost(instance=instance, reason=reason):
@@ -179,14 +159,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 scheduler.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
             case PeersUnreachable(reasons=reasons):
                 scheduler.peers_unreachable(reasons)
-            case PeerRefused() | SendFailed():
-                pass  # logged by the control plane, and part of its peer status
-            case StoreLoaded():
-                scheduler.store_loaded(event, now)
-            case StoreWritten() | StorePinged():
-                self._store_report(event, now)
             case _:
-                raise TypeError(f"unexpected event: {event!r}")
+                super().handle(event, now)
 
     def _grammar_ready(self, number: int, problem: str | None, now: float) -> None:
         held = self._gate.ready(number)
@@ -231,8 +205,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.scheduler.prefill_done(done, now)
             return
         self._verifying[done.key] = _Verification(done)
-        chunks = (ExpectedChunk(chunk.token_start, chunk.token_end, chunk.checksums) for chunk in prompt.attempt.chunks)
-        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(chunks), prompt.attempt.hot_pages))
+        attempt = prompt.attempt
+        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
 
     def _verified(self, report: KvVerified, now: float) -> None:
         verification = self._verifying[report.key]
@@ -251,17 +225,13 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.scheduler.transfer_failed(failed, now)
 
     def perform(self, effect: Effect) -> None:
-        match effect:
-            case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self.control.send(InstanceId(instance), message, *(np.asarray(a, dtype=np.int32) for a in arrays))
-            case ConnectPeer(endpoint=endpoint, client=client):
-                self.control.connect(endpoint, client=client)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | PartScatter() | StoreWrite() | StorePing():
-                self._ranks.tell(effect)
-            case OpenHot() | ResizeHot() | WriteBackRows() | StoreLoad():
-                self._ranks.tell(effect)
-            case _:
-                raise TypeError(f"unexpected effect on decode: {effect!r}")
+        if isinstance(effect, ConnectPeer):
+            self.control.connect(effect.endpoint, client=effect.client)
+        else:
+            super().perform(effect)
+
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+        self.control.send(instance, message, *arrays)
 
     def _all_done(self, what: Literal["command", "copy"], number: int) -> bool:
         """Count the report of one rank; returns whether it is the last."""
@@ -277,14 +247,5 @@ class DecodeEngine(Engine[DecodeScheduler]):
             return None
         return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
 
-    def _step_done(self, done: StepDone, now: float) -> None:
-        if done.error is None:
-            self.scheduler.step_done(done.command_id, done.results, now)
-        else:
-            self.scheduler.step_failed(done.command_id, done.error, now)
-
     def answered(self) -> bool:
         return not self.scheduler.requests and not self._gate
-
-    def writes(self) -> bool:
-        return False

@@ -6,17 +6,26 @@ steps for all engines together.
 
 import abc
 import collections
+import logging
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
+from ...configs.words import counted
 from ...models.config.sharding import RankTokens
-from ...transfer.protocol.messages import Load
+from ...transfer.control.events import LoadReported, PeerRefused, SendFailed
+from ...transfer.protocol.messages import AnyMessage, InstanceId, Load
+from ...transfer.protocol.wire import IntArray
 from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import Effect
-from ..messages.ranks import AssistStep, RunStep, StepDone, StorePinged, StoreWritten
+from ..messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
+from ..messages.frontend import FlushCache
+from ..messages.ranks import AssistStep, RunStep, StepDone, StoreLoaded, StorePinged, StoreWritten
 from ..messages.step import tokens_of
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
+
+log = logging.getLogger(__name__)
 
 SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 
@@ -34,48 +43,60 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         self.load = Load()
         """Sent to peers with heartbeats; replaced as a whole."""
 
-    @abc.abstractmethod
     def handle(self, event: object, now: float) -> None:
-        """Pass one event to the scheduler."""
+        """Pass one event to the scheduler. Here are the events that both roles handle in the same way."""
+        scheduler = self.scheduler
+        match event:
+            case FlushCache():
+                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
+            case LoadReported(instance=instance, load=load):
+                scheduler.peer_load(instance, load)
+            case StoreLoaded():
+                scheduler.store_loaded(event, now)
+            case StoreWritten() if scheduler.kv_store is not None:
+                scheduler.kv_store.written(event, now)
+            case StorePinged() if scheduler.kv_store is not None:
+                scheduler.kv_store.pinged(event, now)
+            case PeerRefused() | SendFailed():
+                pass  # logged by the control plane
+            case _:
+                raise TypeError(f"unexpected event: {event!r}")
 
     @abc.abstractmethod
     def release_held(self, now: float) -> None:
         """Pass requests that wait for their grammar to the scheduler, which refuses them now."""
 
-    @abc.abstractmethod
     def perform(self, effect: Effect) -> None:
         """Perform one effect that is not for the frontend."""
+        match effect:
+            case SendToPeer(instance=instance, message=message, arrays=arrays):
+                self._send(instance, message, *(np.asarray(array, dtype=np.int32) for array in arrays))
+            case SendToFrontend() | ConnectPeer():
+                raise TypeError(f"unexpected effect: {effect!r}")
+            case _:
+                self._ranks.tell(effect)
+
+    @abc.abstractmethod
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+        """Send a message to a peer."""
 
     @abc.abstractmethod
     def next_step(self, now: float) -> RunStep | None:
         """The next step for the ranks, if one can start now."""
 
     @abc.abstractmethod
-    def _step_done(self, done: StepDone, now: float) -> None:
-        """Pass the result of a step to the scheduler."""
-
-    @abc.abstractmethod
     def answered(self) -> bool:
         """Whether every request has its terminal message."""
 
-    @abc.abstractmethod
     def writes(self) -> bool:
-        """Whether writes to peers are in flight: the peers wait for their end."""
+        """Whether writes to peers are in flight (prefill): the peers wait for their end."""
+        return False
 
     def start(self, step: RunStep | AssistStep, now: float) -> None:
         """Send a step to the ranks."""
         if isinstance(step, RunStep):
             self.steps_in_flight.append((now, step))
         self._ranks.tell(step)
-
-    def _store_report(self, report: StoreWritten | StorePinged, now: float) -> None:
-        """Pass a report about the KV store to it."""
-        store = self.scheduler.kv_store
-        assert store is not None, f"{type(report).__name__} without a KV store"
-        if isinstance(report, StoreWritten):
-            store.written(report, now)
-        else:
-            store.pinged(report, now)
 
     def take_step(self, done: StepDone, now: float) -> float:
         """Take the results of a step; returns how long it took."""
@@ -84,7 +105,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
             _, following = self.steps_in_flight[0]
             self.steps_in_flight[0] = now, following
         self.last_step = step, now - started
-        self._step_done(done, now)
+        if done.error is None:
+            self.scheduler.step_done(done.command_id, done.results, now)
+        else:
+            self.scheduler.step_failed(done.command_id, done.error, now)
         return now - started
 
 

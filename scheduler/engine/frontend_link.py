@@ -90,7 +90,10 @@ class FrontendLink:
                 self._receive()
             if self._status is not None and time.monotonic() >= status_at:
                 status_at = time.monotonic() + STATUS_INTERVAL_S
-                self.send(self._status())
+                try:
+                    self.send(self._status())
+                except Exception:  # without this thread, an idle leader would not receive anything
+                    log.exception("the status cannot be sent")
 
     def _receive(self) -> None:
         """Deliver all that has arrived. The caller holds the lock."""

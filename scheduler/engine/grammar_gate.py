@@ -1,7 +1,7 @@
 """Holds requests until the rank that samples has compiled their grammar. Steps never wait for a compiler."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from ...configs.sampling import Grammar
@@ -22,6 +22,10 @@ class GrammarGate(Generic[HeldT]):
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+    def __iter__(self) -> Iterator[HeldT]:
+        """The items that wait."""
+        return iter(self._held.values())
 
     def hold(self, item: HeldT, grammar: Grammar) -> None:
         number = next(self._numbers)

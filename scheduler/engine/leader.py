@@ -5,6 +5,7 @@ has exited; the leader exits too. Threads: the engine loop (main thread), the co
 hub to the rank processes or, if there is a single rank, the rank with, on prefill, a sender for each decode rank.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -320,12 +321,9 @@ class Leader:
 
     def _describe_transports(self, config: PrefillConfig, hello: Hello) -> str | None:
         """Why the configured transport cannot connect a pair of ranks, if so."""
-        for ours in self._peer_infos:
-            for theirs in hello.ranks:
-                problem = describe_transport_mismatch(config.transport, ours, theirs)
-                if problem is not None:
-                    return problem
-        return None
+        pairs = itertools.product(self._peer_infos, hello.ranks)
+        problems = (describe_transport_mismatch(config.transport, ours, theirs) for ours, theirs in pairs)
+        return next(filter(None, problems), None)
 
     def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
         watchdog = Watchdog(loop, controls)

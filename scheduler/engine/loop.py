@@ -47,7 +47,7 @@ class EngineLoop(Generic[EngineT]):
     def __init__(
         self,
         engines: Sequence[EngineT],
-        router: EventRouter,
+        router: EventRouter[Any],
         frontend: FrontendLink,
         inbox: "queue.SimpleQueue[object]",
         ranks: Ranks,

@@ -1,24 +1,12 @@
 """The engine of a prefill server, or of one of its data-parallel ranks."""
 
 import logging
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ...configs.sampling import Grammar, SamplingParams
-from ...configs.words import counted
-from ...transfer.control.events import (
-    LoadReported,
-    MessageReceived,
-    PeerClosed,
-    PeerLost,
-    PeerRefused,
-    PeerUp,
-    SendFailed,
-)
+from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
-from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite
+from ...transfer.data.chunks import ChunkWritten
 from ...transfer.plan.page_sizes import describe_page_sizes
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.checksum import add_sums
@@ -35,26 +23,8 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
-from ...transfer.protocol.wire import WireError
-from ..messages.effects import Effect, SendToPeer
-from ..messages.frontend import FlushCache
-from ..messages.ranks import (
-    CancelChunks,
-    ChunkReport,
-    ClosePeer,
-    GrammarReady,
-    OpenPeer,
-    PartReport,
-    PeerRoutes,
-    RunStep,
-    StepDone,
-    StoreLoad,
-    StoreLoaded,
-    StorePing,
-    StorePinged,
-    StoreWrite,
-    StoreWritten,
-)
+from ...transfer.protocol.wire import IntArray, WireError
+from ..messages.ranks import ChunkReport, ClosePeer, GrammarReady, OpenPeer, PartReport, PeerRoutes, RunStep
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
@@ -98,12 +68,11 @@ class PrefillEngine(Engine[PrefillScheduler]):
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """Reports of the chunks that some ranks have written, but not all."""
         self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
+        scheduler.held_tokens = lambda: sum(len(held.arrays[0]) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
-            case FlushCache():
-                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
             case MessageReceived(message=KvDestination(sampling=SamplingParams(grammar=Grammar() as grammar))):
                 self._gate.hold(event, grammar)
             case MessageReceived(message=KvDestination()):
@@ -142,25 +111,8 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self.routes.pop(instance, None)
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
-            case LoadReported(instance=instance, load=load):
-                scheduler.peer_load(instance, load)
-            case PeerRefused() | SendFailed():
-                pass  # logged by the control plane
-            case StoreLoaded():
-                scheduler.store_loaded(event, now)
-            case StoreWritten() | StorePinged():
-                self._store_report(event, now)
             case _:
-                raise TypeError(f"unexpected event: {event!r}")
-
-    def perform(self, effect: Effect) -> None:
-        match effect:
-            case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self._send(instance, message, arrays)
-            case ChunkWrite() | CancelChunks() | PartWrite() | StoreLoad() | StoreWrite() | StorePing():
-                self._ranks.tell(effect)
-            case _:
-                raise TypeError(f"unexpected effect on prefill: {effect!r}")
+                super().handle(event, now)
 
     def _receive(self, event: MessageReceived, now: float, problem: str | None = None) -> None:
         """Pass a KvDestination to the scheduler, or refuse it because its grammar cannot be compiled."""
@@ -177,10 +129,10 @@ class PrefillEngine(Engine[PrefillScheduler]):
         for held in self._gate.release():
             self._receive(held, now)
 
-    def _send(self, instance: InstanceId, message: AnyMessage, arrays: Iterable[Sequence[int]]) -> None:
-        """Send a message. A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+        """A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
         try:
-            self._control.send(instance, message, *(np.asarray(a, dtype=np.int32) for a in arrays))
+            self._control.send(instance, message, *arrays)
         except WireError as error:
             if not isinstance(message, PrefillDone):
                 raise
@@ -200,20 +152,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
-        return RunStep(step.command_id, tuple(prefill_row(row) for row in step.rows)) if step is not None else None
-
-    def _step_done(self, done: StepDone, now: float) -> None:
-        if done.error is None:
-            results = done.results
-            self.scheduler.step_done(
-                done.command_id,
-                [result.drawn for result in results],
-                [result.prompt_logprobs for result in results],
-                now,
-                [result.problem for result in results],
-            )
-        else:
-            self.scheduler.step_failed(done.command_id, done.error, now)
+        return RunStep(step.command_id, tuple(map(prefill_row, step.chunks))) if step is not None else None
 
     def answered(self) -> bool:
         return self.scheduler.idle and not self._gate

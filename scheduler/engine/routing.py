@@ -3,9 +3,10 @@
 New prompts go to the engine that the balancer chooses; what follows about a request goes to the engine that has it.
 """
 
+import abc
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic
 
 from ...transfer.control.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerUp
 from ...transfer.protocol.messages import Abort, KvDestination
@@ -15,6 +16,7 @@ from ..messages.frontend import Cancel, FlushCache, Submit
 from ..prefill.balancer import choose_for_prompt
 from ..prefill.request import TransferRef
 from ..prefill.scheduler import PrefillScheduler
+from .engine import SchedulerT
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +27,33 @@ class ToEngine:
     event: object
 
 
-class EventRouter(Protocol):
+class EventRouter(abc.ABC, Generic[SchedulerT]):
     """Chooses the engines of an event."""
 
+    def __init__(self, schedulers: Sequence[SchedulerT]) -> None:
+        self._schedulers = schedulers
+        self._all = range(len(schedulers))
+
+    @abc.abstractmethod
     def route(self, event: object) -> Sequence[int]:
         """The numbers of the engines that handle the event."""
 
-    def rebalance(self, now: float) -> Collection[int]:
-        """Move waiting work to other engines; returns the numbers of those that got some."""
+    def rebalance(self, now: float) -> Collection[int]:  # noqa: ARG002
+        """Move waiting work to other engines; returns the numbers of those that got some. On prefill none moves: decode
+        sends few prompts ahead, so queues are short.
+        """
+        return ()
 
 
-class DecodeRouter:
-    """Events of the frontend of a decode server."""
+class DecodeRouter(EventRouter[DecodeScheduler]):
+    """Events of the frontend of a decode server. The prompts of a call may go to several engines, which accept or
+    refuse them together.
+    """
 
     def __init__(self, schedulers: Sequence[DecodeScheduler]) -> None:
-        self._schedulers = schedulers
-        self._all = range(len(schedulers))
+        super().__init__(schedulers)
+        for scheduler in schedulers[1:]:
+            scheduler.share_calls(schedulers[0])
 
     def route(self, event: object) -> Sequence[int]:
         if len(self._all) == 1:
@@ -58,24 +71,15 @@ class DecodeRouter:
         return rebalance(self._schedulers, now) if len(self._all) > 1 else ()
 
     def _choose(self, submit: Submit) -> int:
-        """A rid that is in use goes to the engine that has it, which refuses it. If the first prompt of a call was
-        accepted, the others are accepted too, by any engine.
-        """
+        """A rid that is in use goes to the engine that has it, which refuses it."""
         for number, scheduler in enumerate(self._schedulers):
             if submit.rid in scheduler.requests:
                 return number
-        number = choose_for_submit(self._schedulers, submit)
-        if submit.follows is not None and any(one.has_accepted(submit.follows) for one in self._schedulers):
-            self._schedulers[number].accept_call(submit.follows)
-        return number
+        return choose_for_submit(self._schedulers, submit)
 
 
-class PrefillRouter:
+class PrefillRouter(EventRouter[PrefillScheduler]):
     """Events of the frontend and of the control thread of a prefill server."""
-
-    def __init__(self, schedulers: Sequence[PrefillScheduler]) -> None:
-        self._schedulers = schedulers
-        self._all = range(len(schedulers))
 
     def route(self, event: object) -> Sequence[int]:
         """Decode servers pair with all engines. An Abort of a transfer that no scheduler has goes to all: it has ended,
@@ -94,10 +98,6 @@ class PrefillRouter:
                 return self._all
             case _:
                 return (0,)
-
-    def rebalance(self, now: float) -> Collection[int]:  # noqa: ARG002
-        """Decode sends few prompts ahead, so queues are short: prompts stay on their rank."""
-        return ()
 
     def _holder(self, ref: TransferRef) -> int | None:
         """The engine that has this transfer."""

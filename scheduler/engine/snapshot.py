@@ -19,7 +19,7 @@ NOT_ADDED = frozenset(
         "decode_step_seconds",
     }
 )
-"""Gauges of which a server reports the largest of its schedulers; the others are added up."""
+"""Of these gauges, a server reports the largest value of its schedulers; it adds up the others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

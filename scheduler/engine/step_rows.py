@@ -11,7 +11,7 @@ from ..decode.requests.request import LocalPrompt
 from ..decode.run_queue import DecodeRow
 from ..messages.step import Draw, StepRow
 from ..prefill.limits import MAX_SAMPLES
-from ..prefill.request import PrefillRow
+from ..prefill.request import PrefillRequest
 
 
 def decode_row(row: DecodeRow) -> StepRow:
@@ -53,16 +53,17 @@ def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
     )
 
 
-def prefill_row(row: PrefillRow) -> StepRow:
+def prefill_row(chunk: Chunk[PrefillRequest]) -> StepRow:
     """A chunk of a prefill server."""
-    destination = row.request.destination
+    request, start, end = chunk
+    destination = request.destination
     return _prompt_row(
-        row.request.prompt,
-        row.start,
-        row.end,
-        row.pages,
+        request.prompt,
+        start,
+        end,
+        request.granted.pages,
         sampling=destination.sampling,
-        draws=row.draws,
+        draws=destination.samples if chunk.last else 0,
         outputs=destination.output_tokens,
         logprobs=destination.logprobs,
     )

@@ -14,7 +14,7 @@ from ...configs.sampling import Grammar
 from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...models.config.sharding import RankTokens
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
-from ...transfer.protocol.messages import Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
+from ...transfer.protocol.messages import ChunkArrived, Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
 from .step import StepResult, StepRow
 
 
@@ -127,22 +127,14 @@ class WriteBackRows(Command, frozen=True):
     end: int
 
 
-class ExpectedChunk(msgspec.Struct, array_like=True, frozen=True):
-    """Tokens [token_start, token_end) of a transfer, and the expected checksum on each decode rank."""
-
-    token_start: int
-    token_end: int
-    checksums: tuple[int, ...]
-
-
 class VerifyKv(Command, frozen=True):
-    """Compare the KV that arrived in `pages` with what was sent. Latent rows are in `hot_pages`, if there are any, and
-    not in host memory. Reported as KvVerified, by every rank.
+    """Compare the KV that arrived in `pages` with the checksums of `chunks`. Latent rows are in `hot_pages`, if there
+    are any, and not in host memory. Reported as KvVerified, by every rank.
     """
 
     key: TransferKey
     pages: list[KvPage]
-    chunks: tuple[ExpectedChunk, ...]
+    chunks: tuple[ChunkArrived, ...]
     hot_pages: tuple[HotPage, ...] = ()
 
 

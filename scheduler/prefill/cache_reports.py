@@ -9,8 +9,7 @@ from ...configs.arithmetic import ceil_div
 from ...memory.page_hashes import pack_hashes, short_hash
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.protocol.messages import CachedPrefixes, InstanceId
-from ..messages.effects import SendToPeer
-from ..messages.outbox import Outbox
+from ..messages.effects import Outbox, SendToPeer
 
 INTERVAL_S = 0.2
 """Time between two reports. Decode assumes that the prompts it has sent are cached, so it needs no news of those."""

@@ -7,7 +7,7 @@ from ..chunking.chunk_queue import Chunk, ChunkQueue
 from ..chunking.shared_prefix import PrefixesInProgress
 from ..rates import Rate
 from .limits import PrefillLimits
-from .request import PrefillRequest, PrefillRow, PrefillStep
+from .request import PrefillRequest, PrefillStep
 
 
 class ComputeQueue:
@@ -39,13 +39,13 @@ class ComputeQueue:
     @property
     def running(self) -> set[PrefillRequest]:
         """Requests in steps in flight. The others wait."""
-        return {row.request for step, _ in self._steps for row in step.rows}
+        return {chunk.prompt for step, _ in self._steps for chunk in step.chunks}
 
     def computing_for(self, seconds: float, now: float) -> list[PrefillRequest]:
         """The requests of the oldest step in flight, if it started at least `seconds` ago."""
         if not self._steps or now - self._steps[0][1] < seconds:
             return []
-        return [row.request for row in self._steps[0][0].rows]
+        return [chunk.prompt for chunk in self._steps[0][0].chunks]
 
     def add(self, request: PrefillRequest) -> None:
         """Add a request that has its pages."""
@@ -53,7 +53,7 @@ class ComputeQueue:
         request.progress = self.prefixes.start(request.prompt, request.computed, request.priority)
 
     def remove(self, request: PrefillRequest) -> None:
-        """Remove a request that is computed or has ended. Its rows in steps in flight are ignored."""
+        """Remove a request that is computed or has ended. Its chunks in steps in flight are ignored."""
         self._queue.remove(request)
         if request.progress is not None:
             self.prefixes.end(request.progress)
@@ -77,27 +77,22 @@ class ComputeQueue:
         if not chunks:
             return None
         self._commands += 1
-        step = PrefillStep(self._commands, [_row(chunk) for chunk in chunks])
+        step = PrefillStep(self._commands, chunks)
         self._steps.append((step, now))
         return step
 
-    def take(self, command_id: int, now: float) -> list[PrefillRow]:
-        """The rows of a step that has ended. Its compute time counts from its start, or from when the pipeline was free
-        for it.
+    def take(self, command_id: int, now: float) -> list[Chunk[PrefillRequest]]:
+        """The chunks of a step that has ended. Its compute time counts from its start, or from when the pipeline was
+        free for it.
         """
         step, started_at = self._steps.popleft()
         assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"
         entered_at = self._ended_at[0] if len(self._ended_at) == self._limits.stages else started_at
         last_ended_at = self._ended_at[-1] if self._ended_at else started_at
         self._ended_at.append(now)
-        for request in {row.request for row in step.rows}:
+        for request in {chunk.prompt for chunk in step.chunks}:
             request.compute_s += now - max(started_at, entered_at, request.computed_at)
             request.computed_at = now
-        self.rate.measured(sum(row.end - row.start for row in step.rows), now - max(started_at, last_ended_at))
-        return step.rows
-
-
-def _row(chunk: Chunk[PrefillRequest]) -> PrefillRow:
-    request, start, end = chunk
-    assert request.grant is not None, f"{request.ref} computes without pages"
-    return PrefillRow(request, start, end, request.grant.pages, chunk.last)
+        tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        self.rate.measured(tokens, now - max(started_at, last_ended_at))
+        return step.chunks

@@ -1,4 +1,4 @@
-"""A request on a prefill server, and the slices in which its prompt is computed."""
+"""A request on a prefill server, and the steps that compute its prompt."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
 from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
+from ..chunking.chunk_queue import Chunk
 from ..chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ..messages.frontend import PromptSent
 from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
@@ -116,6 +117,12 @@ class PrefillRequest:
         return self.lifecycle.state
 
     @property
+    def granted(self) -> PageGrant[KvPage]:
+        """Its grant; it has to have one."""
+        assert self.grant is not None, f"{self.ref} is {self.state.name} without pages"
+        return self.grant
+
+    @property
     def awaits_prefix(self) -> bool:
         """Another request computes its prefix."""
         return self.awaited is not None and self.awaited.tokens_left > 0
@@ -146,24 +153,8 @@ def prompt_sent(request: PrefillRequest, done: PrefillDone, traceparent: str) ->
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrefillRow:
-    """One slice of a prefill step: compute tokens [start, end) of the prompt; sample first tokens if `last`."""
-
-    request: PrefillRequest
-    start: int
-    end: int
-    pages: list[KvPage]
-    last: bool
-
-    @property
-    def draws(self) -> int:
-        """First tokens to sample, one for each sample; none before the end of the prompt."""
-        return self.request.destination.samples if self.last else 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PrefillStep:
     """A batch in flight. Steps end in the order in which they were started."""
 
     command_id: int
-    rows: list[PrefillRow]
+    chunks: list[Chunk[PrefillRequest]]

@@ -12,9 +12,8 @@ message, only after all chunks in flight have reported their end.
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
 from ...memory.prefix_cache import PrefixCache
@@ -33,10 +32,10 @@ from ...transfer.protocol.messages import (
 )
 from ..chunking.fair_queue import FairQueue
 from ..messages.counters import PREFILL_COUNTERS
-from ..messages.effects import Effect, SendToPeer
+from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.outbox import Outbox
 from ..messages.ranks import StoreLoaded
+from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
 from .compute_queue import ComputeQueue
@@ -73,12 +72,12 @@ class PrefillScheduler:
         self._expire_at = math.inf
         """No deadline passes before this time, so requests are not scanned in every turn."""
         self._outbox = Outbox()
-        self._transfers = Transfers(
-            limits.page_size, pages, self.counters, self._outbox, withdraw=self._withdraw, window=limits.window
-        )
+        self._transfers = Transfers(limits, pages, self.counters, self._outbox, withdraw=self._withdraw)
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
+        self.held_tokens: Callable[[], int] = lambda: 0
+        """Tokens of the prompts that arrive here when their grammars are compiled."""
         self.kv_store: KvStore[PrefillRequest] | None = None
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:
@@ -184,12 +183,11 @@ class PrefillScheduler:
         step = self._computing.next_step(now)
         if step is None:
             return None
-        for row in step.rows:
-            request = row.request
-            self.staging.request(request.ref, max(row.start, request.destination.prefix_tokens), row.end, now)
+        for request, start, end in step.chunks:
+            self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end, now)
             if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._transfers.send(request, row.start, row.end, now, after=step.command_id)
-                request.written = row.end
+                self._transfers.send(request, start, end, now, after=step.command_id)
+                request.written = end
         return step
 
     def may_start_step(self) -> bool:
@@ -199,50 +197,35 @@ class PrefillScheduler:
     def use_waiting_time(self) -> None:
         """A prefill scheduler has nothing to do while no step can start."""
 
-    def step_done(
-        self,
-        command_id: int,
-        first_tokens: Sequence[tuple[TokenLogprob, ...]],
-        input_logprobs: Sequence[tuple[TokenLogprob, ...]],
-        now: float,
-        problems: Sequence[str | None] = (),
-    ) -> None:
-        """The KV of the rows of a step is in our pages: send it.
-
-        One entry per row: the first token of each sample if the row ends its prompt, and the log-probabilities of
-        prompt tokens that the row yields. `problems`, if any, say why tokens of a row do not follow its grammar.
+    def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
+        """The KV of the chunks of a step is in our pages: send it. A chunk that ends its prompt has the first token of
+        each sample.
         """
         self.counters["prefill_steps"] += 1
-        for row, tokens, logprobs, problem in zip(
-            self._computing.take(command_id, now),
-            first_tokens,
-            input_logprobs,
-            problems or [None] * len(first_tokens),
-            strict=True,
-        ):
-            request = row.request
+        for chunk, result in zip(self._computing.take(command_id, now), results, strict=True):
+            request, start, end = chunk
             if request.state is not PrefillState.COMPUTING:
                 continue
-            if problem is not None:
+            if result.problem is not None:
                 request.retryable = False
-                self._transfers.close(request, f"the grammar cannot be followed: {problem}", now)
+                self._transfers.close(request, f"the grammar cannot be followed: {result.problem}", now)
                 continue
-            self.counters["prompt_tokens"] += row.end - row.start
-            request.computed = row.end
-            request.input_logprobs += logprobs
-            if request.written < row.end:
-                self._transfers.send(request, row.start, row.end, now)
-            if row.end <= request.destination.prefix_tokens:
+            self.counters["prompt_tokens"] += end - start
+            request.computed = end
+            request.input_logprobs += result.prompt_logprobs
+            if request.written < end:
+                self._transfers.send(request, start, end, now)
+            if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
             # with every chunk: all at once, a long prompt would delay its first token by milliseconds
-            assert request.grant is not None, f"{request.ref} computes without pages"
-            self.cache.insert(request.prompt, row.pages, request.inserted, end=row.end, freed=request.grant.freed)
+            grant = request.granted
+            self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
             if self.stored is not None:
                 self.stored.offer(request)
             self._transfers.free_unseen(request)
-            if row.last:
-                request.first_tokens = tokens
+            if chunk.last:
+                request.first_tokens = result.drawn
                 self._computing.remove(request)
                 request.lifecycle.advance(PrefillState.SENDING, now)
                 self._transfers.finish_if_sent(request, now)
@@ -250,9 +233,9 @@ class PrefillScheduler:
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
-        for row in self._computing.take(command_id, now):
-            if row.request.state is PrefillState.COMPUTING:
-                self._transfers.close(row.request, f"the prefill step failed: {reason}", now)
+        for request, _, _ in self._computing.take(command_id, now):
+            if request.state is PrefillState.COMPUTING:
+                self._transfers.close(request, f"the prefill step failed: {reason}", now)
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
         """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""

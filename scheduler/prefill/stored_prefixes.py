@@ -28,14 +28,13 @@ class StoredPrefixes:
         nothing to wait for.
         """
         request.chain = self.store.new_chain()
-        assert request.grant is not None, f"{request.ref} loads without pages"
         begun = self.store.load(
             request,
             request.chain,
             request.prompt,
-            request.grant.pages,
+            request.granted.pages,
             cached=request.cached,
-            freed=request.grant.freed,
+            freed=request.granted.freed,
             most=most,
             tokens_per_s=tokens_per_s,
         )
@@ -53,13 +52,11 @@ class StoredPrefixes:
         self.loading.discard(request)
         tokens = loaded.tokens
         if request.state is PrefillState.LOADING and tokens > request.cached:
-            assert request.grant is not None, f"{request.ref} has lost its pages"
             request.stored = tokens - request.cached
             request.cached = tokens
             self._counters["store_tokens_loaded"] += request.stored
-            self._cache.insert(
-                request.prompt, request.grant.pages, request.inserted, end=tokens, freed=request.grant.freed
-            )
+            grant = request.granted
+            self._cache.insert(request.prompt, grant.pages, request.inserted, end=tokens, freed=grant.freed)
         return request
 
     def offer(self, request: PrefillRequest) -> None:

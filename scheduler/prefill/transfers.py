@@ -8,14 +8,13 @@ import collections
 from collections.abc import Callable
 
 from ...memory.index_spaces import KvPage
-from ...memory.pages import PageAllocator, first_visible_page
-from ...transfer.data.chunks import ChunkWritten
+from ...memory.pages import PageAllocator, first_visible_page, pages_holding
+from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
-from ..messages.effects import SendToFrontend, SendToPeer
+from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.outbox import Outbox
 from ..messages.ranks import CancelChunks
-from .chunk_writes import chunk_write
+from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends
 
@@ -25,25 +24,22 @@ class Transfers:
 
     def __init__(
         self,
-        page_size: int,
+        limits: PrefillLimits,
         pages: PageAllocator[KvPage],
         counters: collections.Counter[str],
         outbox: Outbox,
         *,
         withdraw: Callable[[PrefillRequest], None],
-        window: int | None = None,
     ) -> None:
-        """`withdraw` takes a request that fails or is aborted out of the queue that it is in. `window` is the sliding
-        window that all layers have, if they do.
-        """
+        """`withdraw` takes a request that fails or is aborted out of the queue that it is in."""
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
-        self.staging = StagedSends(page_size, counters, outbox)
+        self.staging = StagedSends(limits.page_size, counters, outbox)
         self.leaving = False
         """The server accepts no requests any more."""
-        self._page_size = page_size
-        self._window = window
+        self._page_size = limits.page_size
+        self._window = limits.window
         self._pages = pages
         self._counters = counters
         self._outbox = outbox
@@ -51,20 +47,34 @@ class Transfers:
 
     def send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
         """Send the tokens [start, end) that decode does not have; if `after` is given, once that step is done."""
-        assert request.grant is not None, f"{request.ref} sends without pages"
-        chunk = chunk_write(
-            request,
-            request.grant,
-            start,
-            end,
-            page_size=self._page_size,
-            theirs=self.spaces[request.instance],
+        destination, theirs = request.destination, self.spaces[request.instance]
+        prefix = destination.prefix_tokens
+        start = max(start, prefix)  # decode has [0, prefix)
+        if start >= end:
+            return
+
+        def part(indices: list[int]) -> list[int]:
+            if destination.granularity == "token":
+                return indices[start - prefix : end - prefix]
+            # the prefix ends on a page boundary of decode
+            return pages_holding(indices, theirs.page_size, start - prefix, end - prefix)[0]
+
+        to_hot_pool = theirs.hot_pages > 0 and request.path == "gpu"
+        chunk = ChunkWrite(
+            instance=request.instance,
+            key=request.key,
+            token_start=start,
+            token_end=end,
+            source_pages=pages_holding(request.granted.pages, self._page_size, start, end)[0],
+            indices=part(request.indices),
+            granularity=destination.granularity,
+            verify=destination.verify,
             after=after,
+            hot_indices=part(request.hot_indices) if to_hot_pool else [],
         )
-        if chunk is not None:
-            request.unsent.append(chunk.token_start)
-            self._outbox.append(chunk)
-            self.staging.send(chunk, now)
+        request.unsent.append(start)
+        self._outbox.append(chunk)
+        self.staging.send(chunk, now)
 
     def take_ended_chunks(self, now: float) -> None:
         """Handle the chunks whose writes have ended."""
@@ -99,12 +109,11 @@ class Transfers:
         """Free the pages of a request that its next chunk does not see, and that are sent."""
         if self._window is None:
             return
-        assert request.grant is not None, f"{request.ref} computes without pages"
         end = first_visible_page(request.computed, self._window, self._page_size)
         if request.unsent:
             end = min(end, min(request.unsent) // self._page_size)
-        if request.grant.freed < end:
-            self._pages.release(self._pages.split(request.grant, end))
+        if request.granted.freed < end:
+            self._pages.release(self._pages.split(request.granted, end))
 
     def finish_if_sent(self, request: PrefillRequest, now: float) -> None:
         """End a request that is computed and sent."""

@@ -73,44 +73,35 @@ class Ranks:
         self._config = config
         self._source = source
         self._on_report = on_report
-        self._local: _LocalRank | None = None
+        self._link: _LocalRank | _Hub
         self._reserved: socket.socket | None = None
         self._processes: list[RankProcess] = []
-        self._hub: _Hub | None = None
         self._closing = False
         self._lost = False
         self._on_gpu = False
         if config.world_size == 1:
-            self._local = _LocalRank(config, source, self._report)
+            self._link = _LocalRank(config, source, self._report)
             return
         meet_at, self._reserved = _reserve_meeting_point(config)
         keys = keys or ClusterKeys.random()  # only ranks on several machines need a cluster key
-        self._hub = _Hub(config, meet_at, keys, self._report)
+        self._link = _Hub(config, meet_at, keys, self._report)
         for rank in config.local_ranks:
-            process = RankProcess(config, rank, leader=self._hub.address, meet_at=meet_at, keys=keys)
+            process = RankProcess(config, rank, leader=self._link.address, meet_at=meet_at, keys=keys)
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
 
     def tell(self, command: ComputeCommand | TransferCommand, to: Sequence[int] | None = None) -> None:
         """Send a command to every rank, to those of `to`, or to the only rank that it is for."""
         only = _only_for(command)
-        if self._hub is not None:
-            self._hub.tell(command, to if only is None else (only,))
-        else:
-            assert self._local is not None
-            self._local.tell(command)
+        self._link.tell(command, to if only is None else (only,))
 
     def problems(self) -> list[str]:
         """What is wrong with the transfers of the ranks, as text. Called from another thread."""
-        if self._hub is not None:
-            return self._hub.problems()
-        return self._local.problems() if self._local is not None else []
+        return self._link.problems()
 
     def busy_seconds(self) -> dict[int, float]:
-        """Time that each rank has spent on steps, as last reported. Called from another thread."""
-        if self._hub is not None:
-            return self._hub.busy_seconds()
-        return self._local.busy_seconds() if self._local is not None else {}
+        """Time that each rank has spent on steps, as last reported."""
+        return self._link.busy_seconds()
 
     def close(self) -> bool:
         """Stop all ranks; kill those that do not exit in time. False if a rank of this process is still in a step or
@@ -122,14 +113,14 @@ class Ranks:
         self.tell(StopRank())
         stop_s = CUDA_STOP_S if self._on_gpu and not self._lost else STOP_S
         deadline = time.monotonic() + stop_s
-        ended = self._local is None or self._local.join(stop_s)
+        ended = self._link.join(stop_s) if isinstance(self._link, _LocalRank) else True
         for process in self._processes:
             if process.wait(max(0.0, deadline - time.monotonic())) is None:
                 log.warning("rank %d has not exited; killing it", process.rank)
                 process.kill()
                 process.wait()
-        if self._hub is not None:
-            self._hub.close()
+        if isinstance(self._link, _Hub):
+            self._link.close()
         if self._reserved is not None:
             self._reserved.close()
         return ended
@@ -183,7 +174,7 @@ class _LocalRank:
         self._thread = threading.Thread(target=self._run, name="rank-0", daemon=True)
         self._thread.start()
 
-    def tell(self, command: ComputeCommand | TransferCommand) -> None:
+    def tell(self, command: ComputeCommand | TransferCommand, _to: Sequence[int] | None) -> None:
         if isinstance(command, TransferCommand):
             assert self._engine is not None, "a command was sent before the rank was ready"
             self._engine.transfer(command)

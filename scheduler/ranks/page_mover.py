@@ -27,8 +27,8 @@ CopyCommand = SavePages | LoadPages | DropPages | OpenHot | WriteBackRows
 class PageMover:
     """Runs copies one after another. Owns a thread and the store of retracted requests.
 
-    On that thread, `on_done` is called with the number of a copy and its duration. After a failure, `on_failed` is
-    called and nothing more is copied.
+    It calls `on_done` on that thread, with the number of a copy and its duration. After a failure it calls `on_failed`
+    and copies nothing more.
     """
 
     def __init__(

@@ -7,6 +7,7 @@ were lost, the next one would not match, and the rank would exit.
 """
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Final
@@ -27,16 +28,14 @@ class UnknownPagesError(PdserveError):
     """A step extends a page table that this rank does not have: a bug."""
 
 
+@dataclasses.dataclass(slots=True)
 class _Table:
     """A list of pages that the ranks have."""
 
-    __slots__ = ("number", "sent", "used_in")
-
-    def __init__(self, number: int, pages: Sequence[int]) -> None:
-        self.number = number
-        self.sent = list(pages)
-        self.used_in = 0
-        """The last step that used it."""
+    number: int
+    sent: list[int]
+    used_in: int = 0
+    """The last step that used it."""
 
 
 class SentTables:
@@ -78,7 +77,7 @@ class SentTables:
                 table = None
         if table is None:
             kept = 0
-            table = self._tables[id(pages)] = _Table(next(self._numbers), pages)
+            table = self._tables[id(pages)] = _Table(next(self._numbers), list(pages))
         table.used_in = self._steps
         self._tables.move_to_end(id(pages))
         return table.number, kept, table.sent[kept:]

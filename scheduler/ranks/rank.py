@@ -174,10 +174,6 @@ class RankEngine:
         return tuple(found)
 
     @property
-    def on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    @property
     def busy_s(self) -> float:
         """Time spent on steps, minus the time spent waiting for the previous stage. May be read from another thread."""
         return self._stepping_s - self._parallel.waited_s
@@ -247,15 +243,13 @@ class RankEngine:
                 self._assist(ranks)
             case CopyPage():
                 self._copy_page(command)
-            case SavePages() | LoadPages() | DropPages():
+            case SavePages() | LoadPages() | DropPages() | WriteBackRows():
                 self._mover.enqueue(command)
             case StoreLoad():
                 assert self._store is not None, "a command for a rank without a KV store"
                 self._store.load(command, PendingStep(self._device).wait)
             case OpenHot() | ResizeHot():
                 self._set_hot(command)
-            case WriteBackRows():
-                self._mover.enqueue(command)
             case CheckCache():
                 self._report(CacheChecked(self._rank, self._check_cache()))
                 self._report_hot(settled=True)
@@ -285,6 +279,8 @@ class RankEngine:
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
+            while self._pending:  # reports are sent in order
+                self._finish_step()
             self._step_failed(command.command_id, error)
         self._stepping_s += time.monotonic() - started
 
@@ -295,13 +291,16 @@ class RankEngine:
         self._stepping_s += time.monotonic() - started
 
     def _finish_step(self) -> None:
+        """Wait for the oldest step or copy in flight, and report it. If a copy fails, the rank exits: the leader would
+        wait for the page.
+        """
         command_id, step, is_step = self._pending.popleft()
         started = time.monotonic()
         try:
             results = step.finish()
             self._parallel.check()
         except Exception as error:
-            if self._parallel.shard.world_size > 1:
+            if self._parallel.shard.world_size > 1 or not is_step:
                 raise
             self._step_failed(command_id, error)
             return
@@ -323,8 +322,6 @@ class RankEngine:
             following.step.sample()
 
     def _step_failed(self, command_id: int, error: Exception) -> None:
-        while self._pending:  # reports are sent in order
-            self._finish_step()
         if self._writes is not None:
             self._writes.early_writes.step_failed(command_id)
         log.exception("step %d failed", command_id, exc_info=error)

@@ -1,6 +1,7 @@
 """The grammars of a step: which tokens each of its rows may sample. Only the rank that samples uses them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,14 +13,13 @@ from ...models.sampling.sampler import TokenMasks
 from ..messages.step import StepRow
 
 
-class StepMasks:
+class StepMasks(NamedTuple):
     """The masks of a step. `problems` has the rows, by index, whose grammar cannot be followed: they allow all
     tokens.
     """
 
-    def __init__(self, allowed: TokenMasks | None, problems: dict[int, str]) -> None:
-        self.allowed = allowed
-        self.problems = problems
+    allowed: TokenMasks | None
+    problems: dict[int, str]
 
 
 LEAST_BUFFER_ROWS = 64

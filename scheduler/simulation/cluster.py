@@ -7,10 +7,11 @@ servers are decided by the real code. HiSparse, staging rings and the KV store a
 import collections
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 from ...configs.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import KvPage
-from ...memory.page_hashes import pack_hashes, page_hashes, short_hash
+from ...memory.page_hashes import pack_short_hashes, page_hashes
 from ...memory.pages import PageAllocator
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import (
@@ -24,10 +25,11 @@ from ...transfer.protocol.messages import (
     PrefillDone,
     TransferFailed,
 )
+from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.requests.limits import DecodeLimits
 from ..decode.run_queue import DecodeStep
 from ..decode.scheduler import DecodeScheduler
-from ..messages.effects import Effect, SendToFrontend, SendToPeer
+from ..messages.effects import SendToFrontend, SendToPeer
 from ..messages.frontend import Failed, Finished, Submit, Tokens
 from ..messages.ranks import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
 from ..messages.step import StepResult
@@ -128,14 +130,14 @@ class Cluster:
                 space = PageSpace(settings.decode_pages, settings.decode.page_size)
                 prefill.scheduler.peer_up(decode.instance, space)
                 capacity = settings.prefill_pages * settings.prefill.page_size
-                decode.scheduler.peer_up(prefill.instance, f"{prefill.instance}:1", capacity=capacity)
+                decode.scheduler.peer_up(PrefillPeer(prefill.instance, {f"{prefill.instance}:1"}, capacity))
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Simulate until every request has ended."""
         self._open = len(arrivals)
         for number, arrival in enumerate(arrivals):
             self._outcomes[str(number)] = Outcome(arrival.at_s, prompt_tokens=len(arrival.prompt))
-            self._clock.at(arrival.at_s, self._submission(number, arrival))
+            self._clock.at(arrival.at_s, partial(self._submit, number, arrival))
         self._heartbeat()
         while self._open and self._clock.run_next():
             pass
@@ -149,17 +151,13 @@ class Cluster:
             sum(server.busy_s for server in self._decodes) / seconds / len(self._decodes),
         )
 
-    def _submission(self, number: int, arrival: Arrival) -> Event:
+    def _submit(self, number: int, arrival: Arrival) -> None:
         decode = self._decodes[number % len(self._decodes)]
-
-        def submit() -> None:
-            sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
-            hashes = {size: pack_hashes([*map(short_hash, page_hashes(arrival.prompt, size))]) for size in sizes}
-            sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True)
-            decode.scheduler.submit(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)
-            self._turn_decode(decode)
-
-        return submit
+        sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
+        hashes = {size: pack_short_hashes(page_hashes(arrival.prompt, size)) for size in sizes}
+        sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True)
+        decode.scheduler.submit(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)
+        self._turn_decode(decode)
 
     def _heartbeat(self) -> None:
         for prefill in self._prefills:
@@ -189,7 +187,7 @@ class Cluster:
             match effect:
                 case SendToPeer(instance=instance):
                     target = next(prefill for prefill in self._prefills if prefill.instance == instance)
-                    self._clock.after(self._times.message_s, self._message_to_prefill(server, target, effect))
+                    self._clock.after(self._times.message_s, partial(self._receive_at_prefill, server, target, effect))
                 case SendToFrontend(message=message):
                     self._respond(message)
                 case CopyPage() | SavePages() | LoadPages():
@@ -244,26 +242,23 @@ class Cluster:
             case _:
                 pass
 
-    def _message_to_decode(self, source: _Prefill, target: _Decode, message: AnyMessage) -> Event:
-        def deliver() -> None:
-            now, scheduler = self._clock.now, target.scheduler
-            match message:
-                case ChunkArrived():
-                    scheduler.chunk_arrived(message)
-                case PrefillDone():
-                    if scheduler.prefill_written(message):
-                        scheduler.prefill_done(message, now)
-                case TransferFailed():
-                    scheduler.transfer_failed(message, now)
-                case AbortAck(key=key, late_writes=late_writes):
-                    scheduler.abort_acked(key, late_writes, now)
-                case CachedPrefixes():
-                    scheduler.cache_report(source.instance, message)
-                case other:
-                    raise TypeError(f"not simulated: {other!r}")
-            self._turn_decode(target)
-
-        return deliver
+    def _receive_at_decode(self, source: _Prefill, target: _Decode, message: AnyMessage) -> None:
+        now, scheduler = self._clock.now, target.scheduler
+        match message:
+            case ChunkArrived():
+                scheduler.chunk_arrived(message)
+            case PrefillDone():
+                if scheduler.prefill_written(message):
+                    scheduler.prefill_done(message, now)
+            case TransferFailed():
+                scheduler.transfer_failed(message, now)
+            case AbortAck(key=key, late_writes=late_writes):
+                scheduler.abort_acked(key, late_writes, now)
+            case CachedPrefixes():
+                scheduler.cache_report(source.instance, message)
+            case other:
+                raise TypeError(f"not simulated: {other!r}")
+        self._turn_decode(target)
 
     # -- prefill -----------------------------------------------------------------------------------------------
 
@@ -276,28 +271,25 @@ class Cluster:
         self._perform_prefill(server)
         if server.steps and not server.computing:
             server.computing, server.step_started = True, now
-            seconds = self._times.prefill_s((row.start, row.end) for row in server.steps[0].rows)
+            seconds = self._times.prefill_s((chunk.start, chunk.end) for chunk in server.steps[0].chunks)
             self._cores.run("prefill", seconds, self._settings.cores, lambda: self._end_prefill_step(server))
 
     def _perform_prefill(self, server: _Prefill) -> None:
         for effect in server.scheduler.take_effects():
-            self._perform_for_prefill(server, effect)
-
-    def _perform_for_prefill(self, server: _Prefill, effect: Effect) -> None:
-        match effect:
-            case SendToPeer(instance=instance, message=message):
-                target = next(decode for decode in self._decodes if decode.instance == instance)
-                self._clock.after(self._times.message_s, self._message_to_decode(server, target, message))
-            case ChunkWrite(after=None):
-                self._write(server, effect)
-            case ChunkWrite(after=int(command_id)):
-                server.after_step.setdefault(command_id, []).append(lambda: self._write(server, effect))
-            case CancelChunks(instance=instance, key=key):
-                server.cancelled.add((instance, key))
-            case SendToFrontend():
-                pass
-            case other:
-                raise TypeError(f"not simulated: {other!r}")
+            match effect:
+                case SendToPeer(instance=instance, message=message):
+                    target = next(decode for decode in self._decodes if decode.instance == instance)
+                    self._clock.after(self._times.message_s, partial(self._receive_at_decode, server, target, message))
+                case ChunkWrite(after=None):
+                    self._write(server, effect)
+                case ChunkWrite(after=int(command_id)):
+                    server.after_step.setdefault(command_id, []).append(partial(self._write, server, effect))
+                case CancelChunks(instance=instance, key=key):
+                    server.cancelled.add((instance, key))
+                case SendToFrontend():
+                    pass
+                case other:
+                    raise TypeError(f"not simulated: {other!r}")
 
     def _end_prefill_step(self, server: _Prefill) -> None:
         step = server.steps.popleft()
@@ -305,8 +297,8 @@ class Cluster:
         server.busy_s += self._clock.now - server.step_started
         for write in server.after_step.pop(step.command_id, ()):
             write()
-        first_tokens = [(TOKEN,) * row.draws for row in step.rows]
-        server.scheduler.step_done(step.command_id, first_tokens, [()] * len(step.rows), self._clock.now)
+        results = [StepResult((TOKEN,) if chunk.last else (), ()) for chunk in step.chunks]
+        server.scheduler.step_done(step.command_id, results, self._clock.now)
         self._turn_prefill(server)
 
     def _write(self, server: _Prefill, chunk: ChunkWrite) -> None:
@@ -324,16 +316,13 @@ class Cluster:
 
         self._clock.at(server.link_free_at + self._times.write_s, end)
 
-    def _message_to_prefill(self, source: _Decode, target: _Prefill, effect: SendToPeer) -> Event:
-        def deliver() -> None:
-            match effect.message:
-                case KvDestination() as destination:
-                    prompt, indices, *_ = effect.arrays
-                    target.scheduler.receive(source.instance, destination, prompt, list(indices), self._clock.now)
-                case Abort() as abort:
-                    target.scheduler.abort(source.instance, abort, self._clock.now)
-                case other:
-                    raise TypeError(f"not simulated: {other!r}")
-            self._turn_prefill(target)
-
-        return deliver
+    def _receive_at_prefill(self, source: _Decode, target: _Prefill, effect: SendToPeer) -> None:
+        match effect.message:
+            case KvDestination() as destination:
+                prompt, indices, *_ = effect.arrays
+                target.scheduler.receive(source.instance, destination, prompt, list(indices), self._clock.now)
+            case Abort() as abort:
+                target.scheduler.abort(source.instance, abort, self._clock.now)
+            case other:
+                raise TypeError(f"not simulated: {other!r}")
+        self._turn_prefill(target)

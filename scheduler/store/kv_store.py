@@ -8,15 +8,16 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from ...configs.arithmetic import round_up
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import page_hashes
 from ...memory.pages import PageAllocator, PageGrant, pages_for, pages_holding
 from ...memory.prefix_cache import CachedPage, InsertedPrefix, PrefixCache
 from ...transfer.store.blocks import BLOCK_TOKENS
 from ..messages.counters import STORE_COUNTERS
-from ..messages.outbox import Outbox
+from ..messages.effects import Outbox
 from ..messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from ..rates import Rate
 from .breaker import Breaker
@@ -114,14 +115,13 @@ class _Load(Generic[OwnerT]):
     reports: list[StoreLoaded]
 
 
-class Loaded(Generic[OwnerT]):
+class Loaded(NamedTuple, Generic[OwnerT]):
     """The result of a load: `tokens` tokens from the start of the sequence are in its pages, whole pages; 0 if nothing
     was loaded.
     """
 
-    def __init__(self, owner: OwnerT, tokens: int) -> None:
-        self.owner = owner
-        self.tokens = tokens
+    owner: OwnerT
+    tokens: int
 
 
 class KvStore(Generic[OwnerT]):
@@ -193,7 +193,7 @@ class KvStore(Generic[OwnerT]):
         if not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_skipped(tokens_per_s):
             return False
         first = cached // BLOCK_TOKENS
-        blocks = chain.blocks(tokens, -(-end // BLOCK_TOKENS) * BLOCK_TOKENS)[first:]
+        blocks = chain.blocks(tokens, round_up(end, BLOCK_TOKENS))[first:]
         last = first + len(blocks)
         loading, offset = pages_holding(pages, page_size, first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         path = pages[freed : pages_for(last * BLOCK_TOKENS, page_size)]

@@ -72,7 +72,7 @@ def test_random_saves_and_loads(device: str) -> None:
                 fill(cache, page, -2.0)
     for name in saved:
         store.drop(name)
-    assert store.free_pages == 12
+    assert len(store._free) == 12
     store.close()
 
 
@@ -83,7 +83,7 @@ def test_pages_that_do_not_fit_are_kept_in_pageable_memory() -> None:
         fill(cache, page, float(page))
     store.save("long", [0, 1, 2])
     store.save("short", [3, 4])
-    assert store.free_pages == 0
+    assert len(store._free) == 0
     store.load("long", [10, 11, 12])
     store.load("short", [13, 14])
     assert values(cache, [10, 11, 12, 13, 14]) == [{0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
@@ -96,9 +96,9 @@ def test_store_without_page_locked_memory_still_saves(
         raise StartupError("the locked-memory limit is 64 KiB")
 
     cache = make_cache()
-    assert PageStore.allocate(cache, 10 * sum(pool.page_bytes for pool in cache.pools)).free_pages == 10
+    assert len(PageStore.allocate(cache, 10 * sum(pool.page_bytes for pool in cache.pools))._free) == 10
     monkeypatch.setattr(page_store, "_host_pool", refuse)
-    assert PageStore.allocate(cache, 1 << 20).free_pages == 0
+    assert len(PageStore.allocate(cache, 1 << 20)._free) == 0
     assert "not page-locked: the locked-memory limit is 64 KiB" in caplog.text
 
 

@@ -105,7 +105,7 @@ class PoolMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.cache.flush()
         assert len(self.cache) == 0
-        assert self.pages.idle == 0
+        assert len(self.pages._idle) == 0
 
     @invariant()
     def accounts(self) -> None:
@@ -213,7 +213,7 @@ def test_disabled_cache_keeps_nothing() -> None:
     cache.insert([1, 2], grant.pages)
     pages.release(grant)
     assert cache.match([1, 2], 2) == []
-    assert pages.idle == 0
+    assert len(pages._idle) == 0
 
 
 def test_leak_is_named() -> None:

@@ -85,7 +85,7 @@ def test_prefix_is_found_while_the_pages_that_it_needs_are_cached() -> None:
     cached = Cached()
     cached.insert()
     cached.free(4)
-    assert (cached.pages.held, cached.pages.idle, cached.found()) == (2, 4, 24)
+    assert (cached.pages.held, len(cached.pages._idle), cached.found()) == (2, 4, 24)
     other = cached.take("other", 2)  # evicts the last two of the freed pages, which nothing needs first
     assert len(cached.cache) == len(cached.listener.cached) == 4
     assert cached.found() == 24, "the token behind six pages sees the last two"

@@ -71,7 +71,7 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
             simulator.pass_time(0.01)  # the step takes time
             simulator.end_write(0, ok=True, late=False)
             simulator.deliver(0, up=True)
-    done = list(simulator.decode.retracted.rates.prefilled_tokens._samples)
+    done = list(simulator.decode.rates.prefilled_tokens._samples)
     assert [tokens for _, tokens in done] == [9, 11], "four pages of the second prompt were cached"
     simulator.finish()
 
@@ -82,9 +82,9 @@ def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     copy = scheduler.memory.copies.begin("save", Mock())
     copy.pages = 3
     engine.handle(CopyDone(1, copy.number, 0.25), 0.0)
-    assert scheduler.retracted.rates.copied_pages.per_s is None
+    assert scheduler.rates.copied_pages.per_s is None
     engine.handle(CopyDone(0, copy.number, 0.5), 0.0)
-    assert scheduler.retracted.rates.copied_pages.per_s == 6
+    assert scheduler.rates.copied_pages.per_s == 6
 
 
 def test_rate_by_size_is_unknown_beyond_small_sizes() -> None:

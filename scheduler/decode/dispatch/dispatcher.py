@@ -3,28 +3,19 @@
 It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
-import collections
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ....memory.index_spaces import KvPage
-from ....memory.pages import PageAllocator
-from ....memory.prefix_cache import PrefixCache
 from ....transfer.plan.staged_regions import StagedRegion
-from ....transfer.protocol.messages import InstanceId
 from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
-from ...messages.outbox import Outbox
-from ...rates import Rates
-from ...store.kv_store import KvStore
-from ..memory.request_memory import RequestMemory
-from ..requests.limits import DecodeLimits
+from ..memory.resources import Resources
 from ..requests.request import LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, pages_needed, reserve
-from .local_prefill import LocalLimits, LocalPrefill
+from .local_prefill import LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeers, Selection
+from .prefill_peers import PrefillPeer, PrefillPeers, Selection
 from .prompt_queue import PromptQueue
 from .queue_pace import QueuePace
 from .remote_prefill import RemotePrefill
@@ -39,50 +30,21 @@ MAX_MISFITS = 8
 class PrefillDispatcher:
     """Owns the queue, the prefill servers, and the prompts that they (`remote`) and this server (`local`) compute."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        pages: PageAllocator[KvPage],
-        cache: PrefixCache,
-        memory: RequestMemory,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
-        rings: Sequence[RankRing],
-        kv_store: KvStore[LocalPrompt] | None,
-    ) -> None:
-        self.limits = limits
-        self._kv_store = kv_store
-        self.counters = counters
+    def __init__(self, resources: Resources, rings: Sequence[RankRing]) -> None:
+        self.limits = resources.limits
+        self._kv_store = resources.kv_store
+        self._rates = resources.rates
+        self._counters = resources.counters
+        self._outbox = resources.outbox
+        self._pages = resources.pages
+        self._cache = resources.cache
+        self._memory = resources.memory
         self.queue = PromptQueue()
         self.pace = QueuePace()
-        self.peers = PrefillPeers(limits.dispatch)
-        self.rates = Rates()
-        local_limits = LocalLimits(
-            limits.page_size,
-            limits.max_step_tokens,
-            limits.itl_target_s,
-            limits.stages,
-            shares_prefixes=limits.prefix_cache and not limits.hisparse,
-        )
-        self.local = LocalPrefill(local_limits, self.rates)
-        self.placer = Placer(
-            limits,
-            queue=self.queue,
-            peers=self.peers,
-            local=self.local,
-            rates=self.rates,
-            cache=cache,
-            memory=memory,
-            kv_store=kv_store,
-            counters=counters,
-        )
-        self.remote = RemotePrefill(
-            limits, rings, peers=self.peers, placer=self.placer, memory=memory, counters=counters, outbox=outbox
-        )
-        self._outbox = outbox
-        self._pages = pages
-        self._cache = cache
-        self._memory = memory
+        self.peers = PrefillPeers(self.limits.dispatch)
+        self.local = LocalPrefill(self.limits, self._rates)
+        self.placer = Placer(resources, queue=self.queue, peers=self.peers, local=self.local)
+        self.remote = RemotePrefill(resources, rings, peers=self.peers, placer=self.placer)
         self._prompt_ids = itertools.count(1)
 
     def next_prompt_id(self) -> int:
@@ -127,19 +89,10 @@ class PrefillDispatcher:
         if old.endpoint is not None:
             self._outbox.append(ConnectPeer(old.endpoint))  # the connection may have been closed since
 
-    def peer_up(
-        self,
-        instance: InstanceId,
-        endpoint: str,
-        capacity: float,
-        staged: Iterable[StagedRegion],
-        *,
-        writes_both: bool = False,
-        shares_cpu: bool = False,
-    ) -> None:
-        """A prefill server paired; see PrefillPeer."""
-        self.peers.up(instance, endpoint, capacity, writes_both=writes_both, shares_cpu=shares_cpu)
-        self.remote.staging.peer_up(instance, staged)
+    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion]) -> None:
+        """A prefill server paired."""
+        self.peers.up(peer)
+        self.remote.staging.peer_up(peer.instance, staged)
         for prompt in self.queue:
             prompt.refused_since = None  # this server has not refused it
 
@@ -184,29 +137,28 @@ class PrefillDispatcher:
             if above is not None and prompt.priority <= above:
                 break
             placement, selection = places[prompt]
+            is_local = placement.where == "local"
             if keep and self._pages.available + self._pages.lent < keep + self._most_pages(prompt):
                 break
-            if placement.where == "local" and not self._memory.may_compute(prompt, shrink=True):
+            if is_local and not self._memory.may_compute(prompt, shrink=True):
                 blocked.append(prompt)
                 continue
             reservation = reserve(
                 prompt,
                 self._pages,
                 self._cache,
-                page_size=self.limits.page_size,
-                growth_tokens=self.limits.growth_tokens,
-                most_cached=most_cached(prompt) if placement.where == "local" else prompt.tokens,
-                local=placement.where == "local",
-                window=self.limits.window,
+                self.limits,
+                most_cached=most_cached(prompt) if is_local else prompt.tokens,
+                local=is_local,
             )
             if reservation is None:
                 blocked.append(prompt)
                 continue
-            self.counters["overtakes"] += bool(blocked)
+            self._counters["overtakes"] += bool(blocked)
             for other in blocked:
                 other.overtaken += 1
-            self.counters[f"{placement.where}_prefill_{placement.reason}"] += 1
-            if placement.where == "local":
+            self._counters[f"{placement.where}_prefill_{placement.reason}"] += 1
+            if is_local:
                 self._reserved(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
                 self._memory.allocate_for_prompt(local)
@@ -239,7 +191,7 @@ class PrefillDispatcher:
             cached=local.cached,
             freed=self._cache.first_needed(local.cached // self.limits.page_size),
             most=most_cached(local.prompt),
-            tokens_per_s=self.rates.local_tokens.per_s,
+            tokens_per_s=self._rates.local_tokens.per_s,
         )
 
     def can_compute(self, tokens: int) -> bool:

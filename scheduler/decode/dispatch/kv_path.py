@@ -1,4 +1,4 @@
-"""Decides where prefill writes the KV rows of a prompt: into host memory, or straight into a hot buffer on the GPU.
+"""Decides where prefill writes the KV rows of a prompt (HiSparse): to host memory, or to a hot buffer on the GPU.
 
 `choose_path` is the whole decision, a pure function of its inputs. Its reasons are counted in /metrics. The choice is
 sent as `enable_hisparse` of the KvDestination.
@@ -18,8 +18,6 @@ from ....transfer.protocol.messages import KvPath
 class PathInputs:
     """What the path of one prompt depends on."""
 
-    hisparse: bool
-    """This server has KV in host memory; otherwise all KV is on the GPU."""
     peer_writes_both: bool
     """The prefill server can write to either memory."""
     samples: int
@@ -55,8 +53,6 @@ class PathChoice(NamedTuple):
 
 def choose_path(inputs: PathInputs) -> PathChoice:
     """The decision."""
-    if not inputs.hisparse:
-        return PathChoice("gpu", "plain")
     if not inputs.peer_writes_both:
         return PathChoice("host", "peer")
     if inputs.samples > 1:

@@ -1,13 +1,12 @@
 """Prompts that a decode server computes itself, in chunks that are part of its decode steps."""
 
-import dataclasses
-
 from ....configs.arithmetic import round_up
 from ....transfer.protocol.messages import Load
 from ...chunking.chunk_queue import Chunk, ChunkQueue
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
+from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt
 from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
 
@@ -19,30 +18,19 @@ MOST_SHARE = 0.5
 """Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalLimits:
-    """Limits of the prompts that a decode server computes."""
-
-    page_size: int
-    max_step_tokens: int
-    itl_target_s: float | None = None
-    """Longest step with prompt tokens, by prediction; 0 is no limit, None follows the time of a decode step."""
-    stages: int = 1
-    shares_prefixes: bool = True
-    """Computed pages are in the prefix cache at once. With HiSparse, rows have to be in host memory first."""
-
-
 class LocalPrefill:
     """The queue of COMPUTING prompts. A dispatch window bounds it, as that of a prefill server."""
 
-    def __init__(self, limits: LocalLimits, rates: Rates) -> None:
+    def __init__(self, limits: DecodeLimits, rates: Rates) -> None:
         self._limits = limits
         self._rates = rates
         self._most = round_up(limits.max_step_tokens, limits.page_size)
         target = limits.itl_target_s
         self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
-        self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=limits.shares_prefixes)
+        # with HiSparse, computed pages are not in the prefix cache at once: rows have to be in host memory first
+        shares_prefixes = limits.prefix_cache and not limits.hisparse
+        self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=shares_prefixes)
         self._loading: set[LocalPrompt] = set()
         """Prompts that wait until their cached prefix is in their hot buffer (HiSparse)."""
         self.times = StepTimes(rates.local_tokens)

@@ -1,14 +1,11 @@
 """Collects what the placement of a prompt depends on: prefill servers, queues, caches and measured rates."""
 
-import collections
 import math
 
-from ....memory.prefix_cache import PrefixCache
 from ...chunking.shared_prefix import PrefixesInProgress
-from ...rates import Rates
 from ...store.kv_store import KvStore
-from ..memory.request_memory import RequestMemory
-from ..requests.limits import MAX_ATTEMPTS, DecodeLimits
+from ..memory.resources import Resources
+from ..requests.limits import MAX_ATTEMPTS
 from ..requests.request import Attempt, LocalPrompt, Prompt
 from .local_prefill import LocalPrefill
 from .placement import Costs, Placement, PlacementInputs
@@ -26,28 +23,16 @@ NO_COSTS = Costs(None, None, None)
 class Placer:
     """Places prompts; the decision itself is in placement.py."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        *,
-        queue: PromptQueue,
-        peers: PrefillPeers,
-        local: LocalPrefill,
-        rates: Rates,
-        cache: PrefixCache,
-        memory: RequestMemory,
-        counters: "collections.Counter[str]",
-        kv_store: KvStore[LocalPrompt] | None = None,
-    ) -> None:
-        self._limits = limits
+    def __init__(self, resources: Resources, *, queue: PromptQueue, peers: PrefillPeers, local: LocalPrefill) -> None:
+        self._limits = limits = resources.limits
+        self._rates = resources.rates
+        self._cache = resources.cache
+        self._memory = resources.memory
+        self._kv_store = resources.kv_store
+        self._counters = resources.counters
         self._queue = queue
         self._peers = peers
         self._local = local
-        self._rates = rates
-        self._cache = cache
-        self._memory = memory
-        self._kv_store = kv_store
-        self._counters = counters
         self._at_prefill = PrefixesInProgress(limits.page_size, limits.max_step_tokens, enabled=limits.prefix_cache)
         """Prompts that were sent to prefill servers. Those compute a shared prefix once, too."""
         self._first_at: float | None = None

@@ -85,26 +85,15 @@ class PrefillPeers:
         self.unreachable: Mapping[str, str] = {}
         """Why no server is paired, by endpoint, if known."""
 
-    def up(
-        self,
-        instance: InstanceId,
-        endpoint: str,
-        capacity: float,
-        *,
-        writes_both: bool = False,
-        shares_cpu: bool = False,
-    ) -> None:
-        window = self.window(instance) or DispatchWindow()
-        self._peers[instance] = PrefillPeer(
-            instance, {endpoint}, capacity, writes_both=writes_both, shares_cpu=shares_cpu, window=window
-        )
-        self._found(endpoint)
+    def up(self, peer: PrefillPeer) -> None:
+        self._peers[peer.instance] = peer
+        self._found(peer.endpoints)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
         """`endpoint` is another address of a paired server."""
         if instance in self._peers:
             self._peers[instance].endpoints.add(endpoint)
-            self._found(endpoint)
+            self._found({endpoint})
 
     def lost(self, instance: InstanceId, now: float) -> None:
         peer = self._peers.pop(instance, None)
@@ -224,8 +213,8 @@ class PrefillPeers:
             if not self._of(endpoint):
                 self._lost_at.setdefault(endpoint, now)
 
-    def _found(self, endpoint: str) -> None:
-        for served in (endpoint, None):
+    def _found(self, endpoints: set[str]) -> None:
+        for served in (*endpoints, None):
             self._lost_at.pop(served, None)
 
     def _of(self, endpoint: str | None) -> list[PrefillPeer]:

@@ -1,6 +1,7 @@
 """How fast the queue of a decode server moves, and how long it waited because prefill servers were busy."""
 
 import collections
+import dataclasses
 from collections.abc import Collection
 
 MEASURED_S = 30.0
@@ -11,14 +12,12 @@ SHORTEST_S = 1.0
 """Shortest time to compute a rate from: less would measure a burst."""
 
 
+@dataclasses.dataclass(slots=True)
 class _Busy:
     """Since when the prefill servers at an endpoint (or all) take no prompt, and for how long in total before that."""
 
-    __slots__ = ("before_s", "since")
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self.before_s = 0.0
+    since: float | None = None
+    before_s: float = 0.0
 
     def total_s(self, now: float) -> float:
         return self.before_s + (now - self.since if self.since is not None else 0.0)
@@ -60,16 +59,17 @@ class QueuePace:
     def served(self, now: float) -> None:
         """The KV of a prompt has arrived."""
         if self._waiting_since is not None:
-            self._served.append(self._waited_s(now))
+            waited_s = self._waited_s(now)
+            self._served.append(waited_s)
+            self._forget_before(waited_s - MEASURED_S)
 
     def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
         """Expected wait of a prompt behind `queued` others, `most_s` at most."""
         if self._waiting_since is None:
             return 0.0
         waited_s = self._waited_s(now)
-        begin = max(0.0, waited_s - MEASURED_S)
-        self._forget_before(begin)
-        measured_s = waited_s - begin
+        self._forget_before(waited_s - MEASURED_S)
+        measured_s = min(waited_s, MEASURED_S)
         if not self._served:  # the first may be served now
             return min(most_s, max(SHORTEST_S, queued * measured_s))
         return min(most_s, queued * max(SHORTEST_S, measured_s) / len(self._served))

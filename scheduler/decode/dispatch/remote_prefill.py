@@ -3,15 +3,13 @@
 An attempt that was given up leaves its pages in quarantine: its writer may still write them.
 """
 
-import collections
 from collections.abc import Sequence
 
 from ....memory.pages import pages_for
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ...messages.effects import SendToPeer
-from ...messages.outbox import Outbox
-from ..memory.request_memory import RequestMemory
-from ..requests.limits import DecodeLimits
+from ..memory.hot_buffers import HotBuffers
+from ..memory.resources import Resources
 from ..requests.request import Attempt, Prompt
 from ..requests.reservation import Reservation
 from .kv_path import PathInputs, choose_path
@@ -24,23 +22,13 @@ from .staging import RankRing, StagedArrivals
 class RemotePrefill:
     """Owns the transfers in flight, their staged parts and the quarantine. `prompts` are by the key of the transfer."""
 
-    def __init__(
-        self,
-        limits: DecodeLimits,
-        rings: Sequence[RankRing],
-        *,
-        peers: PrefillPeers,
-        placer: Placer,
-        memory: RequestMemory,
-        counters: "collections.Counter[str]",
-        outbox: Outbox,
-    ) -> None:
-        self._limits = limits
+    def __init__(self, resources: Resources, rings: Sequence[RankRing], *, peers: PrefillPeers, placer: Placer) -> None:
+        self._limits = limits = resources.limits
+        self._memory = resources.memory
+        self._counters = counters = resources.counters
+        self._outbox = outbox = resources.outbox
         self._peers = peers
         self._placer = placer
-        self._memory = memory
-        self._counters = counters
-        self._outbox = outbox
         self.prompts: dict[TransferKey, Prompt] = {}
         self.quarantine = Quarantine(limits.quarantine_s)
         self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
@@ -55,11 +43,15 @@ class RemotePrefill:
         tokens = max(1, prompt.tokens - max(cached, expected or 0))
         members = prompt.waiting
         first = members[0]
-        choice = choose_path(self._path_inputs(prompt, peer))
         prompt.attempt = attempt = Attempt(
-            key, peer.instance, reservation.prefix_tokens, kind, tokens, expected_cached=expected
+            key,
+            peer.instance,
+            reservation.prefix_tokens,
+            kind,
+            tokens,
+            expected_cached=expected,
+            unseen_tokens=reservation.unseen_tokens,
         )
-        attempt.unseen_tokens = reservation.unseen_tokens
         self._counters[f"dispatch_{selection.reason}"] += 1
         if expected is not None:
             self._counters["dispatch_tokens_expected"] += expected
@@ -71,11 +63,14 @@ class RemotePrefill:
             self._memory.copy_page(source, new_pages[0], tokens=within)
             self._memory.release_grant(reservation.copied)
         destinations: list[Sequence[int]] = [new_pages]
-        if self._memory.hot is not None:
+        to_host = False
+        if (hot := self._memory.hot) is not None:
+            choice = choose_path(self._path_inputs(prompt, peer, hot))
             self._counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
-            if choice.path == "gpu":
+            to_host = choice.path == "host"
+            if not to_host:
                 self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
-                destinations.append(self._memory.hot.announced(attempt.hot_pages[first_new:]))
+                destinations.append(hot.announced(attempt.hot_pages[first_new:]))
         if within:
             count = prompt.tokens - reservation.prefix_tokens
             destinations = [self._rows(pages, within, count) for pages in destinations]
@@ -95,7 +90,7 @@ class RemotePrefill:
             output_tokens=prompt.output_tokens,
             logprobs=first.logprobs,
             priority=prompt.priority,
-            enable_hisparse=choice.path == "host",
+            enable_hisparse=to_host,
             traceparent=prompt.traceparent,
         )
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
@@ -190,20 +185,19 @@ class RemotePrefill:
         size = self._limits.page_size
         return [pages[at // size] * size + at % size for at in range(first, first + count)]
 
-    def _path_inputs(self, prompt: Prompt, peer: PrefillPeer) -> PathInputs:
+    def _path_inputs(self, prompt: Prompt, peer: PrefillPeer, hot: HotBuffers) -> PathInputs:
         """What the path of a prompt to this server depends on."""
-        hot, members = self._memory.hot, prompt.waiting
+        members = prompt.waiting
         return PathInputs(
-            hisparse=hot is not None,
             peer_writes_both=peer.writes_both,
             samples=len(members),
             new_tokens=max(request.sampling.max_new_tokens - len(request.output_ids) for request in members),
             pages=pages_for(prompt.tokens + 1, self._limits.page_size),
-            first_pages=hot.limits.buffer_pages if hot is not None else 0,
-            free_pages=hot.pages.available if hot is not None else 0,
-            free_slots=hot.free_slots if hot is not None else 0,
+            first_pages=hot.limits.buffer_pages,
+            free_pages=hot.pages.available,
+            free_slots=hot.free_slots,
             ahead=sum(len(other.waiting) for other in self.prompts.values() if not _attempt(other).hot_pages),
-            settled=hot is None or hot.settled,
+            settled=hot.settled,
         )
 
     def _leave_prefill(self, attempt: Attempt) -> None:

@@ -187,7 +187,7 @@ class StagedArrivals:
             self._grant(range(len(self._rings)))
 
     def hold(self, done: PrefillDone) -> bool:
-        """Whether the end of a transfer has to wait for scatters: scattered() returns `done` then."""
+        """Whether the end of a transfer has to wait for scatters. If so, scattered() returns `done` after the last."""
         transfer = self._transfers.get(done.key)
         if transfer is None or not transfer.missing_tokens:
             return False

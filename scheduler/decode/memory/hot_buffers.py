@@ -23,7 +23,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ....memory.hisparse.shared_pool import PoolOverlay
-from ....memory.index_spaces import HotPage, RequestSlot
+from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, pages_for
 from .command_log import CommandLog
 from .page_lending import Loan, PageLending
@@ -45,7 +45,7 @@ class HotLimits:
     page_size: int
     hot_rows: int
     slots: int
-    overlay: PoolOverlay | None = None
+    overlay: PoolOverlay
 
     @property
     def buffer_pages(self) -> int:
@@ -58,49 +58,34 @@ class HotLimits:
         return self.num_pages * self.page_size - 1
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class HotBuffer:
     """The hot rows of one request. Token p is in row p while the sequence has at most `capacity` tokens. With more
     tokens, the buffer is evicting and uses its first pages only.
     """
 
-    __slots__ = (
-        "capacity",
-        "computing",
-        "evicting_since",
-        "grant",
-        "loading",
-        "loans",
-        "owner",
-        "pages",
-        "slot",
-        "spare",
-        "tokens",
-        "unsaved",
-    )
-
-    def __init__(self, owner: HotOwner, slot: RequestSlot, grant: PageGrant[HotPage]) -> None:
-        self.owner = owner
-        self.slot = slot
-        self.grant = grant
-        """Pages of the hot pool: its first pages, and maybe further ones."""
-        self.pages = list(grant.pages)
-        """All pages in use, in the order of its rows."""
-        self.loans: list[Loan] = []
-        self.spare: list[HotPage] = []
-        """Borrowed pages that are not in use yet; the next one is last."""
-        self.capacity = 0
-        self.tokens = 0
-        """Length of the sequence, including the last step that was sent."""
-        self.evicting_since: int | None = None
-        """Length of the sequence when it became evicting; None while it is fully resident."""
-        self.loading = False
-        """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
-        self.computing = False
-        """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows: it gives up no page
-        until then.
-        """
-        self.unsaved = False
-        """Prefill has written its rows here, and they are not in host memory yet: it gives up no page until then."""
+    owner: HotOwner
+    slot: RequestSlot
+    grant: PageGrant[HotPage]
+    """Pages of the hot pool: its first pages, and maybe further ones."""
+    pages: list[HotPage]
+    """All pages in use, in the order of its rows."""
+    tokens: int
+    """Length of the sequence, including the last step that was sent."""
+    loans: list[Loan] = dataclasses.field(default_factory=list)
+    spare: list[HotPage] = dataclasses.field(default_factory=list)
+    """Borrowed pages that are not in use yet; the next one is last."""
+    capacity: int = 0
+    evicting_since: int | None = None
+    """Length of the sequence when it became evicting; None while it is fully resident."""
+    loading: bool = False
+    """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
+    computing: bool = False
+    """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows. It gives up no page
+    meanwhile.
+    """
+    unsaved: bool = False
+    """Prefill has written its rows here, and they are not in host memory yet. It gives up no page before they are."""
 
     @property
     def fixed(self) -> bool:
@@ -120,17 +105,14 @@ class HotBuffer:
 class HotBuffers:
     """All hot buffers of a decode server."""
 
-    def __init__(
-        self, limits: HotLimits, lending: PageLending | None = None, commands: CommandLog | None = None
-    ) -> None:
+    def __init__(self, limits: HotLimits, kv_pages: PageAllocator[KvPage], commands: CommandLog) -> None:
+        """Buffers borrow from the free `kv_pages`."""
         self.limits = limits
         self._commands = commands
         self._released_at = 0
         """The last command that may access a page which is free now."""
-        self.pages = PageAllocator[HotPage](
-            limits.num_pages, limits.overlay.covered if limits.overlay is not None else 0
-        )
-        self._lending = lending
+        self.pages = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
+        self.lending = PageLending(kv_pages, limits.overlay, commands)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
         self._detached: list[HotBuffer] = []
@@ -154,7 +136,7 @@ class HotBuffers:
         rows of fully resident requests need.
         """
         wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
-        return max(0, self.pages.available - wanted) + self._lendable
+        return max(0, self.pages.available - wanted) + self.lending.room
 
     @property
     def free_slots(self) -> int:
@@ -163,12 +145,11 @@ class HotBuffers:
     @property
     def settled(self) -> bool:
         """Whether no command in flight accesses a free page of the hot pool."""
-        return self._commands is None or self._commands.is_done(self._released_at)
+        return self._commands.is_done(self._released_at)
 
     def announced(self, pages: Sequence[HotPage]) -> tuple[int, ...]:
         """Pages of the hot pool as prefill servers get them: numbered from its first own page."""
-        covered = self.limits.overlay.covered if self.limits.overlay is not None else 0
-        return tuple(page - covered for page in pages)
+        return tuple(page - self.limits.overlay.covered for page in pages)
 
     def can_open(self) -> bool:
         """Whether another request can have a buffer, if necessary by shrinking fully resident ones."""
@@ -184,15 +165,9 @@ class HotBuffers:
         """Allocate a buffer for a sequence of `tokens` tokens, the newest included. Returns it with the buffers that
         were shrunk for it. It is fully resident if memory is free for all its rows. Call after `can_open`.
         """
-        limits = self.limits
-        shrunk = self._free_pages(limits.buffer_pages)
-        wanted = pages_for(tokens, limits.page_size)
-        first = min(wanted, limits.buffer_pages)
-        grant = self.pages.grant(rid, first, reserve=limits.buffer_pages - first)
-        assert grant is not None, f"no hot pages for {rid} after can_open()"
-        buffer = HotBuffer(rid, self._free_slots.pop(), grant)
-        self._buffers[rid] = buffer
-        buffer.tokens = tokens
+        wanted = pages_for(tokens, self.limits.page_size)
+        first = min(wanted, self.limits.buffer_pages)
+        buffer, shrunk = self._allocate(rid, first, tokens)
         if self._extend(buffer, wanted - first):
             buffer.loading = True
         else:
@@ -204,14 +179,7 @@ class HotBuffers:
         """Allocate a fully resident buffer of `tokens` rows for a prompt that is computed, or whose rows are received.
         Returns it with the buffers that were shrunk for it: none if enough pages are free. Call after `can_compute`.
         """
-        wanted = pages_for(tokens, self.limits.page_size)
-        reserve = max(0, self.limits.buffer_pages - wanted)
-        shrunk = self._free_pages(wanted + reserve)
-        grant = self.pages.grant(f"prompt {prompt_id}", wanted, reserve=reserve)
-        assert grant is not None, f"no hot pages for prompt {prompt_id} after can_compute()"
-        buffer = HotBuffer(prompt_id, self._free_slots.pop(), grant)
-        self._buffers[prompt_id] = buffer
-        buffer.tokens = tokens
+        buffer, shrunk = self._allocate(prompt_id, pages_for(tokens, self.limits.page_size), tokens)
         buffer.computing = True
         self._set_capacity(buffer)
         return buffer, shrunk
@@ -230,7 +198,7 @@ class HotBuffers:
         pages = len(buffer.pages)
         if not buffer.unsaved or tokens <= pages * self.limits.page_size or pages < self.limits.buffer_pages:
             return False
-        return not buffer.spare and not self.pages.available and not self._lendable
+        return not buffer.spare and not self.pages.available and not self.lending.room
 
     def worth_reopening(self, rid: str, tokens: int, room: int) -> bool:
         """Whether an evicting request of `tokens` tokens should become fully resident: it has fetched about as many
@@ -321,8 +289,7 @@ class HotBuffers:
 
     def _note_release(self) -> None:
         """Steps in flight may access the pages that are released now."""
-        if self._commands is not None:
-            self._released_at = self._commands.issued
+        self._released_at = self._commands.issued
 
     def of(self, owner: HotOwner) -> HotBuffer:
         return self._buffers[owner]
@@ -358,14 +325,23 @@ class HotBuffers:
         """Free pages of the hot pool beyond the first pages of all free slots."""
         return max(0, self.pages.available - len(self._free_slots) * self.limits.buffer_pages)
 
-    @property
-    def _lendable(self) -> int:
-        return self._lending.room if self._lending is not None else 0
-
     def _has_room(self, pages: int, *, shrink: bool = True) -> bool:
         """Whether a slot and this many pages of the hot pool are free, or would be if buffers shrank."""
         spare = sum(self._beyond_first(buffer) for buffer in self._buffers.values()) if shrink else 0
         return bool(self._free_slots) and self.pages.available + spare >= pages
+
+    def _allocate(self, owner: HotOwner, pages: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
+        """A buffer with `pages` pages of the hot pool, whose other first pages are reserved, and the buffers that were
+        shrunk for it.
+        """
+        reserve = max(0, self.limits.buffer_pages - pages)
+        shrunk = self._free_pages(pages + reserve)
+        name = owner if isinstance(owner, str) else f"prompt {owner}"
+        grant = self.pages.grant(name, pages, reserve=reserve)
+        assert grant is not None, f"no {pages} + {reserve} hot pages for {name}"
+        buffer = HotBuffer(owner, self._free_slots.pop(), grant, list(grant.pages), tokens)
+        self._buffers[owner] = buffer
+        return buffer, shrunk
 
     def _free_pages(self, count: int) -> list[HotBuffer]:
         """Shrink the largest buffers until this many pages of the hot pool are free; returns them."""
@@ -382,15 +358,14 @@ class HotBuffers:
         enough.
         """
         missing = count - min(count, len(buffer.spare))
-        room = self._lendable
+        room = self.lending.room
         if missing > self.pages.available + room:
             return False
         borrowed = min(max(0, missing - self._unneeded), room)
         buffer.pages += [buffer.spare.pop() for _ in range(count - missing)]
         self._take_own(buffer, missing - borrowed)
         if borrowed:
-            assert self._lending is not None
-            loan = self._lending.borrow(str(buffer.owner), borrowed)
+            loan = self.lending.borrow(str(buffer.owner), borrowed)
             buffer.loans.append(loan)
             buffer.pages += loan.hot_pages[:borrowed]
             buffer.spare = loan.hot_pages[: borrowed - 1 : -1]
@@ -404,8 +379,7 @@ class HotBuffers:
 
     def _give_back(self, buffer: HotBuffer) -> None:
         for loan in buffer.loans:
-            assert self._lending is not None
-            self._lending.give_back(loan)
+            self.lending.give_back(loan)
         buffer.loans, buffer.spare = [], []
 
     def _set_capacity(self, buffer: HotBuffer) -> None:

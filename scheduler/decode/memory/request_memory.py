@@ -5,15 +5,14 @@ from collections.abc import Iterable, Sequence
 
 from ....memory.index_spaces import KvPage, RequestSlot
 from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages
+from ...messages.effects import Outbox
 from ...messages.lifecycle import State
-from ...messages.outbox import Outbox
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
 from ..requests.request import Attempt, LocalPrompt, Prompt, Request
 from ..requests.reservation import growth_pages
 from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
-from .page_lending import PageLending
 
 _WITH_HOT_BUFFER = (State.READY, State.RUNNING)
 MARGIN_PAGES = 2
@@ -49,12 +48,7 @@ class RequestMemory:
         self.pages = pages
         self.copies = BackgroundCopies()
         self._commands = CommandLog(pages)
-        self._lending: PageLending | None = None
-        self.hot: HotBuffers | None = None
-        if hot_limits is not None:
-            overlay = hot_limits.overlay
-            self._lending = PageLending(pages, overlay, self._commands) if overlay is not None else None
-            self.hot = HotBuffers(hot_limits, self._lending, self._commands)
+        self.hot = HotBuffers(hot_limits, pages, self._commands) if hot_limits is not None else None
         self._page_size = page_size
         self._window = window
         self._outbox = outbox
@@ -305,9 +299,10 @@ class RequestMemory:
         when fewer pages than the margin of the `running` requests are free. Returns whether pages are free now; others
         are free when the commands in flight are done.
         """
-        lending, hot, pages = self._lending, self.hot, self.pages
-        if lending is None or hot is None:
+        hot, pages = self.hot, self.pages
+        if hot is None:
             return False
+        lending = hot.lending
         shortfalls = pages.take_shortfalls()
         lending.allowed = not shortfalls
         if lending.borrowed or pages.lendable(0):
@@ -373,8 +368,8 @@ class RequestMemory:
             }
             owners |= {request.prompt.prompt_id for request in requests.values() if _prompt_has_buffer(request)}
             assert self.hot.owners == owners, f"hot buffers of {self.hot.owners ^ owners} do not match their states"
-        if self._lending is not None and not self._commands.pending_grants:
-            assert self._lending.returning == 0, f"{self._lending.returning} returned pages are not free"
+            returning = 0 if self._commands.pending_grants else self.hot.lending.returning
+            assert returning == 0, f"{returning} returned pages are not free"
 
 
 def _prompt_has_buffer(request: Request) -> bool:

@@ -11,6 +11,7 @@ hold no pages, and not on prefill. The prefill server reports how many tokens ke
 Prompts of a lower priority count for neither: prefill computes them later.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 from ....transfer.protocol.messages import Load
@@ -34,14 +35,12 @@ class PromptKind(NamedTuple):
         return cls(priority, tokens.bit_length())
 
 
+@dataclasses.dataclass(slots=True)
 class _Sent:
     """Prompts of one kind that are at the prefill server."""
 
-    __slots__ = ("prompts", "tokens")
-
-    def __init__(self) -> None:
-        self.prompts = 0
-        self.tokens = 0
+    prompts: int = 0
+    tokens: int = 0
 
 
 class DispatchWindow:
@@ -51,20 +50,19 @@ class DispatchWindow:
         self._tokens = DEFAULT_TOKENS
         self._others = 0
         self._sent: dict[PromptKind, _Sent] = {}
-
-    @property
-    def own_tokens(self) -> int:
+        self.own_tokens = 0
         """Tokens that were dispatched and whose KV has not arrived."""
-        return sum(sent.tokens for sent in self._sent.values())
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers."""
+        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers. Read
+        by another thread, so it does not iterate over what was sent.
+        """
         return self.own_tokens + self._others
 
     def tokens_before(self, tokens: int) -> int:
-        """Of these, tokens that are computed before the end of a prompt of `tokens` tokens: prefill computes it beside
-        longer ones.
+        """The part of `tokens_ahead` that is computed before a prompt of `tokens` tokens is done: prefill computes it
+        beside longer ones.
         """
         return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
 
@@ -78,16 +76,19 @@ class DispatchWindow:
         sent = self._sent.setdefault(kind, _Sent())
         sent.prompts += 1
         sent.tokens += tokens
+        self.own_tokens += tokens
 
     def computed(self, kind: PromptKind, tokens: int) -> None:
         """KV of `tokens` tokens has arrived."""
         self._sent[kind].tokens -= tokens
+        self.own_tokens -= tokens
 
     def returned(self, kind: PromptKind, tokens: int) -> None:
         """A prompt is done or was given up; the KV of `tokens` tokens has not arrived."""
         sent = self._sent[kind]
         sent.prompts -= 1
         sent.tokens -= tokens
+        self.own_tokens -= tokens
         if not sent.prompts:
             del self._sent[kind]
 

@@ -5,6 +5,7 @@ import dataclasses
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages, pages_for
 from ....memory.prefix_cache import PrefixCache
+from .limits import DecodeLimits
 from .request import Prompt, Refusal
 
 
@@ -53,21 +54,20 @@ def reserve(
     prompt: Prompt,
     pages: PageAllocator[KvPage],
     cache: PrefixCache,
+    limits: DecodeLimits,
     *,
-    page_size: int,
-    growth_tokens: int,
     most_cached: int,
     local: bool = False,
-    window: int | None = None,
 ) -> Reservation | None:
     """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
     not enough. At most `most_cached` tokens are taken from the cache; if the prompt is not computed here (`local`), the
-    prefix may end inside a page, and there are no pages behind the `window` of the first step.
+    prefix may end inside a page, and there are no pages behind the window of the first step.
 
     The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
     the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
     free.
     """
+    page_size, window = limits.page_size, limits.window
     samples, last = len(prompt.waiting), prompt.refusal
     if last is not None and last[1:] == (samples, pages.chances) and not pages.can_grant(last.pages):
         return None
@@ -77,7 +77,7 @@ def reserve(
     first = cache.first_needed(len(prefix)) if local else visible
     # [0, first) placeholders; [first, begin) cached; [begin, count) new
     begin, cached = max(len(prefix), first), prefix[first:]
-    most_tokens = [min(request.most_kv_tokens, prompt.tokens + growth_tokens) for request in prompt.waiting]
+    most_tokens = [min(request.most_kv_tokens, prompt.tokens + limits.growth_tokens) for request in prompt.waiting]
     growth = [growth_pages(count - visible, visible, tokens, page_size, window) for tokens in most_tokens]
     copies = (count - full) * (samples - 1)
     # count everything before taking anything: a grant evicts cached pages, which would be lost if another grant fails

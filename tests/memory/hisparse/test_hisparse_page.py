@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS
 from pdserve.server.observability.catalog import COUNTERS
+from tests.scheduler.simulation.simulator import NO_UNITS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "hisparse.md").read_text(encoding="utf-8")
@@ -54,7 +58,9 @@ def test_asterisk_marks_exactly_the_gpu_tests() -> None:
 
 
 def test_every_named_metric_exists() -> None:
-    gauges = HotBuffers(HotLimits(3, 4, 8, slots=1)).gauges().keys() | {
+    pages = PageAllocator[KvPage](1)
+    hot = HotBuffers(HotLimits(3, 4, 8, slots=1, overlay=NO_UNITS), pages, CommandLog(pages))
+    gauges = hot.gauges().keys() | {
         "kv_pages",
         "kv_pages_held",
         "kv_pages_available",

@@ -3,6 +3,7 @@
 import pytest
 
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.lifecycle import PrefillState
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
@@ -109,7 +110,7 @@ class Burst(TimedSimulator):
         super().__init__(tokens_per_s=150, step_s=0.08, limits=limits)
         if shares_cpu:
             for server in self.servers.values():
-                self.decode.peer_up(server.instance, server.endpoint, shares_cpu=True)
+                self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}, shares_cpu=True))
 
     def submit_all(self) -> None:
         for number in range(PROMPTS):

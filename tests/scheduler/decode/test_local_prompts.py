@@ -197,11 +197,11 @@ def test_long_prompts_go_to_prefill_and_short_ones_are_computed_here() -> None:
 
 def test_short_prompts_do_not_tell_how_long_prefill_takes_for_long_ones() -> None:
     """Short prompts have a low rate, because a step has a fixed cost."""
-    dispatcher = local(local_prefill="auto").decode.dispatcher
-    dispatcher.rates.transfers.measured(1, 0.004)
-    dispatcher.rates.prefilled_tokens.measured(16, 0.006)
-    dispatcher.rates.local_tokens.measured(2048, 0.05)
-    short, long = dispatcher.placer.costs(16), dispatcher.placer.costs(8192)
+    decode = local(local_prefill="auto").decode
+    decode.rates.transfers.measured(1, 0.004)
+    decode.rates.prefilled_tokens.measured(16, 0.006)
+    decode.rates.local_tokens.measured(2048, 0.05)
+    short, long = decode.dispatcher.placer.costs(16), decode.dispatcher.placer.costs(8192)
     assert short.remote_tokens_per_s == pytest.approx(16 / 0.006)
     assert long.remote_tokens_per_s == pytest.approx(2048 / 0.05)
     assert long.local_tokens_per_s == pytest.approx(1024 / 0.05), "half of the time is for decode steps"
@@ -336,7 +336,7 @@ def test_chunks_and_steps_of_evicting_requests_alternate(monkeypatch: pytest.Mon
 def test_hisparse_prompt_goes_to_prefill_while_hot_rows_are_short() -> None:
     """Measured rates say that all prompts are faster here; but this one would make a running request evicting."""
     simulator = Simulator(local_prefill="auto", hot_pages=9, pages=32)
-    rates = simulator.decode.dispatcher.rates
+    rates = simulator.decode.rates
     rates.local_tokens.measured(1 << 20, 0.001)
     rates.prefilled_tokens.measured(1, 1.0)
     rates.transfers.measured(1, 1.0)

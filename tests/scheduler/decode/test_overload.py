@@ -238,6 +238,15 @@ def test_queue_pace_predicts_the_wait() -> None:
     assert pace.wait_s(0, 201.0, most_s=60.0) == 0.0
 
 
+def test_queue_pace_keeps_only_the_times_that_it_measures() -> None:
+    """Also if nothing asks for the expected wait while the queue is never empty."""
+    pace = QueuePace()
+    pace.note(10, (), 0.0)
+    for second in range(10_000):
+        pace.served(float(second))
+    assert len(pace._served) == MEASURED_S + 1
+
+
 def test_queue_pace_of_a_new_queue_begins_with_that_of_the_last_one() -> None:
     """A burst fills the queue at once. The seconds without a queue do not count."""
     pace = QueuePace()

@@ -145,7 +145,7 @@ def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
     larger, small = push(40, priority=1), push(1)
     dispatcher.dispatch(0.0)
     assert [prompt in dispatcher.queue for prompt in (larger, large, small)] == [True, True, True]
-    assert dispatcher.counters["overtakes"] == sent == large.overtaken == MAX_OVERTAKES
+    assert decode.counters["overtakes"] == sent == large.overtaken == MAX_OVERTAKES
     assert larger.overtaken == 0
 
 
@@ -155,8 +155,8 @@ def test_kv_is_saved_while_no_prefill_server_can_recompute_it(servers: int) -> N
     simulator = Simulator(retract_pages=24)
     requests = [ask(simulator, 6, 30) for _ in range(2)]
     work(simulator, lambda: len(simulator.decode.run_queue.running) == 2)
-    simulator.decode.retracted.rates.copied_pages.measured(1, 1.0)
-    simulator.decode.retracted.rates.prefilled_tokens.measured(10**6, 1.0)
+    simulator.decode.rates.copied_pages.measured(1, 1.0)
+    simulator.decode.rates.prefilled_tokens.measured(10**6, 1.0)
     for _ in ENDPOINTS[servers:]:
         simulator.kill(1 if servers else 0)
     work(simulator, lambda: simulator.decode.counters["retractions"], servers=servers)

@@ -12,7 +12,7 @@ from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.lifecycle import State
 from pdserve.scheduler.messages.ranks import OpenHot
 from tests.scheduler.decode.test_hisparse_workloads import work
-from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
+from tests.scheduler.simulation.simulator import NO_UNITS, PAGE_SIZE, Simulator
 
 PROMPT = tuple(range(10, 20))
 
@@ -125,7 +125,9 @@ def test_request_without_a_free_hot_page_waits_until_it_may_evict() -> None:
 
 
 def test_unsaved_and_receiving_buffers_are_not_shrunk_and_return_no_loans() -> None:
-    hot = HotBuffers(HotLimits(num_pages=12, page_size=4, hot_rows=8, slots=3))
+    pages = PageAllocator[KvPage](4)
+    limits = HotLimits(num_pages=12, page_size=4, hot_rows=8, slots=3, overlay=NO_UNITS)
+    hot = HotBuffers(limits, pages, CommandLog(pages))
     buffer, _ = hot.open_for_prompt(1, 4 * 6)
     assert not hot.can_compute(4 * 7, shrink=True)
     hot.pass_on(1, "r")
@@ -142,8 +144,9 @@ def test_unsaved_and_receiving_buffers_are_not_shrunk_and_return_no_loans() -> N
 
 def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write() -> None:
     """A request ends while a step of it is in flight: its hot pages go to host-path requests only, until then."""
-    commands = CommandLog(PageAllocator[KvPage](4))
-    hot = HotBuffers(HotLimits(num_pages=6, page_size=4, hot_rows=8, slots=2), commands=commands)
+    pages = PageAllocator[KvPage](4)
+    commands = CommandLog(pages)
+    hot = HotBuffers(HotLimits(num_pages=6, page_size=4, hot_rows=8, slots=2, overlay=NO_UNITS), pages, commands)
     buffer, _ = hot.open("a", 4)
     buffer.loading = False
     step = commands.next_id()

@@ -12,6 +12,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode import arrivals
 from pdserve.scheduler.decode.dispatch.placement import Costs
 from pdserve.scheduler.decode.dispatch.placer import Placer
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.requests.request import Prompt
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
@@ -137,12 +138,12 @@ def with_history(prompt: list[int]) -> Decode:
     decode.turn()
     decode.serve("first", prompt)
     decode.scheduler.flush_cache()
-    rates = decode.scheduler.dispatcher.rates
+    rates = decode.scheduler.rates
     rates.transfers.measured(1, 0.005)
     for rate in (rates.prefilled_tokens, rates.local_tokens):
         for tokens in (16, 64, 512, 2048):
             rate.measured(tokens, tokens / 10_000)
-    decode.scheduler.peer_up(InstanceId("prefill"), "a:1")
+    decode.scheduler.peer_up(PrefillPeer(InstanceId("prefill"), {"a:1"}))
     return decode
 
 

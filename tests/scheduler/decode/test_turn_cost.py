@@ -11,6 +11,7 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
@@ -21,6 +22,7 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from tests.scheduler.simulation.simulator import NO_UNITS
 
 FEW, MANY = 20, 400
 PEER = InstanceId("peer")
@@ -64,7 +66,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
         quarantine_s=6,
     )
     scheduler = DecodeScheduler(limits, PageAllocator[KvPage](pages), [], hot_limits)
-    scheduler.peer_up(PEER, "here:1")
+    scheduler.peer_up(PrefillPeer(PEER, {"here:1"}))
     submit(scheduler, RUNNING, PROMPT)
     arrive(scheduler)
     load(scheduler)
@@ -145,7 +147,8 @@ def with_ready(count: int) -> DecodeScheduler:
 
 def with_arrived(count: int) -> DecodeScheduler:
     """Requests that wait for a hot buffer."""
-    scheduler = decode_server(10 * MANY, HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING))
+    limits = HotLimits(num_pages=3 * RUNNING, page_size=4, hot_rows=8, slots=RUNNING, overlay=NO_UNITS)
+    scheduler = decode_server(10 * MANY, limits)
     submit(scheduler, count, PROMPT)
     arrive(scheduler)
     return scheduler

@@ -11,6 +11,7 @@ from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.requests.reservation import pages_needed, reserve
 from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 WINDOW = 7
 MOST = int(most_visible_pages(WINDOW, PAGE_SIZE))
@@ -105,7 +106,8 @@ def test_reservation_takes_no_more_pages_than_a_prompt_needs(tokens: int, sample
     sampling = SamplingParams(max_new_tokens=new)
     prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
     cache = PrefixCache(pages, PAGE_SIZE, window=WINDOW)
-    found = reserve(prompt, pages, cache, page_size=PAGE_SIZE, growth_tokens=new, most_cached=tokens, window=WINDOW)
+    limits = decode_limits(page_size=PAGE_SIZE, growth_tokens=new, window=WINDOW)
+    found = reserve(prompt, pages, cache, limits, most_cached=tokens)
     assert found is not None
     assert found.prefix_tokens == found.unseen_tokens == found.prompt.freed * PAGE_SIZE
     assert found.prefix_tokens <= max(0, tokens - WINDOW + 1)

@@ -11,7 +11,7 @@ import zmq
 
 from pdserve.scheduler.engine import frontend_link
 from pdserve.scheduler.engine.frontend_link import FrontendLink
-from pdserve.scheduler.messages.frontend import Cancel, StartupFailed, ToFrontendBatch, Tokens
+from pdserve.scheduler.messages.frontend import Cancel, StartupFailed, Status, ToFrontendBatch, Tokens
 
 
 class Frontend:
@@ -60,6 +60,22 @@ def test_messages_of_the_frontend_arrive_while_other_threads_send(frontend: Fron
         frontend.link.send(Tokens("r", (number,)))
         frontend.socket.send(msgspec.msgpack.encode(Cancel(f"r{number}")))
     assert [frontend.inbox.get(timeout=5) for _ in range(100)] == [Cancel(f"r{number}") for number in range(100)]
+
+
+def test_messages_arrive_after_a_status_that_could_not_be_made(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+
+    def status() -> Status:
+        failed.set()
+        raise RuntimeError("dictionary changed size during iteration")
+
+    frontend.link.start_status(status)
+    assert failed.wait(10)
+    frontend.socket.send(msgspec.msgpack.encode(Cancel("r")))
+    assert frontend.inbox.get(timeout=5) == Cancel("r")
+    assert "the status cannot be sent" in caplog.text
 
 
 def test_close_does_not_wait_for_a_frontend_that_has_exited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from pdserve.scheduler.engine.frontend_link import FrontendLink
 from pdserve.scheduler.engine.leader import Leader
 from pdserve.scheduler.engine.loop import IDLE_WAIT_S
 from pdserve.scheduler.messages.frontend import Cancel, Ready, Status, Stop, Submit, ToFrontendBatch
+from pdserve.scheduler.ranks.group import _LocalRank
 from pdserve.transfer.control.events import LoadReported
 from pdserve.transfer.protocol.messages import InstanceId, Load, Rank
 from tests.checkpoints import make_dsa_checkpoint
@@ -104,9 +105,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         try:
             while not any(isinstance(message, Ready) for message in receive(frontend)):
                 pass
-            assert leader._ranks._local is not None
-            assert leader._ranks._local._engine is not None
-            cache = leader._ranks._local._engine._executor.cache
+            assert isinstance(leader._ranks._link, _LocalRank)
+            assert leader._ranks._link._engine is not None
+            cache = leader._ranks._link._engine._executor.cache
             assert isinstance(cache, HiSparseCache)
             close = Mock(wraps=cache.close)
             patch.setattr(cache, "close", close)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from pdserve.configs.sampling import Grammar, LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.models.config.sharding import RankTokens
@@ -22,7 +22,7 @@ from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.engine.routing import DecodeRouter
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, FlushCache, Submit
-from pdserve.scheduler.messages.ranks import AssistStep, CheckCache, RunStep, StepDone
+from pdserve.scheduler.messages.ranks import AssistStep, CheckCache, GrammarReady, PrepareGrammar, RunStep, StepDone
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.ranks.group import RankGroup
 
@@ -34,11 +34,15 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.steps: list[list[RunStep | AssistStep]] = [[] for _ in range(size)]
+        self.grammars: list[GrammarReady] = []
+        """The reports of grammars, which the test sends."""
 
     def tell(self, command: object, to: Sequence[int] | None = None) -> None:
         for rank in to if to is not None else range(len(self.steps)):
             if isinstance(command, RunStep | AssistStep):
                 self.steps[rank].append(command)
+            elif isinstance(command, PrepareGrammar):
+                self.grammars.append(GrammarReady(rank, command.number))
             else:
                 assert isinstance(command, CheckCache)
 
@@ -84,10 +88,12 @@ class JointServer:
         self._rids = itertools.count()
         self._ended = [0] * size
 
-    def submit(self, tokens: int, new_tokens: int = 4, *, first: int = 100, **more: Any) -> str:
+    def submit(
+        self, tokens: int, new_tokens: int = 4, *, first: int = 100, grammar: Grammar | None = None, **more: Any
+    ) -> str:
         """A prompt of ids from `first` on; returns its rid."""
         rid = f"r{next(self._rids)}"
-        sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, grammar=grammar)
         self.inbox.put(Submit(rid, tuple(range(first, first + tokens)), sampling, **more))
         return rid
 
@@ -162,6 +168,19 @@ def test_ranks_have_steps_of_their_own_requests_with_the_tokens_of_all() -> None
         assert sum(row.length for row in step.rows) == rank.tokens
     server.finish()
     assert len(server.responses(Finished)) == 4
+
+
+def test_requests_that_wait_for_their_grammar_are_divided_among_the_ranks() -> None:
+    server = JointServer(3)
+    rids = [server.submit(4, grammar=Grammar("regex", "a+")) for _ in range(6)]
+    server.turn()
+    assert not any(scheduler.requests for scheduler in server.schedulers)
+    for report in server.ranks.grammars:
+        server.inbox.put(report)
+    server.turn()
+    assert sorted(server.rank_of(rid) for rid in rids) == [0, 0, 1, 1, 2, 2]
+    server.finish()
+    assert sorted(server.responses(Finished)) == rids
 
 
 def test_prompt_logprobs_keep_all_tokens_in_the_last_layer() -> None:
@@ -255,6 +274,28 @@ def test_queue_limit_holds_per_rank_and_calls_are_accepted_as_a_whole() -> None:
     assert server.responses(Failed) == [refused]
     server.finish()
     assert set(more) < set(server.responses(Finished))
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_ranks_decide_alike_about_prompts_of_a_call_whose_grammars_were_not_compiled(accepted: bool) -> None:
+    server = JointServer(pages=10, queued=1)
+    for first_id in (100, 200):
+        server.submit(30, 8, first=first_id)
+    server.turn()
+    if not accepted:  # both queues are full
+        for first_id in (300, 310):
+            server.submit(8, first=first_id)
+        server.turn()
+    grammar = Grammar("regex", "a+")
+    first = server.submit(8, first=400, grammar=grammar)
+    rids = [first, *(server.submit(8, first=410 + 10 * at, follows=first, grammar=grammar) for at in range(4))]
+    server.turn()
+    for report in server.ranks.grammars:
+        server.inbox.put(report)
+    server.turn()
+    assert server.responses(Failed) == ([] if accepted else rids)
+    server.finish()
+    assert set(rids) <= set(server.responses(Finished if accepted else Failed))
 
 
 def test_state_of_the_server_is_the_sum_of_its_ranks() -> None:

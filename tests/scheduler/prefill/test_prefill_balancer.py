@@ -1,10 +1,13 @@
 """Data-parallel ranks of a prefill server: which one computes a prompt, and which one hears about it later."""
 
+from unittest.mock import Mock
+
 import numpy as np
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.engine.prefill_engine import PrefillEngine
 from pdserve.scheduler.engine.routing import PrefillRouter
 from pdserve.scheduler.messages.frontend import FlushCache
 from pdserve.scheduler.prefill.balancer import choose_for_prompt
@@ -42,6 +45,22 @@ def test_prompt_goes_to_the_rank_with_the_fewest_tokens_to_compute() -> None:
     assert choose_for_prompt(ranks, [7] * 20) == 1
     give(ranks[1], 9, [7] * 25)
     assert choose_for_prompt(ranks, [7] * 20) == 2
+
+
+def test_prompts_that_wait_for_their_grammar_count() -> None:
+    ranks = schedulers(2)
+    engines = [PrefillEngine(one, Mock(size=1), control=Mock(), welcome=Mock()) for one in ranks]
+    router = PrefillRouter(ranks)
+    sampling = SamplingParams(grammar=Grammar("regex", "a+"))
+    numbers = []
+    for at in range(4):
+        wanted = KvDestination(TransferKey(at, 1), f"r{at}", sampling, timeout_s=60.0)
+        message = MessageReceived(DECODE, wanted, (np.full(20, at, dtype=np.int32), np.arange(5, dtype=np.int32)))
+        (number,) = router.route(message)
+        engines[number].handle(message, 0.0)
+        numbers.append(number)
+    assert numbers == [0, 1, 0, 1]
+    assert not any(scheduler.requests for scheduler in ranks)
 
 
 def test_cached_prefix_counts_as_computed() -> None:

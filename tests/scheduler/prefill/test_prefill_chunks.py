@@ -10,7 +10,7 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.step_rows import prefill_row
 from pdserve.scheduler.messages.ranks import RunStep
-from pdserve.scheduler.messages.step import StepRow
+from pdserve.scheduler.messages.step import StepResult, StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -47,9 +47,10 @@ class Prefill:
             self.scheduler.advance(0.0)
             step = self.scheduler.next_step(0.0)
             if step is not None:
-                self.rows += [prefill_row(row) for row in step.rows]
-                tokens = [tuple(TokenLogprob(1, None) for _ in range(row.draws)) for row in step.rows]
-                self.scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), 0.0)
+                rows = [prefill_row(chunk) for chunk in step.chunks]
+                self.rows += rows
+                results = [StepResult((TokenLogprob(1, None),) * len(row.draws), ()) for row in rows]
+                self.scheduler.step_done(step.command_id, results, 0.0)
             for effect in self.scheduler.take_effects():
                 if isinstance(effect, ChunkWrite):
                     chunks.append(effect)

@@ -6,6 +6,7 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer
+from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -94,7 +95,7 @@ def test_regions_are_requested_before_the_step_and_a_chunk_arrives_after_its_las
         prefill.grant(part, 256 * index)
     assert prefill.messages() == []
     assert prefill.parts == [], "nothing is written before it is computed"
-    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     assert prefill.messages() == []
     assert [(part_write.part, part_write.offset) for part_write in prefill.parts] == [
         (part, 256 * index) for index, part in enumerate(parts[:3])
@@ -121,7 +122,7 @@ def test_abort_is_acknowledged_at_once_when_nothing_is_being_written() -> None:
     prefill.grant(parts[0], 0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
     assert prefill.messages() == [*(StageStopped(part) for part in parts), AbortAck(KEY)]
-    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     assert prefill.messages() == []
     assert prefill.scheduler.staging.parts == 0
 
@@ -130,7 +131,7 @@ def test_abort_is_acknowledged_after_the_part_in_flight_has_ended() -> None:
     prefill = Prefill()
     parts = prefill.start_step()
     prefill.grant(parts[0], 0)
-    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
     assert prefill.messages() == [StageStopped(part) for part in parts[1:]]
     prefill.end_direct(ok=False)
@@ -145,7 +146,7 @@ def test_failed_part_fails_the_transfer_after_the_other_parts_have_ended() -> No
     parts = prefill.start_step()
     for index, part in enumerate(parts[:2]):
         prefill.grant(part, 256 * index)
-    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     prefill.messages()
     prefill.end_direct()
     prefill.end_part(ok=False, late=True)
@@ -213,7 +214,7 @@ def test_reconnect_of_decode_during_a_part_write_leaks_nothing() -> None:
     prefill = Prefill()
     parts = prefill.start_step()
     prefill.grant(parts[0], 0)
-    prefill.scheduler.step_done(1, [()], [()], 0.0)
+    prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     prefill.messages()
     prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
     prefill.scheduler.peer_closed(DECODE)

@@ -10,6 +10,7 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, pages_for
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
+from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -61,17 +62,17 @@ class Steps:
         if step is None:
             return None
         self.steps += 1
-        assert sum(row.end - row.start for row in step.rows) <= self.chunk_size
-        assert len({row.request for row in step.rows}) == len(step.rows), "two slices of one prompt"
-        for row in step.rows:
-            number = row.request.key.transfer_id
-            assert row.start == self.computed[number]
-            assert row.last or row.end % PAGE == 0, "a page would be sent twice"
-            self.computed[number] = row.end
-            if row.last:
+        assert sum(chunk.end - chunk.start for chunk in step.chunks) <= self.chunk_size
+        assert len({chunk.prompt for chunk in step.chunks}) == len(step.chunks), "two slices of one prompt"
+        for chunk in step.chunks:
+            number = chunk.prompt.key.transfer_id
+            assert chunk.start == self.computed[number]
+            assert chunk.last or chunk.end % PAGE == 0, "a page would be sent twice"
+            self.computed[number] = chunk.end
+            if chunk.last:
                 self.done[number] = self.steps
-        tokens = [(TokenLogprob(1, None),) if row.last else () for row in step.rows]
-        self.scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), float(self.steps))
+        results = [StepResult((TokenLogprob(1, None),) if chunk.last else (), ()) for chunk in step.chunks]
+        self.scheduler.step_done(step.command_id, results, float(self.steps))
         for effect in self.scheduler.take_effects():
             if isinstance(effect, ChunkWrite):
                 written = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)

@@ -10,6 +10,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.messages.lifecycle import PrefillState
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
+from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -58,9 +59,9 @@ class Prefill:
         step = scheduler.next_step(self.now)
         if step is not None:
             self._perform(scheduler.take_effects())
-            self.computed += sum(row.end - row.start for row in step.rows)
-            tokens = [tuple(TokenLogprob(1, None) for _ in range(row.draws)) for row in step.rows]
-            scheduler.step_done(step.command_id, tokens, [()] * len(step.rows), self.now)
+            self.computed += sum(chunk.end - chunk.start for chunk in step.chunks)
+            results = [StepResult((TokenLogprob(1, None),) if chunk.last else (), ()) for chunk in step.chunks]
+            scheduler.step_done(step.command_id, results, self.now)
         self._perform(scheduler.take_effects())
 
     def answer(self, load: StoreLoad, *, fewer: int = 0) -> None:

@@ -4,6 +4,7 @@ import collections
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from pdserve.configs.schema import PrefillConfig
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.messages.ranks import CheckCache, ComputeCommand, RankFailed, RankReport
+from pdserve.scheduler.messages.ranks import CheckCache, ComputeCommand, RankFailed, RankReport, StepDone, StopRank
+from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.ranks.executor import PendingStep
 from pdserve.scheduler.ranks.rank import PendingCommand, RankEngine, next_command
 from pdserve.transfer.data.chunks import PartScatter
@@ -81,12 +83,40 @@ def test_rank_waits_for_a_command_when_nothing_is_in_flight() -> None:
     assert next_command(commands, steps(), 2) is command
 
 
+def make_rank(directory: Path, reports: list[RankReport]) -> RankEngine:
+    source = locate_model(str(make_checkpoint(directory, "llama")), "auto")
+    config = PrefillConfig(model=str(directory), device="cpu", kv_tokens=64)
+    return RankEngine(config, source, 0, meet_at=None, report=reports.append)
+
+
+def test_failed_step_is_reported_before_the_next_one_and_a_failed_copy_ends_the_rank(tmp_path: Path) -> None:
+    """The leader takes reports in the order of its commands. A copy without a report would keep its pages for ever."""
+    reports: list[RankReport] = []
+    rank = make_rank(tmp_path, reports)
+
+    def fail() -> list[StepResult]:
+        raise RuntimeError("the device is lost")
+
+    def pending(command_id: int, collect: Callable[[], list[StepResult]], *, is_step: bool = True) -> PendingCommand:
+        return PendingCommand(command_id, PendingStep(torch.device("cpu"), collect), is_step)
+
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    commands.put(StopRank())
+    rank._pending += [pending(1, fail), pending(2, list), pending(3, fail)]
+    rank.serve(commands)
+    error = "RuntimeError: the device is lost"
+    assert reports == [StepDone(0, 1, (), error), StepDone(0, 2, ()), StepDone(0, 3, (), error)]
+    rank._pending.append(pending(4, fail, is_step=False))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        rank.serve(commands)
+    rank.close()
+    assert len(reports) == 3
+
+
 def test_failed_transfer_command_is_reported_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It runs on another thread than the steps, where an exception would be lost."""
-    source = locate_model(str(make_checkpoint(tmp_path, "llama")), "auto")
     reports: list[RankReport] = []
-    config = PrefillConfig(model=str(tmp_path), device="cpu", kv_tokens=64)
-    rank = RankEngine(config, source, 0, meet_at=None, report=reports.append)
+    rank = make_rank(tmp_path, reports)
     part = StagePart(1, TransferKey(1, 1), 0, 0, HeadSlice(0, 1, 0, 1), 0, 1)
     rank.transfer(PartScatter(part, 0, 8, [0], 0))  # a command for decode ranks
     rank.close()

@@ -20,6 +20,7 @@ from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
 from pdserve.scheduler.chunking.chunk_queue import Chunk
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
@@ -43,7 +44,7 @@ from pdserve.scheduler.messages.ranks import (
 )
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace, PrefillRow, PrefillStep
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -72,6 +73,8 @@ HOT_ROWS = 8
 LENDING_PAGES = 32
 KEY_BYTES, HOT_BYTES = 2, 3
 """Sizes of a page, for lending: a unit is three KV pages or two hot pages; the last two KV pages are in no unit."""
+NO_UNITS = PoolOverlay(num_pages=1, kv_pages=2, hot_pages=1, covered=0)
+"""A unit is larger than the pool: nothing can be lent."""
 
 Row = tuple[int, int]
 """Page and offset in it, of decode's pool or of its hot pool."""
@@ -103,6 +106,8 @@ class Server:
     to_decode: collections.deque[AnyMessage] = dataclasses.field(default_factory=collections.deque)
     writes: list[Write] = dataclasses.field(default_factory=list)
     steps: collections.deque[PrefillStep] = dataclasses.field(default_factory=collections.deque)
+    step_pages: collections.deque[list[list[KvPage]]] = dataclasses.field(default_factory=collections.deque)
+    """The pages of the chunks of each step, also of requests that end before it."""
     memory: dict[Row, Prefix] = dataclasses.field(default_factory=dict)
     hung: bool = False
 
@@ -150,7 +155,7 @@ class Simulator:
         self.endpoints = endpoints
         self.prefill = dataclasses.replace(prefill, window=prefill_window)
         self.prefill_pages = prefill_pages
-        overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else None
+        overlay = PoolOverlay.of(self.pages, kv_page_bytes=KEY_BYTES, hot_page_bytes=HOT_BYTES) if lends else NO_UNITS
         self.names = itertools.count()
         limits = limits or DecodeLimits(
             page_size=PAGE_SIZE,
@@ -245,7 +250,7 @@ class Simulator:
 
     def decode_turn(self) -> None:
         hot = self.decode.memory.hot
-        lending = self.decode.memory._lending
+        lending = hot.lending if hot is not None else None
         borrowed = lending.borrowed if lending is not None else 0
         evicting = [rid for rid in hot.owners if hot.of(rid).evicting] if hot is not None else []
         self.decode.advance(self.now)
@@ -500,9 +505,8 @@ class Simulator:
         scheduler = PrefillScheduler(self.prefill, PageAllocator[KvPage](self.prefill_pages))
         scheduler.peer_up(DECODE, self._page_space)
         self.servers[instance] = Server(endpoint, instance, scheduler)
-        self.decode.peer_up(
-            instance, endpoint, capacity=self.prefill_pages * self.prefill.page_size, writes_both=self.writes_both
-        )
+        capacity = self.prefill_pages * self.prefill.page_size
+        self.decode.peer_up(PrefillPeer(instance, {endpoint}, capacity, writes_both=self.writes_both))
 
     @property
     def _page_space(self) -> PageSpace:
@@ -535,7 +539,7 @@ class Simulator:
             server.hung = False
             if lost_us:
                 self._lose_decode(server)
-            self.decode.peer_up(server.instance, server.endpoint, writes_both=self.writes_both)
+            self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}, writes_both=self.writes_both))
             self.act()
 
     def prefill_alone_loses_decode(self, which: int) -> None:
@@ -604,8 +608,7 @@ class Simulator:
     def _covered(self) -> int:
         """The first page of the hot pool."""
         hot = self.decode.memory.hot
-        overlay = hot.limits.overlay if hot is not None else None
-        return overlay.covered if overlay is not None else 0
+        return hot.limits.overlay.covered if hot is not None else 0
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
@@ -762,25 +765,25 @@ class Simulator:
         server.scheduler.advance(self.now)
         step = server.scheduler.next_step(self.now)
         if step is not None:
-            assert sum(row.end - row.start for row in step.rows) <= self.prefill.chunk_size
+            assert sum(chunk.end - chunk.start for chunk in step.chunks) <= self.prefill.chunk_size
             server.steps.append(step)
+            server.step_pages.append([chunk.prompt.granted.pages for chunk in step.chunks])
         if server.steps and (step is None or len(server.steps) > 1):
             self._end_prefill_step(server)
         self.act()
 
     def _end_prefill_step(self, server: Server) -> None:
         done = server.steps.popleft()
-        for row in done.rows:
-            self._compute_prefill(server, row)
-        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
-        server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
+        for chunk, pages in zip(done.chunks, server.step_pages.popleft(), strict=True):
+            self._compute_prefill(server, chunk, pages)
+        server.scheduler.step_done(done.command_id, prefill_results(done), self.now)
 
-    def _compute_prefill(self, server: Server, row: PrefillRow) -> None:
+    def _compute_prefill(self, server: Server, chunk: Chunk[PrefillRequest], pages: list[KvPage]) -> None:
         """Compute a chunk on a prefill server."""
-        tokens, alive = tuple(row.request.prompt), row.request.state is PrefillState.COMPUTING
-        for position in range(first_seen(row.start, self.prefill.window), row.end):
-            kv_row = server.row(row.pages, position) if alive or row.pages else None
-            if kv_row is not None and position >= row.start:
+        tokens, alive = tuple(chunk.prompt.prompt), chunk.prompt.state is PrefillState.COMPUTING
+        for position in range(first_seen(chunk.start, self.prefill.window), chunk.end):
+            kv_row = server.row(pages, position) if alive or pages else None
+            if kv_row is not None and position >= chunk.start:
                 server.memory[kv_row] = tokens[: position + 1]
             elif alive and kv_row is not None:
                 assert server.memory[kv_row] == tokens[: position + 1], f"prefill reads wrong KV at {position}"
@@ -902,6 +905,13 @@ def first_seen(position: int, window: int | None) -> int:
 def sampled(*tokens: int) -> StepResult:
     """The result of a row of a step that samples these tokens."""
     return StepResult(tuple(TokenLogprob(token, None) for token in tokens), ())
+
+
+def prefill_results(step: PrefillStep) -> list[StepResult]:
+    """The results of a step of a prefill server: a first token for each sample of the prompts that it ends."""
+    return [
+        sampled(*range(50, 50 + chunk.prompt.destination.samples)) if chunk.last else sampled() for chunk in step.chunks
+    ]
 
 
 def lost_hot_buffer(request: Request) -> bool:

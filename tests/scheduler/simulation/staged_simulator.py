@@ -11,6 +11,7 @@ import math
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.dispatch.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
@@ -84,7 +85,7 @@ class StagedSimulator(Simulator):
         rings = [RankRing(ring, cell_bytes=TOKEN_BYTES)]
         self.decode = DecodeScheduler(self.decode.limits, PageAllocator[KvPage](PAGES), [EOS], rings=rings)
         for server in self.servers.values():
-            self.decode.peer_up(server.instance, server.endpoint, REGIONS)
+            self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}), REGIONS)
 
     def start(self, endpoint: str) -> None:
         known = set(self.servers)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.page_hashes import pack_hashes, page_hashes, short_hash
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
@@ -18,7 +18,7 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
-from tests.scheduler.simulation.simulator import DECODE, Server, Simulator, Write, sampled
+from tests.scheduler.simulation.simulator import DECODE, Server, Simulator, Write, prefill_results, sampled
 
 LATENCY_S = 0.001
 """Latency of a message, and of a write."""
@@ -211,7 +211,7 @@ class TimedSimulator(Simulator):
     def _compute_next(self, server: Server) -> None:
         if server.steps and server.instance not in self._computing:
             self._computing.add(server.instance)
-            tokens = sum(row.end - row.start for row in server.steps[0].rows)
+            tokens = sum(chunk.end - chunk.start for chunk in server.steps[0].chunks)
             seconds = max(self._least_step_s, tokens / self._tokens_per_s)
             self.busy_s += seconds
             self.at(self.now + seconds, lambda: self._end_prefill_step(server))
@@ -221,8 +221,7 @@ class TimedSimulator(Simulator):
         done = server.steps.popleft()
         for end_write in self._after_step.pop((server.instance, done.command_id), ()):
             self.at(self.now + LATENCY_S, end_write)
-        tokens = [tuple(TokenLogprob(50 + i, None) for i in range(row.draws)) for row in done.rows]
-        server.scheduler.step_done(done.command_id, tokens, [()] * len(done.rows), self.now)
+        server.scheduler.step_done(done.command_id, prefill_results(done), self.now)
         self.act()
 
     def _when_computed(self, server: Server, chunk: ChunkWrite, end_write: Callable[[], None]) -> None:

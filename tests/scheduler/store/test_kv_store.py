@@ -8,7 +8,7 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.page_hashes import page_hashes
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.memory.prefix_cache import InsertedPrefix, PrefixCache
-from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.effects import Outbox
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import BlockChain, KvStore, StoreLimits, root_of

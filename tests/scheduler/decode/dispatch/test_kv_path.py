@@ -8,7 +8,6 @@ import pytest
 from pdserve.scheduler.decode.dispatch.kv_path import PathInputs, choose_path
 
 RESIDENT = PathInputs(
-    hisparse=True,
     peer_writes_both=True,
     samples=1,
     new_tokens=2,
@@ -25,7 +24,6 @@ RESIDENT = PathInputs(
     ("changes", "choice"),
     [
         ({}, ("gpu", "resident")),
-        ({"hisparse": False, "peer_writes_both": False, "free_pages": 0}, ("gpu", "plain")),
         ({"peer_writes_both": False}, ("host", "peer")),
         ({"samples": 2}, ("host", "samples")),
         ({"new_tokens": 1}, ("host", "one_token")),

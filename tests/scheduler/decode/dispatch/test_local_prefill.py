@@ -2,19 +2,20 @@
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalLimits, LocalPrefill
+from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill
 from pdserve.scheduler.rates import Rates
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 2048), (64, 1984), (2040, 16), (4096, 16)])
 def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, tokens: int) -> None:
-    local = LocalPrefill(LocalLimits(page_size=16, max_step_tokens=2048), Rates())
+    local = LocalPrefill(decode_limits(page_size=16, max_step_tokens=2048), Rates())
     assert local.budget(batch, running=batch, waiting=64) == tokens
 
 
 @pytest.mark.parametrize(("batch", "most", "rows"), [(1, 500, 500), (60, 525, 512), (120, 612, 612), (3, 100, 100)])
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
-    local = LocalPrefill(LocalLimits(page_size=1, max_step_tokens=most), Rates())
+    local = LocalPrefill(decode_limits(page_size=1, max_step_tokens=most), Rates())
     assert local.budget(batch, running=batch, waiting=64) + batch == rows
 
 
@@ -23,7 +24,7 @@ def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, ro
 )
 def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
     """A decode step takes 10 ms in a stage, with prompt tokens 20 ms."""
-    limits = LocalLimits(page_size=16, max_step_tokens=512, itl_target_s=stages * 0.02, stages=stages)
+    limits = decode_limits(page_size=16, max_step_tokens=512, itl_target_s=stages * 0.02, stages=stages)
     local = LocalPrefill(limits, Rates())
     local.times.started(4, 0, 0.0)
     local.times.ended(0.01)

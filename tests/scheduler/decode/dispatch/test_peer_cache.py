@@ -9,8 +9,7 @@ from pdserve.memory.page_hashes import page_hashes, short_hash
 from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.dispatch.peer_cache import SENT_S, PeerCache
-from pdserve.scheduler.messages.effects import SendToPeer
-from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.effects import Outbox, SendToPeer
 from pdserve.scheduler.prefill import cache_reports
 from pdserve.scheduler.prefill.cache_reports import INTERVAL_S, CacheReports
 from pdserve.transfer.protocol.messages import CachedPrefixes, InstanceId

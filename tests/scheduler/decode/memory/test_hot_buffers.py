@@ -10,10 +10,16 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffer, HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.page_lending import PageLending
+from tests.scheduler.simulation.simulator import NO_UNITS
 
 PAGE = 4
-LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4)
+LIMITS = HotLimits(num_pages=12, page_size=PAGE, hot_rows=8, slots=4, overlay=NO_UNITS)
+
+
+def hot_buffers(limits: HotLimits) -> HotBuffers:
+    """Buffers that can borrow nothing."""
+    pages = PageAllocator[KvPage](1)
+    return HotBuffers(limits, pages, CommandLog(pages))
 
 
 def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
@@ -25,7 +31,7 @@ def open_loaded(hot: HotBuffers, rid: str, tokens: int) -> HotBuffer:
 
 
 def test_short_sequence_reserves_all_first_pages_and_grows_into_them() -> None:
-    hot = HotBuffers(LIMITS)
+    hot = hot_buffers(LIMITS)
     buffer, shrunk = hot.open("a", 3)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting, shrunk) == (1, 8, False, [])
     assert hot.pages.available == 12 - LIMITS.buffer_pages
@@ -35,7 +41,7 @@ def test_short_sequence_reserves_all_first_pages_and_grows_into_them() -> None:
 
 
 def test_sequence_beyond_its_first_pages_stays_fully_resident_while_memory_is_free() -> None:
-    hot = HotBuffers(LIMITS)
+    hot = hot_buffers(LIMITS)
     buffer, _ = hot.open("a", 20)
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (5, 20, False)
     assert hot.grow("a", 21) is buffer
@@ -43,7 +49,7 @@ def test_sequence_beyond_its_first_pages_stays_fully_resident_while_memory_is_fr
 
 
 def test_largest_fully_resident_buffer_shrinks_for_a_new_buffer() -> None:
-    hot = HotBuffers(LIMITS)
+    hot = hot_buffers(LIMITS)
     large, small = open_loaded(hot, "large", 24), open_loaded(hot, "small", 16)
     assert hot.pages.available == 2
     kept = large.pages[:3]
@@ -56,7 +62,7 @@ def test_largest_fully_resident_buffer_shrinks_for_a_new_buffer() -> None:
 
 
 def test_fully_resident_buffer_becomes_evicting_when_no_page_is_free() -> None:
-    hot = HotBuffers(LIMITS)
+    hot = hot_buffers(LIMITS)
     buffer = open_loaded(hot, "a", 48)
     assert hot.grow("a", 49) is buffer
     assert (len(buffer.pages), buffer.capacity, buffer.evicting) == (3, 8, True)
@@ -65,7 +71,7 @@ def test_fully_resident_buffer_becomes_evicting_when_no_page_is_free() -> None:
 
 def test_evicting_request_becomes_fully_resident_when_memory_is_free() -> None:
     """A step fetches 128 rows, so a copy of 300 costs as much as three steps."""
-    hot = HotBuffers(HotLimits(num_pages=82, page_size=PAGE, hot_rows=8, slots=3))
+    hot = hot_buffers(dataclasses.replace(LIMITS, num_pages=82, slots=3))
     buffer = open_loaded(hot, "a", 300)
     assert not buffer.evicting
     hot.shrink(buffer)
@@ -89,7 +95,7 @@ def test_evicting_request_becomes_fully_resident_when_memory_is_free() -> None:
 
 
 def test_no_buffer_can_open_without_a_slot_or_pages() -> None:
-    hot = HotBuffers(HotLimits(num_pages=7, page_size=PAGE, hot_rows=8, slots=3))
+    hot = hot_buffers(dataclasses.replace(LIMITS, num_pages=7, slots=3))
     open_loaded(hot, "a", 3)
     open_loaded(hot, "b", 3)
     assert not hot.can_open()  # 6 of 7 pages are reserved
@@ -104,13 +110,12 @@ def test_no_buffer_can_open_without_a_slot_or_pages() -> None:
 def test_random_workloads_always_have_their_rows_and_release_everything(seed: int, lends: bool) -> None:
     """Slots or pages are too few for four requests. With lending, prompts use the same memory and reclaim it."""
     draw, limits = random.Random(seed), dataclasses.replace(LIMITS, num_pages=11 if seed % 2 else 12)
-    hot = HotBuffers(limits)
     pages = PageAllocator[KvPage](30)
     commands = CommandLog(pages)
     prompts: list[PageGrant[KvPage]] = []
     if lends:
-        overlay = PoolOverlay.of(30, kv_page_bytes=2, hot_page_bytes=3)
-        hot = HotBuffers(dataclasses.replace(limits, overlay=overlay), PageLending(pages, overlay, commands))
+        limits = dataclasses.replace(limits, overlay=PoolOverlay.of(30, kv_page_bytes=2, hot_page_bytes=3))
+    hot = HotBuffers(limits, pages, commands)
     tokens: dict[str, int] = {}
     opening: str | None = None
     detached: HotBuffer | None = None

@@ -13,9 +13,8 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.memory import request_memory
 from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
-from pdserve.scheduler.decode.memory.page_lending import PageLending
 from pdserve.scheduler.decode.memory.request_memory import RequestMemory
-from pdserve.scheduler.messages.outbox import Outbox
+from pdserve.scheduler.messages.effects import Outbox
 from pdserve.scheduler.messages.ranks import ResizeHot
 from tests.scheduler.simulation.simulator import PAGE_SIZE, Simulator
 
@@ -30,9 +29,9 @@ class Pools:
     def __init__(self, own_pages: int = OWN_PAGES) -> None:
         self.pages = PageAllocator[KvPage](KV_PAGES)
         self.commands = CommandLog(self.pages)
-        self.lending = PageLending(self.pages, OVERLAY, self.commands)
         limits = HotLimits(own_pages, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
-        self.hot = HotBuffers(limits, self.lending)
+        self.hot = HotBuffers(limits, self.pages, self.commands)
+        self.lending = self.hot.lending
 
     def check(self) -> None:
         self.pages.check_integrity()
@@ -91,7 +90,7 @@ def test_reserved_cached_and_margin_pages_are_not_lent() -> None:
     for page in grant.pages:
         pools.pages.keep(page)
     pools.pages.release(grant)
-    assert pools.pages.idle == 2
+    assert len(pools.pages._idle) == 2
     assert pools.lending.room == (KV_PAGES - 2 - 2) // 3 * 2
     pools.lending.allowed = False
     assert pools.lending.room == 0
@@ -327,7 +326,7 @@ def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_po
     for first in range(8):
         simulator.ask_for((first, *range(60, 69)), new=7)
         until(simulator, lambda: not simulator.decode.requests)
-    assert simulator.decode.pages.idle >= 28
+    assert len(simulator.decode.pages._idle) >= 28
     simulator.submit(10, 0, 24, 1, None, 0)
     until(simulator, running(simulator, 1))
     (request,) = simulator.decode.requests.values()

@@ -1,5 +1,9 @@
 """The dispatch window: prefill servers are always busy, and decode holds no pages for prompts in a long queue."""
 
+import sys
+import threading
+from collections.abc import Iterator
+
 import pytest
 
 from pdserve.scheduler.decode.requests.dispatch_window import DEFAULT_TOKENS, DispatchWindow, PromptKind
@@ -130,3 +134,35 @@ def test_short_prompts_have_their_own_window() -> None:
         window.sent(short, 100)
     assert not window.is_open(short)
     assert window.is_open(PromptKind.of(0, 2000)), "short prompts do not close the window of the others"
+
+
+@pytest.fixture
+def frequent_thread_switches() -> Iterator[None]:
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.usefixtures("frequent_thread_switches")
+def test_another_thread_reads_the_tokens_ahead_while_prompts_come_and_go() -> None:
+    """The thread that sends the status reads them. It would end with an error, and the server would become deaf."""
+    window, done = DispatchWindow(), threading.Event()
+    kinds = [PromptKind.of(priority, 100) for priority in range(64)]
+
+    def send() -> None:
+        while not done.is_set():
+            for kind in kinds:
+                window.sent(kind, 100)
+            for kind in kinds:
+                window.returned(kind, 100)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        found = {window.tokens_ahead for _ in range(100_000)}
+    finally:
+        done.set()
+        sender.join()
+    assert found <= {100 * prompts for prompts in range(len(kinds) + 1)}
+    assert window.tokens_ahead == 0

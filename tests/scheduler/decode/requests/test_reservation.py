@@ -10,6 +10,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.requests.reservation import Reservation, pages_needed, reserve
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 PAGE = 4
 CACHED = tuple(range(100, 108))  # two pages, of another prompt
@@ -21,7 +22,9 @@ def ask(
     prompt = Prompt(1, tokens, now=0)
     sampling = SamplingParams(max_new_tokens=new_tokens)
     prompt.members = [Request(f"r{at}", prompt, sampling, deadline=9, now=0, sample=at) for at in range(samples)]
-    return reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=new_tokens, most_cached=prompt.tokens)
+    return reserve(
+        prompt, pages, cache, decode_limits(page_size=PAGE, growth_tokens=new_tokens), most_cached=prompt.tokens
+    )
 
 
 @pytest.mark.parametrize(("tokens", "samples", "new_tokens"), [(10, 1, 1), (10, 3, 1), (10, 3, 9), (8, 2, 6)])
@@ -38,7 +41,7 @@ def test_failed_reservation_takes_nothing_and_evicts_nothing(tokens: int, sample
         found = ask(pages, cache, tuple(range(tokens)), samples, new_tokens)
         if num_pages < needed:
             assert found is None
-            assert (pages.idle, pages.available, len(cache)) == (2, num_pages, 2)
+            assert (len(pages._idle), pages.available, len(cache)) == (2, num_pages, 2)
         else:
             assert found is not None
             assert pages.available == 0
@@ -56,7 +59,7 @@ def test_idle_cached_prefix_counts_as_taken() -> None:
     cache.insert(CACHED, before.pages)
     pages.release(before)
     assert ask(pages, cache, (*CACHED, 1, 2), samples=2, new_tokens=1) is None  # two shared, one each
-    assert (pages.idle, pages.available) == (2, 3)
+    assert (len(pages._idle), pages.available) == (2, 3)
     found = ask(pages, cache, (*CACHED, 1, 2), samples=1, new_tokens=1)
     assert found is not None
     assert (found.prefix_tokens, pages.available) == (8, 0)
@@ -74,7 +77,7 @@ def test_refused_prompt_is_matched_again_only_after_pages_became_free(monkeypatc
 
     def tries() -> tuple[bool, int]:
         search.reset_mock()
-        found = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens)
+        found = reserve(prompt, pages, cache, decode_limits(page_size=PAGE, growth_tokens=1), most_cached=prompt.tokens)
         if found is not None:
             for grant in [*found.members, found.prompt]:
                 pages.release(grant)
@@ -114,7 +117,7 @@ def test_prefix_may_end_inside_a_page(shared: int, prefix: int) -> None:
     cache = cached(pages, CACHED)
     prompt = Prompt(1, (*CACHED[:shared], *range(9, 0, -1)), now=0)
     prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=2), deadline=9, now=0)]
-    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=2, most_cached=prompt.tokens)
+    made = reserve(prompt, pages, cache, decode_limits(page_size=PAGE, growth_tokens=2), most_cached=prompt.tokens)
     assert made is not None
     assert made.prefix_tokens == prefix
     assert (made.copied is not None) == bool(prefix % PAGE)
@@ -130,7 +133,7 @@ def test_copied_page_is_left_out_if_it_would_have_to_be_evicted_for_the_prompt()
     cache = cached(pages, CACHED)
     prompt = Prompt(1, (*CACHED[:6], *range(9, 0, -1)), now=0)  # four pages, one of them shared
     prompt.members = [Request("r", prompt, SamplingParams(max_new_tokens=1), deadline=9, now=0)]
-    made = reserve(prompt, pages, cache, page_size=PAGE, growth_tokens=1, most_cached=prompt.tokens)
+    made = reserve(prompt, pages, cache, decode_limits(page_size=PAGE, growth_tokens=1), most_cached=prompt.tokens)
     assert made is not None
     assert (made.prefix_tokens, made.copied) == (PAGE, None)
 

@@ -13,7 +13,6 @@ With experts, a tile has rows of one expert (moe/routing.py says which): `gather
 experts, `scatter` writes results in the order of tokens.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -5,7 +5,6 @@ row and block in float32 and added: the tensor cores' own sums of fp8 products a
 used for 128 columns only. Weights with a scale per row are scaled after the last columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -14,7 +14,6 @@ Scales of fp8 keys are read one block ahead and the page ids that locate them tw
 them. Those of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -5,7 +5,6 @@ a block of rows is multiplied, the next one is loaded into registers, packed, an
 Triton does not pipeline such loads by itself, because what they load is converted before it is multiplied.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -6,7 +6,6 @@ a cache row is read once for all of them; the second half of 128 heads finds it 
 result and log-sum, which `_combine` combines.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import functools
 import math

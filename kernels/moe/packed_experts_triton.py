@@ -7,7 +7,6 @@ several divide the columns (backends/split_sums_triton.py). Weights are never ex
 tile expands them again in registers, and the tiles of an expert find them in L2.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

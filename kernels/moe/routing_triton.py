@@ -2,7 +2,6 @@
 many numbers of each expert a chunk has, so that the second one can place them without waiting for other programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -208,9 +208,10 @@ def launch_packed_experts(
     gated: bool,
     limit: float | None,
     tiles: RowTiles,
+    gather: bool,
 ) -> None:
-    """Fill the rows of `tiles`, of at most 64 each, in `out` [rows, outputs]. `gated`: the gate follows; with `limit`
-    it is that of clamped_gate.py.
+    """Fill the rows of `tiles`, of at most 64 each, in `out` [rows, outputs]; `gather` is that of RowTiles. `gated`:
+    the gate follows; with `limit` it is that of clamped_gate.py.
     """
     if len(out) == 0:
         return
@@ -250,8 +251,8 @@ def launch_packed_experts(
         GATED=gated,
         CLAMPED=limit is not None,
         BIAS=bias is not None,
-        GATHER=tiles.gather,
-        SCATTER=tiles.scatter,
+        GATHER=gather,
+        SCATTER=not gather,
         PER_TOKEN=tiles.per_token,
         GROUP=group,
         ROWS=rows,

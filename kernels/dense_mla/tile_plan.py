@@ -26,7 +26,7 @@ BLOCK_KEYS = 64
 LEAST_PIECE_KEYS = 128
 """A piece has at least this many keys: fewer would not be worth the combination."""
 MOST_ROUNDS = 4
-"""Pieces of a step at most: so many for each tile that the GPU processes at once, beside one for every tile."""
+"""The most pieces of a step: one for every tile, and this many for each tile that the GPU processes at once."""
 PIECE_COST_KEYS = 192
 """What a program costs beside its keys (its queries, its partial result), in keys."""
 REFERENCE_TILE_TOKENS = 512

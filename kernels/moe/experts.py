@@ -12,8 +12,8 @@ Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact acti
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
-if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product; of
-4-bit weights that are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
+if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product,
+and 4-bit weights are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
 (token_experts_cuda.py), which do not round the results of experts before they are added, and whose order of sums
 depends on the number of tokens.
 

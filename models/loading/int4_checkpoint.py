@@ -47,6 +47,9 @@ class Int4Checkpoint:
             if name not in parts and not name.endswith(main):
                 self.shapes[name] = shape
         for module in quantised:
+            if len(files.shapes[module + main]) != 2:
+                shape = list(files.shapes[module + main])
+                raise StartupError(f"tensor '{module}{main}' has shape {shape}; 4-bit values are matrices")
             first, second = files.shapes[module + main]
             match stored.method:
                 case "awq":

@@ -17,14 +17,8 @@ from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
 from ..layers.moe import MlpParameters, MoeParameters
 from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .rank_parameters import EMBEDDING, RankParameters, head_name
 from .slots import Slot
-
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def head_name(config: ModelConfig) -> str:
-    """The tensor of the head."""
-    return EMBEDDING if config.tied_embeddings else "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -49,17 +43,8 @@ class LayerParameters:
     sinks: torch.Tensor | None = None  # [heads] float32
 
 
-@dataclass(frozen=True)
-class DecoderParameters:
-    """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
-
-    config: ModelConfig
-    shard: Shard
-    layers: tuple[LayerParameters, ...]  # of its stage
-    embedding: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the first stage
-    norm: torch.Tensor | None  # [hidden] on the last stage
-    head: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the last stage
-    dtype: torch.dtype
+class DecoderParameters(RankParameters[LayerParameters]):
+    """The weights of a rank of a decoder with full or windowed attention."""
 
     @staticmethod
     def allocate(
@@ -72,11 +57,7 @@ class DecoderParameters:
         int4: Collection[str] = frozenset(),
         gguf: Mapping[str, str] | None = None,
     ) -> "DecoderParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep in GGUF
-        blocks, with their types.
-        """
-
+        """See RankParameters.allocate. `gguf` are the tensors to keep in GGUF blocks, with their types."""
         memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
         layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
         rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
@@ -86,49 +67,12 @@ class DecoderParameters:
             embedding = head if config.tied_embeddings and head is not None else memory.embedding(rows)
         return DecoderParameters(config, shard, layers, embedding, norm, head, dtype)
 
-    @staticmethod
-    def names(config: ModelConfig) -> frozenset[str]:
-        """The tensors that a checkpoint of the whole model has."""
-        whole = DecoderParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
-        return frozenset(whole.slots())
-
-    @property
-    def layer_range(self) -> range:
-        """The global layers of `layers`."""
-        return self.shard.layers(self.config.num_layers)
-
     @property
     def kv_heads(self) -> range:
         """The global KV heads of this rank."""
         return self.shard.kv_heads(self.config.num_kv_heads)
 
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].input_norm.device
-
-    def slots(self) -> dict[str, Slot]:
-        """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
-        padding rows of the vocabulary are not used.
-        """
-        slots = self.outer_slots()
-        for index, layer in zip(self.layer_range, self.layers, strict=True):
-            for name, slot in self._layer_slots(layer).items():
-                slots[f"model.layers.{index}.{name}"] = slot
-        return slots
-
-    def outer_slots(self) -> dict[str, Slot]:
-        """The slots outside of layers."""
-        config, shard = self.config, self.shard
-        slots = {}
-        ids = shard.vocabulary(config.vocab_size)
-        for name, matrix in ((head_name(config), self.head), (EMBEDDING, self.embedding)):
-            if matrix is not None:
-                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
-        if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm, config.norm_offset)
-        return slots
-
-    def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
+    def layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
         config, shard, head_dim = self.config, self.shard, self.config.head_dim
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim

@@ -18,6 +18,7 @@ from ..layers.indexer import IndexerParameters
 from ..layers.mla import MlaParameters
 from ..layers.moe import MlpParameters, MoeParameters
 from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .rank_parameters import RankParameters
 from .slots import Slot
 
 
@@ -32,16 +33,8 @@ class LatentLayerParameters:
     mlp: MlpParameters | MoeParameters
 
 
-@dataclass(frozen=True)
-class LatentParameters:
-    """The weights of a rank: `embedding` on the first stage, `norm` and `head` on the last."""
-
-    config: ModelConfig
-    shard: Shard
-    layers: tuple[LatentLayerParameters, ...]  # of its stage
-    embedding: torch.Tensor | None  # [vocabulary rows, hidden]
-    norm: torch.Tensor | None  # [hidden]
-    head: torch.Tensor | None  # [vocabulary rows, hidden]
+class LatentParameters(RankParameters[LatentLayerParameters]):
+    """The weights of a rank of a decoder with latent attention; the router and the indexer's weights are float32."""
 
     @staticmethod
     def allocate(
@@ -53,9 +46,7 @@ class LatentParameters:
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
     ) -> "LatentParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
-        """
+        """See RankParameters.allocate."""
         packed = frozenset(name for name in int4 if ".self_attn." not in name)
         memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=packed)
         rows = shard.attention.vocabulary_rows(config.vocab_size)
@@ -66,46 +57,16 @@ class LatentParameters:
             embedding=memory.tensor(rows, config.hidden_size) if shard.first else None,
             norm=memory.tensor(config.hidden_size) if shard.last else None,
             head=memory.tensor(rows, config.hidden_size) if shard.last else None,
+            dtype=dtype,
         )
 
-    @staticmethod
-    def names(config: ModelConfig) -> frozenset[str]:
-        """The tensors that a checkpoint of the whole model has."""
-        whole = LatentParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
-        return frozenset(whole.slots())
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].input_norm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the hidden state and the cache; the router and the indexer's weights are float32."""
-        return self.layers[0].input_norm.dtype
-
-    def slots(self) -> dict[str, Slot]:
-        """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
-        slots = self.outer_slots()
-        for index, layer in zip(self.config.stage_layers(self.shard), self.layers, strict=True):
-            parts = {
-                "input_layernorm.weight": Slot.whole(layer.input_norm),
-                "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
-                **self._attention_slots(layer),
-                **mlp_slots(layer.mlp, self.config, self.shard),
-            }
-            slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
-        return slots
-
-    def outer_slots(self) -> dict[str, Slot]:
-        """The slots outside of layers."""
-        slots = {}
-        ids = self.shard.attention.vocabulary(self.config.vocab_size)
-        for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
-            if matrix is not None:
-                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
-        if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm)
-        return slots
+    def layer_slots(self, layer: LatentLayerParameters) -> dict[str, Slot]:
+        return {
+            "input_layernorm.weight": Slot.whole(layer.input_norm),
+            "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
+            **self._attention_slots(layer),
+            **mlp_slots(layer.mlp, self.config, self.shard),
+        }
 
     @property
     def _mla(self) -> MlaConfig:

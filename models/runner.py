@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,7 +21,7 @@ from .decoders.dsa import DsaDecoder
 from .decoders.latent import LatentDecoder
 from .decoders.latent_parameters import LatentParameters
 from .decoders.mla import MlaDecoder
-from .graphs.capture import ChunkGraphs, DecodeGraphs, StepGraphs
+from .graphs.capture import AnyDecoder, ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
@@ -67,27 +66,6 @@ def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *,
     if setting == "auto":
         return has_fp8 and dtype != torch.float32 and index_dim % 4 == 0
     return setting == "fp8_e4m3"
-
-
-class AnyDecoder(Protocol):
-    """One rank's share of a model of any architecture; decoders/dense.py describes the methods."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def parameters(self) -> DecoderParameters | LatentParameters: ...
-
-    @property
-    def kv_token_bytes(self) -> int: ...
-
-    def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
-
-    def hidden(
-        self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None, last_only: bool = False
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
 
 
 def allocate_parameters(
@@ -283,10 +261,11 @@ class ModelRunner:
         Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
         of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        decoder = self._capturable_decoder()
-        if decoder is None:
+        if not self._capturable:
             return None
-        graphs = DecodeGraphs(decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel)
+        graphs = DecodeGraphs(
+            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
+        )
         self._graphs.append(graphs)
         return graphs
 
@@ -294,11 +273,10 @@ class ModelRunner:
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
         """The same for steps of prompt chunks."""
-        decoder = self._capturable_decoder()
-        if decoder is None:
+        if not self._capturable:
             return None
         graphs = ChunkGraphs(
-            decoder,
+            self._decoder,
             cache,
             max_tokens=max_tokens,
             max_slices=max_slices,
@@ -309,11 +287,9 @@ class ModelRunner:
         self._graphs.append(graphs)
         return graphs
 
-    def _capturable_decoder(self) -> Decoder | DsaDecoder | MlaDecoder | None:
-        decoder = self._decoder
-        if not isinstance(decoder, Decoder | DsaDecoder | MlaDecoder):
-            return None
-        return decoder if self.parallel.capturable and decoder.capturable else None
+    @property
+    def _capturable(self) -> bool:
+        return self.parallel.capturable and self._decoder.capturable
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

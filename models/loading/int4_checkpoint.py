@@ -47,10 +47,10 @@ class Int4Checkpoint:
             if name not in parts and not name.endswith(main):
                 self.shapes[name] = shape
         for module in quantised:
-            if len(files.shapes[module + main]) != 2:
-                shape = list(files.shapes[module + main])
-                raise StartupError(f"tensor '{module}{main}' has shape {shape}; 4-bit values are matrices")
-            first, second = files.shapes[module + main]
+            packed = files.shapes[module + main]
+            if len(packed) != 2:
+                raise StartupError(f"tensor '{module}{main}' has shape {list(packed)}; 4-bit values are matrices")
+            first, second = packed
             match stored.method:
                 case "awq":
                     self.shapes[module + _WEIGHT] = (second * _PACKED, first)

@@ -82,9 +82,8 @@ def allocate_parameters(
     and `int4` are the tensors to keep in fp8 and in 4 bits, `gguf` those to keep in GGUF blocks, with their types.
     """
     config.check_shares(shard)
-    if config.mla is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
-    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
+    parameters = DecoderParameters if config.mla is None else LatentParameters
+    return parameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
 
 
 def _decoder(

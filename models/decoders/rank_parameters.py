@@ -1,15 +1,16 @@
 """The weights of one rank of a decoder: what all families have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 
 from ...kernels.gguf.blocks import GgufBlocks
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
+from .mlp_parameters import WeightMemory
 from .slots import Slot
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -28,6 +29,24 @@ class NormedLayer(Protocol):
 LayerT = TypeVar("LayerT", bound=NormedLayer)
 
 
+class LayerMemory(WeightMemory, ABC, Generic[LayerT]):
+    """Allocates the layers and both ends of one rank."""
+
+    @abstractmethod
+    def layer(self, index: int) -> LayerT:
+        """A global layer."""
+
+    def norm(self, size: int) -> torch.Tensor:
+        """The weight of a norm. A float32 one is applied before its result is rounded (rms_norm.py)."""
+        return self.tensor(size, dtype=torch.float32 if self.config.float32_norms else None)
+
+    def embedding(self, rows: int) -> torch.Tensor | GgufBlocks:
+        return self.tensor(rows, self.config.hidden_size)
+
+    def head(self, rows: int) -> torch.Tensor | GgufBlocks:
+        return self.tensor(rows, self.config.hidden_size)
+
+
 @dataclass(frozen=True)
 class RankParameters(ABC, Generic[LayerT]):
     """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
@@ -40,9 +59,11 @@ class RankParameters(ABC, Generic[LayerT]):
     head: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the last stage
     dtype: torch.dtype  # of the hidden state and, by default, of the cache
 
-    @staticmethod
-    @abstractmethod
+    memory: ClassVar[type[LayerMemory[Any]]]
+
+    @classmethod
     def allocate(
+        cls,
         config: ModelConfig,
         shard: Shard = WHOLE,
         *,
@@ -50,10 +71,20 @@ class RankParameters(ABC, Generic[LayerT]):
         dtype: torch.dtype,
         fp8: Collection[str] = frozenset(),
         int4: Collection[str] = frozenset(),
-    ) -> "RankParameters[Any]":
+        gguf: Mapping[str, str] | None = None,
+    ) -> Self:
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
+        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep in GGUF
+        blocks, with their types.
         """
+        memory = cls.memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
+        layers = tuple(memory.layer(index) for index in config.stage_layers(shard))
+        rows = shard.attention.vocabulary_rows(config.vocab_size)
+        norm, head = (memory.norm(config.hidden_size), memory.head(rows)) if shard.last else (None, None)
+        embedding = None
+        if shard.first:
+            embedding = head if config.tied_embeddings and head is not None else memory.embedding(rows)
+        return cls(config, shard, layers, embedding, norm, head, dtype)
 
     @abstractmethod
     def layer_slots(self, layer: LayerT) -> dict[str, Slot]:

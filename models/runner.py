@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Protocol
 
 import torch
 
@@ -22,7 +21,7 @@ from .decoders.dsa import DsaDecoder
 from .decoders.latent import LatentDecoder
 from .decoders.latent_parameters import LatentParameters
 from .decoders.mla import MlaDecoder
-from .graphs.capture import ChunkGraphs, DecodeGraphs, StepGraphs
+from .graphs.capture import AnyDecoder, ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
@@ -69,27 +68,6 @@ def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *,
     return setting == "fp8_e4m3"
 
 
-class AnyDecoder(Protocol):
-    """One rank's share of a model of any architecture; decoders/dense.py describes the methods."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def parameters(self) -> DecoderParameters | LatentParameters: ...
-
-    @property
-    def kv_token_bytes(self) -> int: ...
-
-    def make_cache(self, num_pages: int, page_size: int) -> KvCache: ...
-
-    def hidden(
-        self, batch: ForwardBatch, cache: KvCache, *, hidden: torch.Tensor | None = None, last_only: bool = False
-    ) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
-
-
 def allocate_parameters(
     config: ModelConfig,
     shard: Shard,
@@ -104,9 +82,8 @@ def allocate_parameters(
     and `int4` are the tensors to keep in fp8 and in 4 bits, `gguf` those to keep in GGUF blocks, with their types.
     """
     config.check_shares(shard)
-    if config.mla is None:
-        return DecoderParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
-    return LatentParameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4)
+    parameters = DecoderParameters if config.mla is None else LatentParameters
+    return parameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
 
 
 def _decoder(
@@ -283,10 +260,11 @@ class ModelRunner:
         Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
         of experts in dtypes other than bfloat16, which torch computes expert by expert.
         """
-        decoder = self._capturable_decoder()
-        if decoder is None:
+        if not self._capturable:
             return None
-        graphs = DecodeGraphs(decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel)
+        graphs = DecodeGraphs(
+            self._decoder, cache, max_batch=max_batch, max_context=max_context, parallel=self.parallel
+        )
         self._graphs.append(graphs)
         return graphs
 
@@ -294,11 +272,10 @@ class ModelRunner:
         self, cache: KvCache, *, max_tokens: int, max_slices: int, max_context: int, decode_rows: bool = False
     ) -> ChunkGraphs | None:
         """The same for steps of prompt chunks."""
-        decoder = self._capturable_decoder()
-        if decoder is None:
+        if not self._capturable:
             return None
         graphs = ChunkGraphs(
-            decoder,
+            self._decoder,
             cache,
             max_tokens=max_tokens,
             max_slices=max_slices,
@@ -309,11 +286,9 @@ class ModelRunner:
         self._graphs.append(graphs)
         return graphs
 
-    def _capturable_decoder(self) -> Decoder | DsaDecoder | MlaDecoder | None:
-        decoder = self._decoder
-        if not isinstance(decoder, Decoder | DsaDecoder | MlaDecoder):
-            return None
-        return decoder if self.parallel.capturable and decoder.capturable else None
+    @property
+    def _capturable(self) -> bool:
+        return self.parallel.capturable and self._decoder.capturable
 
     def release_graphs(self) -> None:
         """Drop the graphs and their memory, if any; their cache can be freed then."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
+from ..backends.occupancy import multiprocessors
 from ..backends.uploads import upload_arrays
 
 IntArray = npt.NDArray[np.int32]
@@ -78,8 +79,7 @@ def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
     """Maximum number of pieces of a batch of `batch` sequences. Every KV head works on every piece."""
     if device.type != "cuda":
         return batch + PIECES_PER_SM
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return batch + ceil_div(PIECES_PER_SM * sms, num_kv_heads)
+    return batch + ceil_div(PIECES_PER_SM * multiprocessors(device), num_kv_heads)
 
 
 def cut_decode(kv_lens: IntArray, most: int, window: int | None = None) -> tuple[IntArray, IntArray]:
@@ -105,8 +105,7 @@ def cut_decode(kv_lens: IntArray, most: int, window: int | None = None) -> tuple
 
 def num_parts(num_heads: int, device: torch.device) -> int:
     """Maximum number of parts of all tiles: as many as the GPU runs at once, for `num_heads` query heads each."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4 * num_heads
-    return sms // num_heads
+    return multiprocessors(device) // num_heads if device.type == "cuda" else 4
 
 
 def cut_copies(query_lens: IntArray, kv_lens: IntArray, window: int | None = None) -> tuple[IntArray, IntArray]:

@@ -1,6 +1,5 @@
 """Parts of the attention kernels: reads rows of a sequence from its pages, adds sinks to a running softmax."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import triton
 import triton.language as tl

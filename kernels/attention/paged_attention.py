@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from .attention_plan import WorkPlan, make_work_plan
 from .gather_plan import DecodeGroup, GatherPlan, PageTable, PrefillSequence, make_gather_plan
 from .kv_write import can_store
+from .used_pages import used_pages
 
 AttentionPlan = GatherPlan | WorkPlan
 
@@ -46,12 +46,7 @@ def plan_attention(
     """Plan a batch for `impl`, for layers with this sliding `window`. `pages[i]` may be longer than kv_lens[i] needs.
     `num_heads` are the query heads; the default is as many as KV heads. It only matters for speed.
     """
-    used = [tuple(ids[: ceil_div(kv_len, page_size)]) for ids, kv_len in zip(pages, kv_lens, strict=True)]
-    for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
-        if not 1 <= query_len <= kv_len <= len(ids) * page_size:
-            raise ValueError(
-                f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
-            )
+    used = used_pages(query_lens, kv_lens, pages, page_size)
     if impl != "numba" and use_triton(impl, device):
         return make_work_plan(
             query_lens,

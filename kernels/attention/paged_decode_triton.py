@@ -7,7 +7,6 @@ stores its partial result and log-sum, which `_decode_combine` combines.
 Lower bound: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import math
 

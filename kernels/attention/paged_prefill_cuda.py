@@ -7,12 +7,10 @@ Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations. The k
 8,192 tokens (H200; Triton's 482).
 """
 
-import math
-import struct
-
 import torch
 
-from ..backends.nvrtc import load_kernel
+from ..backends.nvrtc import load_kernel, log2_scale_bits
+from ..backends.occupancy import multiprocessors
 from .attention_plan import Tiles, WorkPlan
 
 _DIM = 128
@@ -48,9 +46,7 @@ def launch_tiles(
     their results and log-sums in `partial` and `log_sum`.
     """
     device, heads = query.device, query.shape[1]
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
     constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)))
-    (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
     kernel = load_kernel("prefill_attention.cu", "prefill_attention", device, constants, _SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
@@ -65,12 +61,12 @@ def launch_tiles(
         plan.copy_starts.data_ptr(),
         plan.copied_tokens,
         tiles.counts.data_ptr(),
-        scale_bits,
+        log2_scale_bits(scale),
         partial.data_ptr(),
         log_sum.data_ptr(),
         out.data_ptr(),
         heads,
-        blocks=min(tiles.tiles.shape[1] * heads, sms),
+        blocks=min(tiles.tiles.shape[1] * heads, multiprocessors(device)),
         threads=_THREADS,
         shared_bytes=_SHARED_BYTES,
         overlap_previous=True,

@@ -10,7 +10,6 @@ diagonal. The CUDA kernel has no windows and no sinks.
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import math
 

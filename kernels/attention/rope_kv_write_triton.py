@@ -1,6 +1,5 @@
 """Triton kernel of rope_kv_write.py: one program per token and group of heads (of q, k or v)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -147,8 +147,8 @@ def _fit(
     processors: int,
     limit: int,
 ) -> tuple[int, int, int]:
-    """Warps, stages and shared memory of a block, of which `limit` bytes exist, for `count` tiles. Most warps have a
-    step of each tile.
+    """Warps, stages and bytes of shared memory of a block for `count` tiles. `limit` bytes exist. More than half of the
+    warps have a step of each tile.
     """
     many = count >= 4 * processors
     warps = tiles.warps or form.warps[2 if many else 0 if count <= processors else 1]

@@ -8,6 +8,8 @@ passes a Python int as 64 bits; a bool would be narrower than what the kernel re
 
 import functools
 import importlib
+import math
+import struct
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,6 +114,12 @@ def device_address(tensor: torch.Tensor) -> int:
     if status != driver.CUresult.CUDA_SUCCESS:
         raise ValueError(f"a tensor on {tensor.device} is not pinned, so the GPU cannot reach it: {status!r}")
     return int(address)
+
+
+def log2_scale_bits(scale: float) -> int:
+    """The bits of a float32, as an argument: what attention kernels multiply scores with before exp2."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
+    return int(bits)
 
 
 def cuda_packages() -> tuple[Any, Any]:

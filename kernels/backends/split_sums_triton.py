@@ -2,7 +2,6 @@
 parts, always in the same order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import triton
 import triton.language as tl

@@ -83,13 +83,13 @@ class IpcCollectives:
         for part in _parts(tensor):
             self._sum(part)
 
-    def gather(self, share: torch.Tensor, *, root: int = 0) -> torch.Tensor | None:
-        """The shares [rows, width] of all ranks side by side on rank `root`; None on the others."""
+    def gather(self, share: torch.Tensor) -> torch.Tensor | None:
+        """The shares [rows, width] of all ranks side by side on rank 0; None on the others."""
         self._check(share)
         rows, width = share.shape
         if not width:
             raise ValueError("gather takes shares with at least one column")
-        out = share.new_empty(rows, self._ranks * width) if self._rank == root else None
+        out = share.new_empty(rows, self._ranks * width) if self._rank == 0 else None
         most_rows = HALF_BYTES // (width * share.itemsize)
         if not most_rows:
             raise ValueError(f"gather takes rows of at most {HALF_BYTES} bytes, got {width * share.itemsize}")
@@ -98,13 +98,13 @@ class IpcCollectives:
             self._copy(_aligned(share[part]), None if out is None else out[part], range(self._ranks))
         return out
 
-    def broadcast(self, tensor: torch.Tensor, *, root: int = 0) -> None:
-        """Copy the tensor of rank `root` to all ranks, in place."""
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copy the tensor of rank 0 to all ranks, in place."""
         self._check(tensor)
         for part in _parts(tensor):
             aligned = _aligned(part)
             row = aligned.view(1, -1)
-            self._copy(row, None if self._rank == root else row, range(root, root + 1))
+            self._copy(row, None if self._rank == 0 else row, range(1))
             if aligned is not part:
                 part.copy_(aligned)
 

@@ -1,12 +1,9 @@
 """Launcher of csrc/dense_mla.cu, which supports only latent rows of 512 + 64 elements in 16 bits on Hopper."""
 
-import math
-import struct
-
 import torch
 
 from ...configs.arithmetic import ceil_div
-from ..backends.nvrtc import load_kernel
+from ..backends.nvrtc import load_kernel, log2_scale_bits
 from ..mla.sparse_mla_cuda import SHARED_BYTES, THREADS
 from .tile_plan import TILE_ROWS, TilePlan
 
@@ -31,7 +28,6 @@ def launch_dense_mla_cuda(
         ("PAGE_SIZE", plan.page_size),
         ("HALF", int(query.dtype == torch.float16)),
     )
-    (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
     kernel = load_kernel("dense_mla.cu", "dense_mla", query.device, constants, SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
@@ -41,7 +37,7 @@ def launch_dense_mla_cuda(
         plan.pages.data_ptr(),
         plan.pieces.data_ptr(),
         plan.pieces.stride(0),
-        scale_bits,
+        log2_scale_bits(scale),
         out.data_ptr(),
         partial.data_ptr(),
         log_sum.data_ptr(),

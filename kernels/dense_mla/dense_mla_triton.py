@@ -6,7 +6,6 @@ cache. A row's first `value_dim` elements are loaded once and used twice, as key
 stores partial results and log-sums, which `_combine` combines.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import math
 from dataclasses import dataclass

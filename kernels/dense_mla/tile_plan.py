@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from ...configs.arithmetic import ceil_div, round_up
+from ..attention.used_pages import used_pages
+from ..backends.occupancy import multiprocessors
 from ..backends.uploads import upload_arrays
 
 IntArray = npt.NDArray[np.int32]
@@ -24,7 +26,7 @@ BLOCK_KEYS = 64
 LEAST_PIECE_KEYS = 128
 """A piece has at least this many keys: fewer would not be worth the combination."""
 MOST_ROUNDS = 4
-"""Pieces of a step at most: so many for each tile that the GPU processes at once, beside one for every tile."""
+"""The most pieces of a step: one for every tile, and this many for each tile that the GPU processes at once."""
 PIECE_COST_KEYS = 192
 """What a program costs beside its keys (its queries, its partial result), in keys."""
 REFERENCE_TILE_TOKENS = 512
@@ -55,8 +57,7 @@ def tiles_at_once(heads: int, device: torch.device) -> int:
     """Tiles that a GPU processes at the same time; 0 elsewhere, where tiles are large and not cut."""
     if device.type != "cuda":
         return 0
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(sms // ceil_div(heads, TILE_ROWS), 1)
+    return max(multiprocessors(device) // ceil_div(heads, TILE_ROWS), 1)
 
 
 def tile_tokens(heads: int, *, decode_only: bool, at_once: int) -> int:
@@ -146,12 +147,7 @@ def plan_tiles(
     """Plan a batch and upload the plan in one copy. The last query_lens[i] tokens of sequence i are queries. `pages[i]`
     may be longer than kv_lens[i] needs. `at_once` replaces `tiles_at_once`.
     """
-    used = [ids[: ceil_div(kv_len, page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
-    for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
-        if not 1 <= query_len <= kv_len <= len(ids) * page_size:
-            raise ValueError(
-                f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
-            )
+    used = used_pages(query_lens, kv_lens, pages, page_size)
     lengths = [len(ids) for ids in used]
     page_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
     at_once = tiles_at_once(heads, device) if at_once is None else at_once

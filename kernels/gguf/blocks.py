@@ -72,8 +72,8 @@ class GgufBlocks:
     def allocate(
         parts: Sequence[tuple[int, str]], columns: int, *, device: torch.device, interleave: bool = False
     ) -> "GgufBlocks":
-        """Uninitialised; `parts` are numbers of rows and their types. With `interleave`, those are interleaved that
-        can be.
+        """Uninitialised; `parts` are numbers of rows and their types. With `interleave`, parts are interleaved where
+        possible.
         """
         merged: list[tuple[int, str, bool]] = []
         for rows, type_name in parts:

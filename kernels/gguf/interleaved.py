@@ -4,8 +4,8 @@
 Weights keep their bits and take the same memory. A tile has 32 columns of a group of 16 rows:
 
     scales and offsets   float16 of each row
-    integers             of each row 32 bits, again and again: two 16-bit words with 4 integers of 4 bits or 2 of 8.
-                         Integer s of word h, in pass v, is that of column 2 * (v * (integers of a word) + s) + h
+    integers             in passes v = 0, 1, ...: 32 bits of each row, two 16-bit words with 4 integers of 4 bits or 2
+                         of 8. Integer s of word h is that of column 2 * (v * (integers of a word) + s) + h
 
 so that shifts and masks give pairs of adjacent columns, which one instruction of AVX-512 multiplies with a pair of x
 and adds. Those of NEON take four bytes of a row; x is arranged for them.

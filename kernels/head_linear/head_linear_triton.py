@@ -3,7 +3,6 @@
 It loads its weights before its input is ready: no earlier kernel writes them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -1,6 +1,5 @@
 """newest_rows of slot_tables.py in one launch: torch needs twenty, at the start of every decode step."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

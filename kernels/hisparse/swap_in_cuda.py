@@ -10,6 +10,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div, round_up
 from ..backends.nvrtc import device_address, load_kernel
+from ..backends.occupancy import multiprocessors
 from .slot_tables import SlotTables, bucket_bits, plan_shared_bytes
 from .swap_plan import SwapPlan
 
@@ -23,7 +24,7 @@ def plan_threads(top_k: int, hot_rows: int) -> int:
 
 
 def copy_blocks(device: torch.device) -> int:
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // 2)
+    return max(1, multiprocessors(device) // 2)
 
 
 def launch_swap_in(

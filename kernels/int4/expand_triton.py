@@ -1,6 +1,5 @@
 """Triton kernel that expands 4-bit weights: a program has some rows of a matrix and one pair of groups of columns."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -1,6 +1,5 @@
 """Takes 4-bit values out of bytes, in Triton: integers, and E2M1 numbers of MXFP4."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import triton
 import triton.language as tl

@@ -13,7 +13,6 @@ With experts, a tile has rows of one expert (moe/routing.py says which): `gather
 experts, `scatter` writes results in the order of tokens.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
@@ -254,8 +253,11 @@ def launch_few_rows(
     gated: bool,
     bias: torch.Tensor | None = None,
     tiles: RowTiles | None = None,
+    gather: bool = False,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`, which have no bias."""
+    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`, which have no bias; `gather` is
+    that of RowTiles.
+    """
     if isinstance(weight, BlockScaled):
         values, row_group = weight.values, weight.row_group
         scales: torch.Tensor | None = weight.scales
@@ -295,8 +297,8 @@ def launch_few_rows(
         SCALED=scales is not None,
         GATED=gated,
         GROUPED=tiles is not None,
-        GATHER=tiles is not None and tiles.gather,
-        SCATTER=tiles is not None and tiles.scatter,
+        GATHER=gather,
+        SCATTER=tiles is not None and not gather,
         PER_TOKEN=1 if tiles is None else tiles.per_token,
         ROW_GROUP=row_group,
         ROWS=rows,

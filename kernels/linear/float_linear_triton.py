@@ -7,7 +7,6 @@ them, which together have all of its 24 bits, so every product is exact and is a
 in float32, without tensor cores.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -17,6 +17,9 @@ Weights in fp8 (block_scaled.py), in 4 bits (int4_linear.py) and in GGUF blocks 
 own.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.nn.functional import linear as linear_reference
 
@@ -59,14 +62,11 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
         return int4_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GgufBlocks):
         return gguf_linear(x, weight, bias, impl=impl)
-    if _numba_fits(x, weight, bias, impl):
-        launch = launcher("numba.linear", "launch_linear")
-    elif _triton_fits(x, weight, impl):
-        launch = launcher("linear.linear_triton", "launch_linear")
-    else:
+    launch = _launcher(x, weight, bias, impl)
+    if launch is None:
         return linear_reference(x, weight, bias)
     out = x.new_empty(x.shape[0], weight.shape[0])  # `len` of a tensor takes microseconds
-    (_launch_cuda if _cuda_fits(x, weight) else launch)(x, weight, bias, out, gated=False)
+    launch(x, weight, bias, out, gated=False)
     return out
 
 
@@ -90,18 +90,27 @@ def gated_linear(
         return swiglu_reference(gate_up, gelu=gelu) if impl == "reference" else swiglu(gate_up, gelu=gelu)
     if impl == "reference":
         return gated_linear_reference(x, weight, bias, gelu=gelu)
-    if _numba_fits(x, weight, bias, impl):
-        launch = launcher("numba.linear", "launch_linear")
-    elif _triton_fits(x, weight, impl):
-        launch = launcher("linear.linear_triton", "launch_linear")
-    else:
+    launch = _launcher(x, weight, bias, impl, gelu=gelu)
+    if launch is None:
         return swiglu(linear_reference(x, weight, bias), gelu=gelu)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    if not gelu and _cuda_fits(x, weight):
-        _launch_cuda(x, weight, bias, out, gated=True)
-    else:
-        launch(x, weight, bias, out, gated=True, gelu=gelu)
+    launch(x, weight, bias, out, gated=True)
     return out
+
+
+def _launcher(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: Impl, *, gelu: bool = False
+) -> Callable[..., None] | None:
+    """The kernel for few rows; None if torch computes them."""
+    if _numba_fits(x, weight, bias, impl):
+        launch = launcher("numba.linear", "launch_linear")
+    elif not _triton_fits(x, weight, impl):
+        return None
+    elif not gelu and _cuda_fits(x, weight):
+        return _launch_cuda
+    else:
+        launch = launcher("linear.linear_triton", "launch_linear")
+    return partial(launch, gelu=True) if gelu else launch
 
 
 def _numba_fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, impl: Impl) -> bool:

@@ -6,7 +6,6 @@ takes 3.5 us instead of 4.8 for 128 x 2,048 weights, 8.0 instead of 9.3 for 2,04
 1,536 x 8,960, with up to 16 rows.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

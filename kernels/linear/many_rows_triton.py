@@ -5,7 +5,6 @@ row and block in float32 and added: the tensor cores' own sums of fp8 products a
 used for 128 columns only. Weights with a scale per row are scaled after the last columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
@@ -122,8 +121,11 @@ def launch_many_rows(
     *,
     bias: torch.Tensor | None = None,
     tiles: RowTiles | None = None,
+    gather: bool = False,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`, which have no bias."""
+    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`, which have no bias; `gather` is that of
+    RowTiles.
+    """
     *_, out_size, in_size = weight.shape
     outputs = 64 if weight.row_group == 64 else 128
     rows = (128 if x.rows > 64 * 16 else 64) if tiles is None else tiles.rows
@@ -144,8 +146,8 @@ def launch_many_rows(
         0 if x.by_row else x.scales.stride(1),
         *weight.scales.shape[-2:],
         GROUPED=tiles is not None,
-        GATHER=tiles is not None and tiles.gather,
-        SCATTER=tiles is not None and tiles.scatter,
+        GATHER=gather,
+        SCATTER=tiles is not None and not gather,
         PER_TOKEN=1 if tiles is None else tiles.per_token,
         ROW_GROUP=weight.row_group,
         ROWS=rows,

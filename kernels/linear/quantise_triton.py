@@ -2,7 +2,6 @@
 which stays in registers between its maximum and its division.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
@@ -71,7 +70,7 @@ def _quantise(
 def launch_quantise(
     x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, live_rows: torch.Tensor | None, *, gated: bool
 ) -> None:
-    """Fill `values` and `scales`, whose rows of zeros behind those of `x` too."""
+    """Fill `values` and `scales`, also their rows of zeros behind those of `x`."""
     padded, columns = values.shape
     if padded == 0:
         return
@@ -119,7 +118,7 @@ def _quantise_rows(
 
 
 def launch_quantise_rows(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, *, gated: bool) -> None:
-    """Fill `values` and `scales`, whose rows of zeros behind those of `x` too."""
+    """Fill `values` and `scales`, also their rows of zeros behind those of `x`."""
     padded, columns = values.shape
     if padded == 0:
         return

@@ -1,4 +1,4 @@
-"""Tiles of rows by expert: what a grouped product has to compute."""
+"""Rows sorted by expert, in tiles: what a grouped product has to compute."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,16 @@ import torch
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Tiles of rows by expert, on the device; see moe/routing.py."""
+    """Where the tokens of this rank's experts are; all tensors are int32, on the device. See moe/routing.py.
 
-    order: torch.Tensor  # [n] int32: numbers of token * per_token + choice, sorted by expert
-    ends: torch.Tensor  # [experts] int32: end of each expert's part of `order`
-    expert: torch.Tensor  # [tiles] int32: expert of each tile, -1 if unused
-    first: torch.Tensor  # [tiles] int32: where the tile begins in `order`
+    A product with `gather` reads tokens in the order of experts and leaves its results in that order. One without
+    reads rows in the order of experts and writes results by number.
+    """
+
+    order: torch.Tensor  # [numbers]: sorted by expert; behind the last expert's end undefined
+    place: torch.Tensor  # [numbers]: where each one is in `order`; undefined for experts of other ranks
+    ends: torch.Tensor  # [experts]: end of each expert's part of `order`
+    expert: torch.Tensor  # [tiles]: expert of each tile, -1 if unused
+    first: torch.Tensor  # [tiles]: where each tile begins in `order`
     rows: int  # of a tile, at most
     per_token: int
-    gather: bool  # rows of x are tokens; otherwise in the order of experts
-    scatter: bool  # rows of the result are numbers; otherwise in the order of experts

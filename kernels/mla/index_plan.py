@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ..attention.used_pages import used_pages
 from ..backends.uploads import upload_array
 
 
@@ -35,12 +35,7 @@ class IndexPlan:
 
         `pages[i]` may be longer than kv_lens[i] needs.
         """
-        used = [ids[: ceil_div(kv_len, page_size)] for ids, kv_len in zip(pages, kv_lens, strict=True)]
-        for query_len, kv_len, ids in zip(query_lens, kv_lens, used, strict=True):
-            if not 1 <= query_len <= kv_len <= len(ids) * page_size:
-                raise ValueError(
-                    f"a sequence of {query_len} queries and {kv_len} keys does not fit {len(ids)} pages of {page_size}"
-                )
+        used = used_pages(query_lens, kv_lens, pages, page_size)
         batch, tokens = len(used), sum(query_lens)
         max_pages = max(len(ids) for ids in used)
         packed = np.zeros(batch * max_pages + 2 * tokens, dtype=np.int32)  # one copy to the device

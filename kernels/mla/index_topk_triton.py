@@ -14,7 +14,6 @@ Scales of fp8 keys are read one block ahead and the page ids that locate them tw
 them. Those of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +25,7 @@ import triton.language as tl
 from ...configs.arithmetic import ceil_div, round_up
 from ..attention.page_rows_triton import load_page_rows
 from ..backends.nvrtc import load_kernel
+from ..backends.occupancy import multiprocessors
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .index_plan import IndexPlan, IndexScales, select_top_reference
 
@@ -292,7 +292,7 @@ def launch_scores(
     tokens, heads, dim = query.shape
     device = query.device
     page_stride, _, token_stride, _ = key_pages.stride()
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    sms = multiprocessors(device)
     if tokens <= _FEW_TOKENS:
         launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
         stages = _STAGES_OF_FEW[query.dtype.itemsize]
@@ -354,8 +354,7 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
         return
     cluster = 1
     if torch.cuda.get_device_capability(out.device) >= (9, 0):
-        sms = torch.cuda.get_device_properties(out.device).multi_processor_count
-        cluster = blocks_per_row(len(out), scores.shape[1], sms)
+        cluster = blocks_per_row(len(out), scores.shape[1], multiprocessors(out.device))
     constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
     load_kernel("select_top.cu", "select_top", out.device, constants).launch(
         scores.data_ptr(),

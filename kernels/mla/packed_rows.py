@@ -26,7 +26,7 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
-from .sparse_mla import sparse_mla
+from .sparse_mla import check_rows, check_strides, sparse_mla
 
 _WORKSPACE_BYTES = 256 << 20
 """Of unpacked rows."""
@@ -160,13 +160,8 @@ def _sparse_mla_fused(
     tokens, heads, dim = query.shape
     if _unpacked_dim(pages, value_dim) != dim:
         raise ValueError(f"pages {list(pages.shape)} do not hold packed rows for query {list(query.shape)}")
-    if rows.ndim != 2 or len(rows) != tokens or rows.dtype != torch.int32:
-        raise ValueError(f"{rows.dtype} rows {list(rows.shape)} are not the int32 rows of {tokens} tokens")
-    if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
-        raise ValueError(
-            f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
-            "heads and rows must be contiguous"
-        )
+    check_rows(query, rows)
+    check_strides(query, pages, rows)
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     if tokens:
         launch_sparse_mla_packed(query, pages, rows, out, scale=scale)

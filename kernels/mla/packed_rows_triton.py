@@ -5,12 +5,12 @@ a block of rows is multiplied, the next one is loaded into registers, packed, an
 Triton does not pipeline such loads by itself, because what they load is converted before it is multiplied.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
 import triton.language as tl
 
+from ..backends.occupancy import multiprocessors
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
 from .sparse_mla_triton import LOWEST, Tile, launch_attention
@@ -178,9 +178,8 @@ def launch_unpack_pages(
     take one part after the other.
     """
     rope_dim = out.shape[2] - kv_rank
-    sms = torch.cuda.get_device_properties(out.device).multi_processor_count if out.device.type == "cuda" else 1
     parts = out.shape[0] * triton.cdiv(out.shape[1], _ROWS_PER_PROGRAM)
-    _unpack_pages[(min(parts, _PROGRAMS_PER_SM * sms),)](
+    _unpack_pages[(min(parts, _PROGRAMS_PER_SM * multiprocessors(out.device)),)](
         pages,
         sources,
         count,

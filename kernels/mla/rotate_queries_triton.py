@@ -1,6 +1,5 @@
 """Triton kernel of rotate_queries.py: a program has one token and a few of its heads, of either kind."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -63,17 +63,12 @@ def sparse_mla(
         raise ValueError(
             f"{pages.dtype} pages {list(pages.shape)} do not hold rows for {query.dtype} query {list(query.shape)}"
         )
-    if rows.ndim != 2 or len(rows) != tokens or rows.dtype != torch.int32:
-        raise ValueError(f"{rows.dtype} rows {list(rows.shape)} are not the int32 rows of {tokens} tokens")
+    check_rows(query, rows)
     if not 1 <= value_dim <= dim:
         raise ValueError(f"value_dim must be between 1 and the row's {dim}, got {value_dim}")
     if impl != "cuda" and not use_triton(impl, query.device):
         return sparse_mla_reference(query, pages, rows, scale=scale, value_dim=value_dim)
-    if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
-        raise ValueError(
-            f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
-            "heads and rows must be contiguous"
-        )
+    check_strides(query, pages, rows)
     reason = unsuitable(query, pages, scale=scale, value_dim=value_dim)
     if impl == "cuda" and reason is not None:
         raise ValueError(f"the CUDA kernel of sparse_mla does not support this: {reason}")
@@ -85,3 +80,18 @@ def sparse_mla(
 
         launch_sparse_mla(query, pages, rows, out, scale=scale)
     return out
+
+
+def check_rows(query: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise ValueError unless `rows` are those of the query's tokens."""
+    if rows.ndim != 2 or len(rows) != len(query) or rows.dtype != torch.int32:
+        raise ValueError(f"{rows.dtype} rows {list(rows.shape)} are not the int32 rows of {len(query)} tokens")
+
+
+def check_strides(query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise ValueError unless kernels can read these tensors."""
+    if query.stride(2) != 1 or pages.stride(2) != 1 or rows.stride(1) != 1:
+        raise ValueError(
+            f"query has strides {query.stride()}, pages {pages.stride()}, rows {rows.stride()}: "
+            "heads and rows must be contiguous"
+        )

@@ -1,13 +1,12 @@
 """Launcher of csrc/sparse_mla.cu, which supports only the geometry of DeepSeek-V3.2 on Hopper."""
 
 import functools
-import math
-import struct
 
 import torch
 
 from ...configs.arithmetic import ceil_div
-from ..backends.nvrtc import load_kernel
+from ..backends.nvrtc import load_kernel, log2_scale_bits
+from ..backends.occupancy import multiprocessors
 
 _HEADS = 64
 _BLOCK_ROWS = 64
@@ -63,9 +62,8 @@ def launch_sparse_mla_cuda(
         return
     device = query.device
     tiles, blocks = tokens * heads // _HEADS, max(ceil_div(rows.shape[1], _BLOCK_ROWS), 1)
-    shares = num_shares(tiles, blocks, torch.cuda.get_device_properties(device).multi_processor_count)
+    shares = num_shares(tiles, blocks, multiprocessors(device))
     constants = (("SHARES", shares), ("PAGE_SIZE", pages.shape[1]), ("HALF", int(query.dtype == torch.float16)))
-    (scale_bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
     kernel = load_kernel("sparse_mla.cu", "sparse_mla", device, constants, SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
@@ -78,7 +76,7 @@ def launch_sparse_mla_cuda(
         rows.stride(0),
         rows.shape[1],
         ceil_div(blocks, shares) * _BLOCK_ROWS,
-        scale_bits,
+        log2_scale_bits(scale),
         out.data_ptr(),
         heads,
         blocks=tiles * shares,

@@ -6,7 +6,6 @@ a cache row is read once for all of them; the second half of 128 heads finds it 
 result and log-sum, which `_combine` combines.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import functools
 import math
@@ -18,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ...configs.arithmetic import ceil_div
+from ..backends.occupancy import multiprocessors
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 
 _COMBINED_AT_ONCE = 8
@@ -222,8 +222,7 @@ def launch_attention(
     device = query.device
     tiles = tokens * triton.cdiv(heads, tile.heads)
     blocks = max(triton.cdiv(num_rows, tile.rows), 1)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-    share = triton.cdiv(blocks, num_shares(tiles, blocks, sms)) * tile.rows
+    share = triton.cdiv(blocks, num_shares(tiles, blocks, multiprocessors(device))) * tile.rows
     shares = max(triton.cdiv(num_rows, share), 1)
     block_v = max(triton.next_power_of_2(value_dim), 16)
     partial = torch.empty(tokens, shares, heads, value_dim, dtype=torch.float32, device=device) if shares > 1 else out

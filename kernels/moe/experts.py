@@ -12,8 +12,8 @@ Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact acti
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
-if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product; of
-4-bit weights that are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
+if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product,
+and 4-bit weights are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
 (token_experts_cuda.py), which do not round the results of experts before they are added, and whose order of sums
 depends on the number of tokens.
 
@@ -33,10 +33,11 @@ from ..backends.occupancy import shared_memory
 from ..int4.group_format import GroupScaled
 from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
+from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference
 from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
-from .routing import Routing, route_tokens
+from .routing import route_tokens
 from .token_experts_cuda import launch_token_experts, suits_token_experts
 
 _WIDE_BYTES = 160 << 10
@@ -81,38 +82,18 @@ def grouped_experts(
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
     exact = few or not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled))
+    options = gate_up_bias, down_bias, limit
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
         if limit is not None or not (on_triton and (x.dtype.itemsize == 2 or impl == "triton")):
-            everywhere = num_experts == len(gate_up)
-            routed = plain_experts(
-                x,
-                weights,
-                experts,
-                gate_up,
-                down,
-                first=None if everywhere else first,
-                gate_up_bias=gate_up_bias,
-                down_bias=down_bias,
-                limit=limit,
-            )
+            own = None if num_experts == len(gate_up) else first
+            routed = plain_experts(x, weights, experts, gate_up, down, *options, first=own)
             return routed if shared is None else routed + shared
     elif not on_triton:
-        routed = experts_reference(
-            x,
-            weights,
-            experts,
-            gate_up,
-            down,
-            first=first,
-            exact=exact,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            limit=limit,
-        )
+        routed = experts_reference(x, weights, experts, gate_up, down, *options, first=first, exact=exact)
         return routed if shared is None else routed + shared
     _check(x, weights, experts, gate_up, down)
     out = torch.empty_like(x)
-    plain = gate_up_bias is None and down_bias is None and limit is None
+    plain = all(each is None for each in options)
     if plain and suits_token_experts(x, weights, experts, gate_up, down, shared):
         launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
         return out
@@ -124,10 +105,10 @@ def grouped_experts(
     if isinstance(gate_up, GroupScaled):
         assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
         if expansion_pays(experts.numel(), num_experts, x.dtype, x.device):
-            place, options = routing.place, (gate_up_bias, down_bias, limit)
+            place = routing.place
             results = expanded_results(_sorted_rows(x, routing), routing.ends, gate_up, down, *options)
         else:
-            results = _packed_results(x, routing, gate_up, down, gate_up_bias, down_bias, limit)
+            results = _packed_results(x, routing, gate_up, down, *options)
     elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)
@@ -138,47 +119,47 @@ def grouped_experts(
     return out
 
 
-def _exact_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, _impl: Impl) -> torch.Tensor:
+def _exact_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight, _impl: Impl) -> torch.Tensor:
     """Results [T * k, hidden] of all numbers of this rank; other rows are undefined."""
     launch = launcher("linear.few_rows_triton", "launch_few_rows")
     numbers = len(routing.order)
     gated = x.new_empty(numbers, gate_up.shape[1] // 2)
-    launch(x, gate_up, gated, gated=True, tiles=routing.tiles(gather=True))
+    launch(x, gate_up, gated, gated=True, tiles=routing, gather=True)
     results = x.new_empty(numbers, x.shape[1])
-    launch(gated, down, results, gated=False, tiles=routing.tiles(gather=False))
+    launch(gated, down, results, gated=False, tiles=routing, gather=False)
     return results
 
 
-def _quantised_results(x: torch.Tensor, routing: Routing, gate_up: Weight, down: Weight, impl: Impl) -> torch.Tensor:
+def _quantised_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight, impl: Impl) -> torch.Tensor:
     """The same with quantised activations."""
     assert isinstance(gate_up, BlockScaled)
     assert isinstance(down, BlockScaled)
     launch = launcher("linear.many_rows_triton", "launch_many_rows")
     numbers = len(routing.order)
     both = x.new_empty(numbers, gate_up.shape[1])
-    launch(quantise(x, impl=impl), gate_up, both, tiles=routing.tiles(gather=True))
+    launch(quantise(x, impl=impl), gate_up, both, tiles=routing, gather=True)
     gated = swiglu_quantise(both, live_rows=routing.ends[-1:], impl=impl)
     results = x.new_empty(numbers, x.shape[1])
-    launch(gated, down, results, tiles=routing.tiles(gather=False))
+    launch(gated, down, results, tiles=routing, gather=False)
     return results
 
 
-def _sorted_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+def _sorted_rows(x: torch.Tensor, routing: RowTiles) -> torch.Tensor:
     """Rows [T * k, hidden] of tokens in the order of experts; those of other ranks' experts are undefined."""
     rows = x.new_empty(len(routing.order), x.shape[1])
     launcher("moe.gather_triton", "launch_gather")(x, routing, rows)
     return rows
 
 
-def _grouped_results(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The same by torch's grouped products, in the order of experts; see `Routing.place`."""
+def _grouped_results(x: torch.Tensor, routing: RowTiles, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The same by torch's grouped products, in the order of experts; see `RowTiles.place`."""
     gated = swiglu(grouped_mm(_sorted_rows(x, routing), gate_up.transpose(1, 2), offs=routing.ends))
     return grouped_mm(gated, down.transpose(1, 2), offs=routing.ends)
 
 
 def _packed_results(
     x: torch.Tensor,
-    routing: Routing,
+    routing: RowTiles,
     gate_up: GroupScaled,
     down: GroupScaled,
     gate_up_bias: torch.Tensor | None,
@@ -189,9 +170,9 @@ def _packed_results(
     launch = launcher("moe.packed_experts_triton", "launch_packed_experts")
     numbers = len(routing.order)
     gated = x.new_empty(numbers, gate_up.shape[1] // 2)
-    launch(x, gate_up, gate_up_bias, gated, gated=True, limit=limit, tiles=routing.tiles(gather=True))
+    launch(x, gate_up, gate_up_bias, gated, gated=True, limit=limit, tiles=routing, gather=True)
     results = x.new_empty(numbers, x.shape[1])
-    launch(gated, down, down_bias, results, gated=False, limit=None, tiles=routing.tiles(gather=False))
+    launch(gated, down, down_bias, results, gated=False, limit=None, tiles=routing, gather=False)
     return results
 
 
@@ -211,12 +192,12 @@ def experts_reference(
     experts: torch.Tensor,
     gate_up: Weight,
     down: Weight,
-    *,
-    first: int,
-    exact: bool,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
+    *,
+    first: int,
+    exact: bool,
 ) -> torch.Tensor:
     """Expert by expert, with activations that are `exact` or quantised."""
 
@@ -242,11 +223,11 @@ def plain_experts(
     experts: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    limit: float | None,
     *,
-    first: int | None = None,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    limit: float | None = None,
+    first: int | None,
 ) -> torch.Tensor:
     """With weights that are not quantised: one product of torch per expert over its tokens.
 

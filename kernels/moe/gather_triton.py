@@ -1,13 +1,12 @@
 """Triton kernel of experts.py: copies the rows of tokens into the order of experts, several per program."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .routing import Routing
+from ..linear.row_tiles import RowTiles
 
 _ROWS = 8
 _COLUMNS = 1024
@@ -38,7 +37,7 @@ def _gather(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * size + column[None, :], values, mask=inside)
 
 
-def launch_gather(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
+def launch_gather(x: torch.Tensor, routing: RowTiles, out: torch.Tensor) -> None:
     """Fill the rows of `out` [T * k, hidden] that belong to experts of this rank."""
     numbers, size = out.shape
     if numbers == 0:

@@ -7,7 +7,6 @@ several divide the columns (backends/split_sums_triton.py). Weights are never ex
 tile expands them again in registers, and the tiles of an expert find them in L2.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
@@ -209,9 +208,10 @@ def launch_packed_experts(
     gated: bool,
     limit: float | None,
     tiles: RowTiles,
+    gather: bool,
 ) -> None:
-    """Fill the rows of `tiles`, of at most 64 each, in `out` [rows, outputs]. `gated`: the gate follows; with `limit`
-    it is that of clamped_gate.py.
+    """Fill the rows of `tiles`, of at most 64 each, in `out` [rows, outputs]; `gather` is that of RowTiles. `gated`:
+    the gate follows; with `limit` it is that of clamped_gate.py.
     """
     if len(out) == 0:
         return
@@ -251,8 +251,8 @@ def launch_packed_experts(
         GATED=gated,
         CLAMPED=limit is not None,
         BIAS=bias is not None,
-        GATHER=tiles.gather,
-        SCATTER=tiles.scatter,
+        GATHER=gather,
+        SCATTER=not gather,
         PER_TOKEN=tiles.per_token,
         GROUP=group,
         ROWS=rows,

@@ -9,38 +9,10 @@ Shapes: experts [T, k] int64. Nothing waits for the device: the number of tiles 
 tiles have the expert -1.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..linear.row_tiles import RowTiles
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Where the tokens of this rank's experts are; all tensors are int32, on the device."""
-
-    order: torch.Tensor  # [T * k]; behind the last expert's end undefined
-    place: torch.Tensor  # [T * k]; undefined for experts of other ranks
-    ends: torch.Tensor  # [experts]: end of each expert's part of `order`
-    tile_expert: torch.Tensor  # [tiles]
-    tile_first: torch.Tensor  # [tiles]: where each tile begins in `order`
-    rows: int
-    per_token: int
-
-    def tiles(self, *, gather: bool) -> RowTiles:
-        """For a product that reads tokens in the order of experts (`gather`), or writes results by number."""
-        return RowTiles(
-            self.order,
-            self.ends,
-            self.tile_expert,
-            self.tile_first,
-            rows=self.rows,
-            per_token=self.per_token,
-            gather=gather,
-            scatter=not gather,
-        )
 
 
 def most_tiles(numbers: int, experts: int, rows: int) -> int:
@@ -49,7 +21,7 @@ def most_tiles(numbers: int, experts: int, rows: int) -> int:
     return busy + (numbers - busy) // rows
 
 
-def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) -> Routing:
+def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) -> RowTiles:
     flat = experts.flatten() - first
     here = (flat >= 0) & (flat < count)
     order = torch.where(here, flat, count).argsort(stable=True)
@@ -63,10 +35,10 @@ def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) ->
     tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
     tile_expert, tile_first = table.t().contiguous()
-    return Routing(order.int(), order.argsort().int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
+    return RowTiles(order.int(), order.argsort().int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
 
 
-def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> Routing:
+def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> RowTiles:
     """The tokens of the `count` experts from `first` on, in tiles of at most `rows`; see the module docstring."""
     if experts.dtype != torch.int64 or experts.ndim != 2 or not experts.is_contiguous():
         raise ValueError(f"experts {experts.dtype} {list(experts.shape)} must be contiguous rows of int64")
@@ -78,7 +50,7 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
     order, place, ends, tile_expert, tile_first = (
         torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, numbers, count, tiles, tiles)
     )
-    routing = Routing(order, place, ends, tile_expert, tile_first, rows, experts.shape[1])
+    routing = RowTiles(order, place, ends, tile_expert, tile_first, rows, experts.shape[1])
     if numbers:
         launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
     else:

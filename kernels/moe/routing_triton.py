@@ -2,14 +2,13 @@
 many numbers of each expert a chunk has, so that the second one can place them without waiting for other programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from .routing import Routing
+from ..linear.row_tiles import RowTiles
 
 _CHUNK = 256
 
@@ -107,7 +106,7 @@ def _place(
             tl.store(tile_expert_ptr + unused + bins, -1, mask=unused + bins < tiles)
 
 
-def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing) -> None:
+def launch_route(experts: torch.Tensor, first: int, count: int, routing: RowTiles) -> None:
     """Fill the tensors of `routing`."""
     numbers = experts.numel()
     chunk = min(_CHUNK, max(64, triton.next_power_of_2(numbers)))
@@ -123,13 +122,13 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: Routing
         routing.order,
         routing.place,
         routing.ends,
-        routing.tile_expert,
-        routing.tile_first,
+        routing.expert,
+        routing.first,
         numbers,
         first,
         count,
         chunks,
-        len(routing.tile_expert),
+        len(routing.expert),
         TILE_ROWS=routing.rows,
         CHUNK=chunk,
         CHUNKS=min(chunks, 2),

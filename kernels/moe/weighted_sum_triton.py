@@ -1,6 +1,5 @@
 """Triton kernel of experts.py: the weighted sum of the results of a token's experts."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -1,6 +1,5 @@
 """Triton kernel of mask_logits.py: one program per block of a row."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

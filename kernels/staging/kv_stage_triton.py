@@ -1,6 +1,5 @@
 """Triton kernel of kv_stage.py: one program copies a few tokens of one (layer, plane, head), in either direction."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# ruff: noqa: N803  (compile-time parameters are written in capitals)
 
 import torch
 import triton

@@ -182,11 +182,6 @@ class ModelConfig:
             shard.part("intermediate_size", self.intermediate_size)
 
 
-def read_hf_config(directory: Path) -> ModelConfig:
-    """Parse config.json and generation_config.json of a Hugging Face directory; raises StartupError."""
-    return read_config_file(directory / "config.json")
-
-
 def read_config_file(path: Path) -> ModelConfig:
     """Parse a config.json, and the generation_config.json beside it, if there is one; raises StartupError."""
     raw = read_json(path)
@@ -207,7 +202,8 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
     heads = integer(path, raw, "num_attention_heads")
     hidden = integer(path, raw, "hidden_size")
     kv_heads = integer(path, raw, "num_key_value_heads", heads)
-    _check_heads(path, heads, kv_heads)
+    head_dim = integer(path, raw, "head_dim", _DEFAULT_HEAD_DIM.get(architecture, hidden // heads))
+    _check_heads(path, heads, kv_heads, head_dim)
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
     rope = read_hf_rope(path, raw, max_positions)
@@ -220,7 +216,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=integer(path, raw, "head_dim", _DEFAULT_HEAD_DIM.get(architecture, hidden // heads)),
+        head_dim=head_dim,
         context_length=context_length(rope, max_positions),
         norm_eps=number(path, raw, "rms_norm_eps", 1e-5 if architecture == "mixtral" else 1e-6),
         rope=rope,
@@ -350,8 +346,8 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
 
     hidden, heads = field("embedding_length"), field("attention.head_count")
     kv_heads = field("attention.head_count_kv", heads)
-    _check_heads(path, heads, kv_heads)
     head_dim = field("attention.key_length", hidden // heads)
+    _check_heads(path, heads, kv_heads, head_dim)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
@@ -398,11 +394,13 @@ def unsupported_architecture(path: Path | str, found: str) -> StartupError:
     return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
-def _check_heads(path: Path, heads: int, kv_heads: int) -> None:
+def _check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
     if heads % kv_heads:
         raise StartupError(
             f"{path}: the number of query heads ({heads}) is not a multiple of the KV heads ({kv_heads})"
         )
+    if head_dim % 2:
+        raise StartupError(f"{path}: heads of {head_dim} elements cannot be rotated: the number must be even")
 
 
 def _check_activation(path: Path, raw: Json) -> None:
@@ -421,7 +419,11 @@ def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     ids: set[int] = set()
-    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
+    for source, value in ((directory / "config.json", raw), (generation_path, generation)):
+        found = value.get("eos_token_id")
+        for token in found if isinstance(found, list) else [] if found is None else [found]:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise StartupError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
+            if token >= 0:  # -1 stands for none
+                ids.add(token)
     return tuple(sorted(ids))

@@ -1,5 +1,6 @@
 """Rotary embeddings, from config.json or GGUF metadata. No torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,8 @@ def read_hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
     original_length = max_positions if original is None else int(original)
+    if original_length < 1:
+        raise StartupError(f"{path}: original_max_position_embeddings must be a positive integer, got {original!r}")
     if kind in ("default", None):
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
@@ -73,16 +76,26 @@ def read_hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
             theta=theta,
             factor=number(path, rope, "factor", max_positions / original_length),
             original_context_length=original_length,
-            attention_factor=rope.get("attention_factor"),
-            beta_fast=float(rope.get("beta_fast") or 32),
-            beta_slow=float(rope.get("beta_slow") or 1),
-            mscale=rope.get("mscale"),
-            mscale_all_dim=rope.get("mscale_all_dim"),
+            attention_factor=_factor(path, rope, "attention_factor"),
+            beta_fast=float(_factor(path, rope, "beta_fast") or 32),
+            beta_slow=float(_factor(path, rope, "beta_slow") or 1),
+            mscale=_factor(path, rope, "mscale"),
+            mscale_all_dim=_factor(path, rope, "mscale_all_dim"),
             truncate=bool(rope.get("truncate", True)),
         )
     raise StartupError(
         f"{path}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn"
     )
+
+
+def _factor(path: Path, rope: Json, key: str) -> float | None:
+    """A number of at least 0, as it is written; None if there is none. Raises StartupError."""
+    value = rope.get(key)
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf
+    ):
+        raise StartupError(f"{path}: {key} must be a number of at least 0, got {value!r}")
+    return value
 
 
 def read_gguf_rope(file: GgufFile, architecture: str, head_dim: int) -> RopeConfig:

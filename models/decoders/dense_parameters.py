@@ -5,7 +5,6 @@ model and a rank reads only its part: its layers, its heads, its columns of the 
 its rows of the vocabulary.
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,18 +12,10 @@ import torch
 from ...kernels.backends.dispatch import numba_computes
 from ...kernels.gguf.blocks import GgufBlocks
 from ...kernels.linear.block_format import Weight
-from ..config.model import ModelConfig
-from ..config.sharding import WHOLE, Shard
 from ..layers.moe import MlpParameters, MoeParameters
-from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .mlp_parameters import mlp_slots, split_rows
+from .rank_parameters import EMBEDDING, LayerMemory, RankParameters, head_name
 from .slots import Slot
-
-EMBEDDING = "model.embed_tokens.weight"
-
-
-def head_name(config: ModelConfig) -> str:
-    """The tensor of the head."""
-    return EMBEDDING if config.tied_embeddings else "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -49,135 +40,7 @@ class LayerParameters:
     sinks: torch.Tensor | None = None  # [heads] float32
 
 
-@dataclass(frozen=True)
-class DecoderParameters:
-    """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
-
-    config: ModelConfig
-    shard: Shard
-    layers: tuple[LayerParameters, ...]  # of its stage
-    embedding: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the first stage
-    norm: torch.Tensor | None  # [hidden] on the last stage
-    head: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the last stage
-    dtype: torch.dtype
-
-    @staticmethod
-    def allocate(
-        config: ModelConfig,
-        shard: Shard = WHOLE,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        fp8: Collection[str] = frozenset(),
-        int4: Collection[str] = frozenset(),
-        gguf: Mapping[str, str] | None = None,
-    ) -> "DecoderParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep in GGUF
-        blocks, with their types.
-        """
-
-        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
-        layers = tuple(memory.layer(index) for index in shard.layers(config.num_layers))
-        rows, hidden = shard.vocabulary_rows(config.vocab_size), config.hidden_size
-        norm, head = (memory.norm(hidden), memory.head(rows)) if shard.last else (None, None)
-        embedding = None
-        if shard.first:
-            embedding = head if config.tied_embeddings and head is not None else memory.embedding(rows)
-        return DecoderParameters(config, shard, layers, embedding, norm, head, dtype)
-
-    @staticmethod
-    def names(config: ModelConfig) -> frozenset[str]:
-        """The tensors that a checkpoint of the whole model has."""
-        whole = DecoderParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
-        return frozenset(whole.slots())
-
-    @property
-    def layer_range(self) -> range:
-        """The global layers of `layers`."""
-        return self.shard.layers(self.config.num_layers)
-
-    @property
-    def kv_heads(self) -> range:
-        """The global KV heads of this rank."""
-        return self.shard.kv_heads(self.config.num_kv_heads)
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].input_norm.device
-
-    def slots(self) -> dict[str, Slot]:
-        """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
-        padding rows of the vocabulary are not used.
-        """
-        slots = self.outer_slots()
-        for index, layer in zip(self.layer_range, self.layers, strict=True):
-            for name, slot in self._layer_slots(layer).items():
-                slots[f"model.layers.{index}.{name}"] = slot
-        return slots
-
-    def outer_slots(self) -> dict[str, Slot]:
-        """The slots outside of layers."""
-        config, shard = self.config, self.shard
-        slots = {}
-        ids = shard.vocabulary(config.vocab_size)
-        for name, matrix in ((head_name(config), self.head), (EMBEDDING, self.embedding)):
-            if matrix is not None:
-                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=config.vocab_size)
-        if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm, config.norm_offset)
-        return slots
-
-    def _layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
-        config, shard, head_dim = self.config, self.shard, self.config.head_dim
-        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
-        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
-        slots = mlp_slots(layer.mlp, config, shard)
-        for name, norm in (
-            ("input_layernorm", layer.input_norm),
-            ("self_attn.q_norm", layer.q_norm),
-            ("self_attn.k_norm", layer.k_norm),
-            ("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm", layer.mlp_norm),
-            ("post_attention_layernorm", layer.attention_post_norm),
-            ("post_feedforward_layernorm", layer.mlp_post_norm),
-        ):
-            if norm is not None:
-                slots[f"{name}.weight"] = Slot.whole(norm, config.norm_offset)
-        if layer.sinks is not None:
-            slots["self_attn.sinks"] = Slot.part(layer.sinks, dim=0, start=heads.start, size=config.num_heads)
-        if layer.o_bias is not None:
-            slots["self_attn.o_proj.bias"] = Slot.whole(layer.o_bias)
-        slots["self_attn.o_proj.weight"] = Slot.part(
-            layer.o, dim=1, start=heads.start * head_dim, size=config.num_heads * head_dim
-        )
-        for kind, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-            if qkv is not None:
-                q, k, v = split_rows(qkv, q_size, kv_size)
-                for name, rows, held, count in (
-                    ("q_proj", q, heads, config.num_heads),
-                    ("k_proj", k, kv_heads, config.num_kv_heads),
-                    ("v_proj", v, kv_heads, config.num_kv_heads),
-                ):
-                    slots[f"self_attn.{name}.{kind}"] = Slot.part(
-                        rows, dim=0, start=held.start * head_dim, size=count * head_dim
-                    )
-        if isinstance(layer.mlp, MlpParameters):
-            slots |= self._mlp_bias_slots(layer.mlp)
-        return slots
-
-    def _mlp_bias_slots(self, layer: MlpParameters) -> dict[str, Slot]:
-        slots = {}
-        if layer.gate_up_bias is not None:
-            size = self.config.intermediate_size
-            start = self.shard.part("intermediate_size", size).start
-            for name, part in zip(("gate_proj", "up_proj"), layer.gate_up_bias.chunk(2), strict=True):
-                slots[f"mlp.{name}.bias"] = Slot.part(part, dim=0, start=start, size=size)
-        if layer.down_bias is not None:
-            slots["mlp.down_proj.bias"] = Slot.whole(layer.down_bias)
-        return slots
-
-
-class _Memory(WeightMemory):
+class _Memory(LayerMemory[LayerParameters]):
     """Allocates the layers of one rank."""
 
     def wide(self, rows: int, columns: int) -> torch.Tensor:
@@ -192,10 +55,6 @@ class _Memory(WeightMemory):
     def embedding(self, rows: int) -> torch.Tensor | GgufBlocks:
         hidden = self.config.hidden_size
         return self.in_blocks([(EMBEDDING, rows)], hidden) or self.tensor(rows, hidden)
-
-    def norm(self, size: int) -> torch.Tensor:
-        """The weight of a norm. A float32 one is applied before its result is rounded (rms_norm.py)."""
-        return self.tensor(size, dtype=torch.float32 if self.config.float32_norms else None)
 
     def layer(self, index: int) -> LayerParameters:
         config, shard, hidden, head_dim = self.config, self.shard, self.config.hidden_size, self.config.head_dim
@@ -255,3 +114,62 @@ class _Memory(WeightMemory):
 
     def _optional(self, present: bool, size: int) -> torch.Tensor | None:
         return self.tensor(size) if present else None
+
+
+class DecoderParameters(RankParameters[LayerParameters]):
+    """The weights of a rank of a decoder with full or windowed attention."""
+
+    memory = _Memory
+
+    @property
+    def kv_heads(self) -> range:
+        """The global KV heads of this rank."""
+        return self.shard.kv_heads(self.config.num_kv_heads)
+
+    def layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
+        config, shard, head_dim = self.config, self.shard, self.config.head_dim
+        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
+        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
+        slots = mlp_slots(layer.mlp, config, shard)
+        for name, norm in (
+            ("input_layernorm", layer.input_norm),
+            ("self_attn.q_norm", layer.q_norm),
+            ("self_attn.k_norm", layer.k_norm),
+            ("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm", layer.mlp_norm),
+            ("post_attention_layernorm", layer.attention_post_norm),
+            ("post_feedforward_layernorm", layer.mlp_post_norm),
+        ):
+            if norm is not None:
+                slots[f"{name}.weight"] = Slot.whole(norm, config.norm_offset)
+        if layer.sinks is not None:
+            slots["self_attn.sinks"] = Slot.part(layer.sinks, dim=0, start=heads.start, size=config.num_heads)
+        if layer.o_bias is not None:
+            slots["self_attn.o_proj.bias"] = Slot.whole(layer.o_bias)
+        slots["self_attn.o_proj.weight"] = Slot.part(
+            layer.o, dim=1, start=heads.start * head_dim, size=config.num_heads * head_dim
+        )
+        for kind, qkv in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+            if qkv is not None:
+                q, k, v = split_rows(qkv, q_size, kv_size)
+                for name, rows, held, count in (
+                    ("q_proj", q, heads, config.num_heads),
+                    ("k_proj", k, kv_heads, config.num_kv_heads),
+                    ("v_proj", v, kv_heads, config.num_kv_heads),
+                ):
+                    slots[f"self_attn.{name}.{kind}"] = Slot.part(
+                        rows, dim=0, start=held.start * head_dim, size=count * head_dim
+                    )
+        if isinstance(layer.mlp, MlpParameters):
+            slots |= self._mlp_bias_slots(layer.mlp)
+        return slots
+
+    def _mlp_bias_slots(self, layer: MlpParameters) -> dict[str, Slot]:
+        slots = {}
+        if layer.gate_up_bias is not None:
+            size = self.config.intermediate_size
+            start = self.shard.part("intermediate_size", size).start
+            for name, part in zip(("gate_proj", "up_proj"), layer.gate_up_bias.chunk(2), strict=True):
+                slots[f"mlp.{name}.bias"] = Slot.part(part, dim=0, start=start, size=size)
+        if layer.down_bias is not None:
+            slots["mlp.down_proj.bias"] = Slot.whole(layer.down_bias)
+        return slots

@@ -12,7 +12,7 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.hisparse.slot_tables import KvRows
-from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
+from ...kernels.linear.rms_norm import rms_norm
 from ...kernels.mla.fp8_rows import FP8
 from ...kernels.mla.index_plan import IndexPlan, IndexScales
 from ...kernels.mla.index_topk import index_topk
@@ -28,7 +28,7 @@ from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
-from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries, project_output
+from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries
 from ..layers.parallel import ALONE, Parallel
 from ..layers.unpacked_pages import PackedFormat
 from .latent import LatentDecoder
@@ -189,8 +189,8 @@ class DsaDecoder(LatentDecoder):
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         dsa, cos_sin = self._dsa, self._rotary.cos_sin(batch.positions)
-        layers, eps = self.parameters.layers, self.config.norm_eps
-        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        layers = self.parameters.layers
+        normed = rms_norm(hidden, layers[0].input_norm, self.config.norm_eps)
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             key_planes = index_pool.layer(self._groups[index])
             key = self._key_write(layer.indexer, key_planes, new_rows)
@@ -210,16 +210,9 @@ class DsaDecoder(LatentDecoder):
             pages, selected = rows.selected(index)
             attend = sparse_mla if pages.dtype == query.dtype else sparse_mla_packed
             attended = attend(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)
-            if last_only and index + 1 == len(layers):
-                assert batch.last_rows is not None
-                attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
-            attended = self._parallel.all_reduce(project_output(attended, layer.attention, dsa))
-            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            update = self._feed_forward(index, normed, batch.ranks)
-            if index + 1 < len(layers):
-                hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+            hidden, normed = self._finish_layer(index, attended, hidden, batch, last_only=last_only)
         rows.finish()
-        return hidden + update
+        return hidden
 
     def _key_write(
         self, indexer: IndexerParameters | None, planes: tuple[torch.Tensor, ...], rows: KvRows

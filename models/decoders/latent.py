@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ...kernels.linear.rms_norm import add_rms_norm
 from ..config.sharding import RankTokens
+from ..layers.batch import ForwardBatch
+from ..layers.mla import project_output
 from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
@@ -19,6 +22,7 @@ class LatentDecoder:
     def __init__(self, parameters: LatentParameters, parallel: Parallel = ALONE) -> None:
         mla = parameters.config.mla
         assert mla is not None
+        self._mla = mla
         self.parameters = parameters
         self.config = parameters.config
         self._parallel = parallel
@@ -41,6 +45,25 @@ class LatentDecoder:
         nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
         for index in range(len(self.parameters.layers)):
             self._feed_forward(index, nothing, ranks)
+
+    def _finish_layer(
+        self, index: int, attended: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch, *, last_only: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What follows attention in a layer. Returns the hidden state and its norm, the input of the next layer; the
+        last layer has no norm, and returns the hidden state twice. `last_only`: see `hidden` of a decoder.
+        """
+        layers, eps = self.parameters.layers, self.config.norm_eps
+        layer, last = layers[index], index + 1 == len(layers)
+        if last_only and last:
+            assert batch.last_rows is not None
+            attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
+        attended = self._parallel.all_reduce(project_output(attended, layer.attention, self._mla))
+        hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
+        update = self._feed_forward(index, normed, batch.ranks)
+        if last:
+            hidden = hidden + update
+            return hidden, hidden
+        return add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
 
     def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
         """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""

@@ -12,12 +12,11 @@ import torch
 
 from ..config.dsa import DsaConfig
 from ..config.mla import MlaConfig
-from ..config.model import ModelConfig
-from ..config.sharding import WHOLE, Shard
 from ..layers.indexer import IndexerParameters
 from ..layers.mla import MlaParameters
 from ..layers.moe import MlpParameters, MoeParameters
-from .mlp_parameters import WeightMemory, mlp_slots, split_rows
+from .mlp_parameters import mlp_slots, split_rows
+from .rank_parameters import LayerMemory, RankParameters
 from .slots import Slot
 
 
@@ -32,119 +31,12 @@ class LatentLayerParameters:
     mlp: MlpParameters | MoeParameters
 
 
-@dataclass(frozen=True)
-class LatentParameters:
-    """The weights of a rank: `embedding` on the first stage, `norm` and `head` on the last."""
-
-    config: ModelConfig
-    shard: Shard
-    layers: tuple[LatentLayerParameters, ...]  # of its stage
-    embedding: torch.Tensor | None  # [vocabulary rows, hidden]
-    norm: torch.Tensor | None  # [hidden]
-    head: torch.Tensor | None  # [vocabulary rows, hidden]
-
-    @staticmethod
-    def allocate(
-        config: ModelConfig,
-        shard: Shard = WHOLE,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        fp8: Collection[str] = frozenset(),
-        int4: Collection[str] = frozenset(),
-    ) -> "LatentParameters":
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible.
-        """
-        packed = frozenset(name for name in int4 if ".self_attn." not in name)
-        memory = _Memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=packed)
-        rows = shard.attention.vocabulary_rows(config.vocab_size)
-        return LatentParameters(
-            config,
-            shard,
-            layers=tuple(memory.layer(index) for index in config.stage_layers(shard)),
-            embedding=memory.tensor(rows, config.hidden_size) if shard.first else None,
-            norm=memory.tensor(config.hidden_size) if shard.last else None,
-            head=memory.tensor(rows, config.hidden_size) if shard.last else None,
-        )
-
-    @staticmethod
-    def names(config: ModelConfig) -> frozenset[str]:
-        """The tensors that a checkpoint of the whole model has."""
-        whole = LatentParameters.allocate(config, device=torch.device("meta"), dtype=torch.float32)
-        return frozenset(whole.slots())
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].input_norm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the hidden state and the cache; the router and the indexer's weights are float32."""
-        return self.layers[0].input_norm.dtype
-
-    def slots(self) -> dict[str, Slot]:
-        """See DecoderParameters.slots. Padding rows of the vocabulary are not used."""
-        slots = self.outer_slots()
-        for index, layer in zip(self.config.stage_layers(self.shard), self.layers, strict=True):
-            parts = {
-                "input_layernorm.weight": Slot.whole(layer.input_norm),
-                "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
-                **self._attention_slots(layer),
-                **mlp_slots(layer.mlp, self.config, self.shard),
-            }
-            slots.update({f"model.layers.{index}.{name}": slot for name, slot in parts.items()})
-        return slots
-
-    def outer_slots(self) -> dict[str, Slot]:
-        """The slots outside of layers."""
-        slots = {}
-        ids = self.shard.attention.vocabulary(self.config.vocab_size)
-        for name, matrix in (("model.embed_tokens.weight", self.embedding), ("lm_head.weight", self.head)):
-            if matrix is not None:
-                slots[name] = Slot.part(matrix[: len(ids)], dim=0, start=ids.start, size=self.config.vocab_size)
-        if self.norm is not None:
-            slots["model.norm.weight"] = Slot.whole(self.norm)
-        return slots
-
-    @property
-    def _mla(self) -> MlaConfig:
-        assert self.config.mla is not None
-        return self.config.mla
-
-    def _attention_slots(self, layer: LatentLayerParameters) -> dict[str, Slot]:
-        """Slots of attention and its indexer, which share the matrices that compress and expand."""
-        mla, num_heads, attention = self._mla, self.config.num_heads, layer.attention
-        heads = self.shard.attention.part("num_attention_heads", num_heads)
-        q_dim, kv_dim = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.value_dim
-        q_a, kv_a, key = split_rows(attention.compress, mla.q_rank, mla.latent_dim)
-        q_b, index_query = split_rows(attention.expand, len(heads) * q_dim)
-        slots = {
-            "q_a_proj.weight": Slot.whole(q_a),
-            "q_a_layernorm.weight": Slot.whole(attention.q_norm),
-            "q_b_proj.weight": Slot.part(q_b, dim=0, start=heads.start * q_dim, size=num_heads * q_dim),
-            "kv_a_proj_with_mqa.weight": Slot.whole(kv_a),
-            "kv_a_layernorm.weight": Slot.whole(attention.kv_norm),
-            "kv_b_proj.weight": Slot.part(
-                attention.kv_b.flatten(0, 1), dim=0, start=heads.start * kv_dim, size=num_heads * kv_dim
-            ),
-            "o_proj.weight": Slot.part(
-                attention.o, dim=1, start=heads.start * mla.value_dim, size=num_heads * mla.value_dim
-            ),
-        }
-        if layer.indexer is not None:
-            slots |= {
-                "indexer.wq_b.weight": Slot.whole(index_query),
-                "indexer.wk.weight": Slot.whole(key),
-                "indexer.k_norm.weight": Slot.whole(layer.indexer.key_norm),
-                "indexer.k_norm.bias": Slot.whole(layer.indexer.key_norm_bias),
-                "indexer.weights_proj.weight": Slot.whole(layer.indexer.weights),
-            }
-        return {f"self_attn.{name}": slot for name, slot in slots.items()}
-
-
-class _Memory(WeightMemory):
+class _Memory(LayerMemory[LatentLayerParameters]):
     """Allocates the layers of one rank."""
+
+    def in_int4(self, names: Collection[str]) -> bool:
+        """Never matrices of attention."""
+        return super().in_int4(names) and not any(".self_attn." in name for name in names)
 
     @property
     def _mla(self) -> MlaConfig:
@@ -205,3 +97,52 @@ class _Memory(WeightMemory):
             key_norm_bias=self.tensor(dsa.index_dim),
             weights=self.tensor(dsa.index_heads, self.config.hidden_size, dtype=torch.float32),
         )
+
+
+class LatentParameters(RankParameters[LatentLayerParameters]):
+    """The weights of a rank of a decoder with latent attention; the router and the indexer's weights are float32."""
+
+    memory = _Memory
+
+    def layer_slots(self, layer: LatentLayerParameters) -> dict[str, Slot]:
+        return {
+            "input_layernorm.weight": Slot.whole(layer.input_norm),
+            "post_attention_layernorm.weight": Slot.whole(layer.mlp_norm),
+            **self._attention_slots(layer),
+            **mlp_slots(layer.mlp, self.config, self.shard),
+        }
+
+    @property
+    def _mla(self) -> MlaConfig:
+        assert self.config.mla is not None
+        return self.config.mla
+
+    def _attention_slots(self, layer: LatentLayerParameters) -> dict[str, Slot]:
+        """Slots of attention and its indexer, which share the matrices that compress and expand."""
+        mla, num_heads, attention = self._mla, self.config.num_heads, layer.attention
+        heads = self.shard.attention.part("num_attention_heads", num_heads)
+        q_dim, kv_dim = mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.value_dim
+        q_a, kv_a, key = split_rows(attention.compress, mla.q_rank, mla.latent_dim)
+        q_b, index_query = split_rows(attention.expand, len(heads) * q_dim)
+        slots = {
+            "q_a_proj.weight": Slot.whole(q_a),
+            "q_a_layernorm.weight": Slot.whole(attention.q_norm),
+            "q_b_proj.weight": Slot.part(q_b, dim=0, start=heads.start * q_dim, size=num_heads * q_dim),
+            "kv_a_proj_with_mqa.weight": Slot.whole(kv_a),
+            "kv_a_layernorm.weight": Slot.whole(attention.kv_norm),
+            "kv_b_proj.weight": Slot.part(
+                attention.kv_b.flatten(0, 1), dim=0, start=heads.start * kv_dim, size=num_heads * kv_dim
+            ),
+            "o_proj.weight": Slot.part(
+                attention.o, dim=1, start=heads.start * mla.value_dim, size=num_heads * mla.value_dim
+            ),
+        }
+        if layer.indexer is not None:
+            slots |= {
+                "indexer.wq_b.weight": Slot.whole(index_query),
+                "indexer.wk.weight": Slot.whole(key),
+                "indexer.k_norm.weight": Slot.whole(layer.indexer.key_norm),
+                "indexer.k_norm.bias": Slot.whole(layer.indexer.key_norm_bias),
+                "indexer.weights_proj.weight": Slot.whole(layer.indexer.weights),
+            }
+        return {f"self_attn.{name}": slot for name, slot in slots.items()}

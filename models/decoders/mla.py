@@ -8,25 +8,18 @@ import torch
 
 from ...kernels.dense_mla.dense_mla import dense_mla
 from ...kernels.dense_mla.tile_plan import TilePlan, plan_tiles
-from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
+from ...kernels.linear.rms_norm import rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
 from ..layers.latent_rows import RowPlaces, new_token_rows
-from ..layers.mla import compress, expand_head_queries, project_output
-from ..layers.parallel import ALONE, Parallel
+from ..layers.mla import compress, expand_head_queries
 from .latent import LatentDecoder
-from .latent_parameters import LatentParameters
 
 
 class MlaDecoder(LatentDecoder):
     """Attends to all rows. A cache has one pool: the "latent" rows of the stage's layers, in the weights' dtype.
     Tensor-parallel ranks have the same content; with data-parallel attention, each has the rows of its own requests.
     """
-
-    def __init__(self, parameters: LatentParameters, parallel: Parallel = ALONE) -> None:
-        super().__init__(parameters, parallel)
-        assert parameters.config.mla is not None
-        self._mla = parameters.config.mla
 
     @property
     def num_heads(self) -> int:
@@ -77,22 +70,15 @@ class MlaDecoder(LatentDecoder):
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         mla, cos_sin = self._mla, self._rotary.cos_sin(batch.positions)
-        layers, eps = self.parameters.layers, self.config.norm_eps
-        normed = rms_norm(hidden, layers[0].input_norm, eps)
+        layers = self.parameters.layers
+        normed = rms_norm(hidden, layers[0].input_norm, self.config.norm_eps)
         for index, layer in enumerate(layers):  # like the pool, `index` counts the layers of this rank
             pages = pool.layer(index)[0].squeeze(1)
             compressed = compress(normed, layer.attention, *cos_sin, RowPlaces(pages, new_rows), None)
             query = expand_head_queries(compressed, layer.attention, mla, *cos_sin)
             attended = dense_mla(query, pages, plan, scale=self._scale, value_dim=mla.kv_rank)
-            if last_only and index + 1 == len(layers):
-                assert batch.last_rows is not None
-                attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
-            attended = self._parallel.all_reduce(project_output(attended, layer.attention, mla))
-            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            update = self._feed_forward(index, normed, batch.ranks)
-            if index + 1 < len(layers):
-                hidden, normed = add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
-        return hidden + update
+            hidden, normed = self._finish_layer(index, attended, hidden, batch, last_only=last_only)
+        return hidden
 
     def _plan(self, batch: ForwardBatch, page_size: int) -> TilePlan:
         return plan_tiles(

@@ -77,7 +77,8 @@ class GgufFile:
     ) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """The tensor, or its rows `wanted`, dequantised piece by piece: (first row, rows as float32).
 
-        A vector is a single row. Every piece but the last has a multiple of `row_multiple` rows.
+        A vector is a single row. Every piece but the last has a multiple of `row_multiple` rows. Raises StartupError
+        for types that the library cannot dequantise.
         """
         # here, because the frontend reads GGUF metadata but no tensors
         from gguf.constants import GGMLQuantizationType
@@ -89,7 +90,12 @@ class GgufFile:
         for first in wanted[::step]:
             piece = stored[first : min(first + step, wanted.stop)]
             # as one long row: the library processes 16 rows at a time, which is slow for narrow matrices
-            values = dequantize(piece.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
+            try:
+                values = dequantize(piece.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
+            except NotImplementedError:
+                raise StartupError(
+                    f"model {self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, which is not supported"
+                ) from None
             yield first, np.require(values, np.float32, "W").reshape(len(piece), columns)  # a copy if it is the mapping
 
     def _parse(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,6 @@ def number(path: Path, raw: Json, key: str, default: float | None = None) -> flo
         value = default
     if value is None:
         raise StartupError(f"{path}: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise StartupError(f"{path}: {key} must be a positive number, got {value!r}")
     return float(value)

@@ -29,8 +29,12 @@ from .dense import DenseStep
 from .dsa import DsaStep
 from .dsa_chunks import LARGEST_STEP, DsaChunkStep
 from .mla import MlaChunkStep, MlaStep
+from .steps import ChunkLimits
 
 log = logging.getLogger(__name__)
+
+AnyDecoder = Decoder | DsaDecoder | MlaDecoder
+"""One rank's share of a model of any family."""
 
 
 def graph_batch_sizes(max_batch: int) -> list[int]:
@@ -84,7 +88,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder | MlaDecoder,
+        decoder: AnyDecoder,
         step: GraphedStep,
         device: torch.device,
         sizes: list[int],
@@ -124,10 +128,6 @@ class StepGraphs:
             return None
         return self._sizes[bisect.bisect_left(self._sizes, needed)]
 
-    def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether `run` accepts this batch."""
-        return self.size_for(slices) is not None
-
     def run(
         self,
         slices: Sequence[SequenceSlice],
@@ -136,11 +136,11 @@ class StepGraphs:
         logits: bool = True,
         size: int | None = None,
     ) -> torch.Tensor | None:
-        """Start one step of a batch that `fits`; returns its float32 logits [len(slices), vocab], which overwrite those
-        of the last step, on the sampling rank, and None on the others. Does not wait for the device, but may wait for
-        the previous stage. `token_ids` on the device replace those of slices of a single token, if given: the step can
-        start before the host knows the tokens. Without `logits` the result is [0, vocab]. `size` is that of `size_for`,
-        if the caller has it.
+        """Start one step of a batch that `size_for` accepts. Returns its float32 logits [len(slices), vocab], which
+        overwrite those of the last step, on the sampling rank, and None on the others. Does not wait for the device,
+        but may wait for the previous stage. `token_ids` on the device replace those of slices of a single token, if
+        given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab]. `size` is
+        that of `size_for`, if the caller has it.
         """
         size = size or self.size_for(slices)
         assert size is not None, "the batch fits"
@@ -215,7 +215,7 @@ class DecodeGraphs(StepGraphs):
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder | MlaDecoder,
+        decoder: AnyDecoder,
         cache: KvCache,
         *,
         max_batch: int,
@@ -243,7 +243,7 @@ class ChunkGraphs(StepGraphs):
 
     def __init__(
         self,
-        decoder: Decoder | DsaDecoder | MlaDecoder,
+        decoder: AnyDecoder,
         cache: KvCache,
         *,
         max_tokens: int,
@@ -252,37 +252,16 @@ class ChunkGraphs(StepGraphs):
         decode_rows: bool = False,
         parallel: Parallel = ALONE,
     ) -> None:
-        step: GraphedStep
-        max_pages = pages_for(max_context, cache.page_size)
         if not isinstance(decoder, Decoder):
             max_tokens = min(max_tokens, LARGEST_STEP)
+        max_pages = pages_for(max_context, cache.page_size)
+        limits = ChunkLimits(max_tokens, max_slices, max_pages, last_only=parallel.shard.last)
+        step: GraphedStep
         if isinstance(decoder, DsaDecoder):
-            step = DsaChunkStep(
-                decoder,
-                cache,
-                max_tokens=max_tokens,
-                max_slices=max_slices,
-                max_context=max_context,
-                last_only=parallel.shard.last,
-            )
+            step = DsaChunkStep(decoder, cache, limits)
         elif isinstance(decoder, MlaDecoder):
-            step = MlaChunkStep(
-                decoder,
-                cache,
-                max_tokens=max_tokens,
-                max_slices=max_slices,
-                max_pages=max_pages,
-                last_only=parallel.shard.last,
-            )
+            step = MlaChunkStep(decoder, cache, limits)
         else:
-            step = ChunkStep(
-                decoder,
-                cache,
-                max_tokens=max_tokens,
-                max_slices=max_slices,
-                max_pages=max_pages,
-                decode_rows=decode_rows,
-                last_only=parallel.shard.last,
-            )
+            step = ChunkStep(decoder, cache, limits, decode_rows=decode_rows)
         sizes = graph_token_counts(max_tokens)
         super().__init__(decoder, step, cache.device, sizes, max_slices, always_logits=False, parallel=parallel)

@@ -22,16 +22,8 @@ from ...kernels.attention.attention_plan import (
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
-from .inputs import (
-    SLICE_SECTIONS,
-    TOKEN_SECTIONS,
-    InputBuffer,
-    chunks_size,
-    fill_chunks,
-    pages_in_use,
-    replace_single_tokens,
-    token_batch,
-)
+from .inputs import fill_table, pages_in_use, token_batch
+from .steps import ChunkLimits, Chunks
 
 COPIED_TOKENS = 32768
 """Room for keys and values that attention copies out of their pages. Over longer contexts a step takes so long that a
@@ -47,33 +39,17 @@ _NO_TILE = 1 << 30
 """First query of an unused tile: beyond every sequence."""
 
 
-class ChunkStep:
+class ChunkStep(Chunks):
     """Steps of chunks of a dense decoder over one cache; see capture.GraphedStep.
 
-    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does. With
-    `last_only`, in the last stage, the last layer returns only the last row of each slice.
+    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does.
     """
 
-    kinds = 1
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        cache: KvCache,
-        *,
-        max_tokens: int,
-        max_slices: int,
-        max_pages: int,
-        decode_rows: bool,
-        last_only: bool,
-    ) -> None:
+    def __init__(self, decoder: Decoder, cache: KvCache, limits: ChunkLimits, *, decode_rows: bool) -> None:
         self._decoder = decoder
-        self._cache = cache
+        max_tokens, max_slices, *_ = limits
         (self._pool,) = cache.pools
-        self._max_slices = max_slices
-        self._max_pages = max_pages
         self._decode_rows = decode_rows
-        self._last_only = last_only
         device, heads, config = cache.device, self._pool.num_heads, decoder.config
         self._parts = num_parts(heads * config.num_heads // config.num_kv_heads, device)
         self._plans: list[tuple[str, int | None]] = [("", None)]
@@ -92,16 +68,11 @@ class ChunkStep:
             "copies": 2 * COPIED_TOKENS // COPY_TOKENS,
             "num_copies": 1,
         }
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys(TOKEN_SECTIONS, max_tokens),
-                **dict.fromkeys((*SLICE_SECTIONS, *_KEY_SECTIONS), max_slices),
-                **{prefix + name: size for prefix, _ in self._plans for name, size in plan_sections.items()},
-                "pages": max_slices * max_pages,
-            },
-            device,
-        )
+        sections = {
+            **dict.fromkeys(_KEY_SECTIONS, max_slices),
+            **{prefix + name: size for prefix, _ in self._plans for name, size in plan_sections.items()},
+        }
+        super().__init__(cache, sections, limits)
         self._copied = torch.empty(
             2, heads * COPIED_TOKENS, self._pool.head_dim, dtype=decoder.parameters.dtype, device=device
         )
@@ -110,18 +81,15 @@ class ChunkStep:
         copied = sum(round_up(piece.end, COPY_TOKENS) for piece in slices if self._tiled(piece))
         if copied > COPIED_TOKENS:
             return None
-        max_context = self._max_pages * self._pool.page_size
-        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
+        return super().size(slices)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
-        host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
-        used = pages_in_use(slices, page_size)
+        host, live, used = self._inputs.host, len(slices), pages_in_use(slices, self._pool.page_size)
         kv_lens = np.array([piece.end for piece in slices], dtype=np.int32)
         tiled = np.array([len(piece.token_ids) * self._tiled(piece) for piece in slices], dtype=np.int32)
         _, copy_starts = cut_copies(tiled, kv_lens)
 
-        self._inputs.wait()
-        fill_chunks(host, slices, size, page_size)
+        self._fill_chunks(slices, size)
         for name in _KEY_SECTIONS:
             host[name][live:] = 0
         host["kv_lens"][:live] = kv_lens
@@ -135,9 +103,6 @@ class ChunkStep:
             host["pages"][:num_pages] = np.concatenate(pages)
         self._inputs.upload(num_pages)
         return 0
-
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        replace_single_tokens(self._inputs.device, slices, token_ids)
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         return self._decoder.hidden(
@@ -178,9 +143,7 @@ class ChunkStep:
         most = num_pieces(slices, self._pool.num_heads, self._cache.device)
         pieces, piece_starts = cut_decode(padded, most, window)
         host[prefix + "piece_starts"][: slices + 1] = piece_starts
-        table = host[prefix + "pieces"].reshape(4, -1)
-        table[:, : pieces.shape[1]] = pieces
-        table[:, pieces.shape[1] :] = 0
+        fill_table(host[prefix + "pieces"], pieces)
 
     def _tiles(self, prefix: str, names: tuple[str, str, str], most: int) -> Tiles:
         tiles, splits, counts = (self._inputs.device[prefix + name] for name in names)
@@ -219,7 +182,7 @@ class ChunkStep:
         return token_batch(
             parts,
             size,
-            last_rows=parts["last_rows"][: self._slices(size)],
+            last_rows=self._last_rows(size),
             attention=attention,
             windowed=windowed[0] if windowed else None,
         )

@@ -10,35 +10,28 @@ from ...kernels.attention.attention_plan import Tiles, WorkPlan, cut_decode, num
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
-from .inputs import TOKEN_SECTIONS, InputBuffer, KnownPages, decode_size, fill_tokens, pages_in_use, token_batch
+from .inputs import KnownPages, fill_table, pages_in_use, token_batch
+from .steps import SingleTokens
 
 
-class DenseStep:
+class DenseStep(SingleTokens):
     """Steps of a dense decoder over one cache; see capture.GraphedStep."""
-
-    kinds = 1
 
     def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
         self._decoder = decoder
-        self._cache = cache
         (self._pool,) = cache.pools
-        self._max_pages = max_pages
         window = decoder.config.window
         self._plans: list[tuple[str, int | None]] = [("", None), *([] if window is None else [("windowed_", window)])]
         """The attention plans of a step: the prefix of their sections, and their window."""
         device = cache.device
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys(TOKEN_SECTIONS, max_batch),
-                "kv_lens": max_batch,
-                "page_starts": max_batch,
-                **{f"{prefix}piece_starts": max_batch + 1 for prefix, _ in self._plans},
-                **{f"{prefix}pieces": 4 * self._num_pieces(max_batch) for prefix, _ in self._plans},
-                "pages": max_batch * max_pages,
-            },
-            device,
-        )
+        pieces = num_pieces(max_batch, self._pool.num_heads, device)
+        sections = {
+            "kv_lens": max_batch,
+            "page_starts": max_batch,
+            **{f"{prefix}piece_starts": max_batch + 1 for prefix, _ in self._plans},
+            **{f"{prefix}pieces": 4 * pieces for prefix, _ in self._plans},
+        }
+        super().__init__(cache, sections, max_batch=max_batch, max_pages=max_pages)
         self._known = [KnownPages() for _ in range(max_batch)]
         """The pages of each row of the last step."""
         self._ones = torch.ones(max_batch, dtype=torch.int32, device=device)
@@ -46,20 +39,13 @@ class DenseStep:
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
         self._no_tiles = Tiles(self._none, self._none, self._none)
 
-    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        return decode_size(slices, self._max_pages * self._pool.page_size)
-
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
-
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         live_rows = self._inputs.device["live_rows"]
         return self._decoder.hidden(self._batch(size), self._cache, hidden=received, live_rows=live_rows)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows have no keys, so they have no pieces."""
-        host, page_size, live = self._inputs.host, self._pool.page_size, len(slices)
-        used = pages_in_use(slices, page_size)
+        host, live, used = self._inputs.host, len(slices), pages_in_use(slices, self._pool.page_size)
         for known, piece, count in zip(self._known, slices, used, strict=False):
             known.update(piece.pages, count)
         pages = np.concatenate([KnownPages.NONE, *(known.array for known in self._known[:live])])
@@ -67,17 +53,13 @@ class DenseStep:
         kv_lens[:live] = [piece.end for piece in slices]
         plans = [cut_decode(kv_lens, self._num_pieces(size), window) for _, window in self._plans]
 
-        self._inputs.wait()
-        host["live_rows"][0] = live
-        fill_tokens(host, slices, size, page_size)
+        self._fill_tokens(slices, size)
         host["kv_lens"][:size] = kv_lens
         host["page_starts"][:live] = list(accumulate(used, initial=0))[:live]
         host["page_starts"][live:size] = 0
         for (prefix, _), (pieces, piece_starts) in zip(self._plans, plans, strict=True):
             host[f"{prefix}piece_starts"][: size + 1] = piece_starts
-            table = host[f"{prefix}pieces"].reshape(4, -1)
-            table[:, : pieces.shape[1]] = pieces
-            table[:, pieces.shape[1] :] = 0
+            fill_table(host[f"{prefix}pieces"], pieces)
         host["pages"][: len(pages)] = pages
         self._inputs.upload(len(pages))
         return 0

@@ -10,53 +10,35 @@ from ...memory.kv_pool import KvCache
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import SequenceSlice
 from ..layers.hot_rows import all_resident
-from .inputs import TOKEN_SECTIONS, InputBuffer, PageTable, decode_size, fill_tokens, pages_in_use, token_batch
+from .inputs import PageTable, pages_in_use, token_batch
+from .steps import SingleTokens
 
 
-class DsaStep:
+class DsaStep(SingleTokens):
     """Steps of a sparse-attention decoder over one cache, paged or HiSparse; see capture.GraphedStep.
 
     With a HiSparse cache there is a second kind of step, in which all sequences are fully resident: it fetches nothing.
     """
 
     def __init__(self, decoder: DsaDecoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
+        sections = {"visible": max_batch, "hot_slots": max_batch}
+        super().__init__(cache, sections, max_batch=max_batch, max_pages=max_pages)
         self._decoder = decoder
-        self._cache = cache
-        self._max_pages = max_pages
         self.kinds = 2 if isinstance(cache, HiSparseCache) else 1
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys(TOKEN_SECTIONS, max_batch),
-                "visible": max_batch,
-                "hot_slots": max_batch,
-                "page_table": max_batch * max_pages,
-            },
-            cache.device,
-        )
-        self._table = PageTable(self._inputs.host["page_table"], max_batch, max_pages)
+        self._table = PageTable(self._inputs.host["pages"], max_batch, max_pages)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
-
-    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        return decode_size(slices, self._max_pages * self._cache.page_size)
-
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
 
     def hidden(self, size: int, kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
-        table = parts["page_table"].view(-1, self._max_pages)
+        table = parts["pages"].view(-1, self._max_pages)
         plan = IndexPlan(self._cache.page_size, table[:size], self._rows[:size], parts["visible"][:size])
         batch = token_batch(parts, size, hot_slots=parts["hot_slots"][:size], all_resident=kind == 1)
         return self._decoder.hidden(batch, self._cache, hidden=received, live_rows=parts["live_rows"], plan=plan)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
-        host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
-        used = pages_in_use(slices, page_size)
-        self._inputs.wait()
-        host["live_rows"][0] = live
-        fill_tokens(host, slices, size, page_size)
+        host, live, used = self._inputs.host, len(slices), pages_in_use(slices, self._cache.page_size)
+        self._fill_tokens(slices, size)
         host["visible"][:live] = [piece.end for piece in slices]
         host["visible"][live:size] = 0
         kind = 0

@@ -14,16 +14,8 @@ from ...memory.pages import pages_for
 from ..decoders.dsa import DsaDecoder
 from ..layers.batch import SequenceSlice
 from ..layers.hot_rows import all_resident
-from .inputs import (
-    SLICE_SECTIONS,
-    TOKEN_SECTIONS,
-    InputBuffer,
-    chunks_size,
-    fill_chunks,
-    pages_in_use,
-    replace_single_tokens,
-    token_batch,
-)
+from .inputs import pages_in_use, token_batch
+from .steps import ChunkLimits, Chunks
 
 LARGEST_STEP = 1024
 """Tokens of a step. In larger steps the GPU is slower than the host that launches."""
@@ -33,59 +25,35 @@ _SIGHT_SECTIONS = ("sequence", "visible", "hot_slots")
 """Sections with one element per token: what it sees."""
 
 
-class DsaChunkStep:
+class DsaChunkStep(Chunks):
     """Steps of chunks of a sparse-attention decoder over one cache; see capture.GraphedStep. Over a HiSparse cache, all
     sequences are fully resident. If latent rows are packed there are two kinds of steps: 1 unpacks whole pages
     (layers/unpacked_pages.py), and 0 is for sequences that have too many of them.
     """
 
-    def __init__(
-        self,
-        decoder: DsaDecoder,
-        cache: KvCache,
-        *,
-        max_tokens: int,
-        max_slices: int,
-        max_context: int,
-        last_only: bool,
-    ) -> None:
+    def __init__(self, decoder: DsaDecoder, cache: KvCache, limits: ChunkLimits) -> None:
+        max_pages = min(limits.max_pages, pages_for(LONGEST_CONTEXT, cache.page_size))
+        sections = dict.fromkeys(_SIGHT_SECTIONS, limits.max_tokens)
+        super().__init__(cache, sections, limits._replace(max_pages=max_pages))
         self._decoder = decoder
-        self._cache = cache
         self.kinds = 1 if decoder.packed is None else 2
-        self._max_slices = max_slices
-        self._max_pages = pages_for(min(max_context, LONGEST_CONTEXT), cache.page_size)
-        self._last_only = last_only
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys((*TOKEN_SECTIONS, *_SIGHT_SECTIONS), max_tokens),
-                **dict.fromkeys(SLICE_SECTIONS, max_slices),
-                "page_table": max_slices * self._max_pages,
-            },
-            cache.device,
-        )
-        self._table = self._inputs.host["page_table"].reshape(max_slices, self._max_pages)
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         if isinstance(self._cache, HiSparseCache) and not all_resident(self._cache, slices):
             return None
-        max_context = self._max_pages * self._cache.page_size
-        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
+        return super().size(slices)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
         host, lengths = self._inputs.host, [len(piece.token_ids) for piece in slices]
         used, total = pages_in_use(slices, self._cache.page_size), sum(lengths)
-        self._inputs.wait()
-        fill_chunks(host, slices, size, self._cache.page_size)
+        self._fill_chunks(slices, size)
         for name in _SIGHT_SECTIONS:
             host[name][total:size] = 0
         host["sequence"][:total] = np.repeat(np.arange(len(slices)), lengths)
         host["visible"][:total] = host["positions"][:total] + 1
         host["hot_slots"][:total] = np.repeat([piece.hot_slot or 0 for piece in slices], lengths)
-        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
-            self._table[row, :count] = piece.pages[:count]
-        self._inputs.upload(len(slices) * self._max_pages)
+        self._upload_table(slices, used)
         return int(sum(used) <= self._most_shared_pages(size))
 
     def _most_shared_pages(self, size: int) -> int:
@@ -94,18 +62,15 @@ class DsaChunkStep:
             return -1
         return self._decoder.packed.most_shared_rows(size) // self._cache.page_size
 
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        replace_single_tokens(self._inputs.device, slices, token_ids)
-
     def hidden(self, size: int, kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
-        table = parts["page_table"].view(-1, self._max_pages)
+        table = parts["pages"].view(-1, self._max_pages)
         num_pages = self._most_shared_pages(size) if kind == 1 else None
         plan = IndexPlan(self._cache.page_size, table, parts["sequence"][:size], parts["visible"][:size], num_pages)
         batch = token_batch(
             parts,
             size,
-            last_rows=parts["last_rows"][: min(size, self._max_slices)],
+            last_rows=self._last_rows(size),
             hot_slots=parts["hot_slots"][:size],
             all_resident=True,
         )

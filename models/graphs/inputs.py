@@ -117,12 +117,6 @@ def token_batch(
     )
 
 
-def decode_size(slices: Sequence[SequenceSlice], max_context: int) -> int | None:
-    """Rows of a batch of single tokens within `max_context`; None for any other batch."""
-    fits = all(len(piece.token_ids) == 1 and piece.end <= max_context for piece in slices)
-    return len(slices) if fits else None
-
-
 def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], size: int, page_size: int) -> None:
     """Fill TOKEN_SECTIONS for a batch of single tokens padded to `size` rows."""
     live = len(slices)
@@ -132,13 +126,6 @@ def fill_tokens(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], s
     host["offsets"][:live] = [piece.start % page_size for piece in slices]
     for name in TOKEN_SECTIONS:
         host[name][live:size] = 0
-
-
-def chunks_size(slices: Sequence[SequenceSlice], *, max_slices: int, max_context: int) -> int | None:
-    """Rows of a batch of chunks; None for too many of them, or beyond `max_context`."""
-    if len(slices) > max_slices or any(piece.end > max_context for piece in slices):
-        return None
-    return sum(len(piece.token_ids) for piece in slices)
 
 
 SLICE_SECTIONS = ("row_starts", "query_lens", "last_rows")
@@ -161,14 +148,11 @@ def fill_chunks(host: Mapping[str, IntArray], slices: Sequence[SequenceSlice], s
         host[name][live:] = 0
 
 
-def replace_single_tokens(
-    parts: Mapping[str, torch.Tensor], slices: Sequence[SequenceSlice], token_ids: torch.Tensor
-) -> None:
-    """On the device, after `fill_chunks`: use `token_ids`, one per slice, for the slices of a single token."""
-    live = len(slices)
-    rows = parts["row_starts"][:live].long()
-    own = parts["token_ids"][rows]
-    parts["token_ids"][rows] = torch.where(parts["query_lens"][:live] == 1, token_ids.to(own.dtype), own)
+def fill_table(section: IntArray, entries: IntArray) -> None:
+    """Set the first columns of a section that is a table with the rows of `entries`; the other columns become 0."""
+    table = section.reshape(len(entries), -1)
+    table[:, : entries.shape[1]] = entries
+    table[:, entries.shape[1] :] = 0
 
 
 def pages_in_use(slices: Sequence[SequenceSlice], page_size: int) -> list[int]:

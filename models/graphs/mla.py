@@ -23,19 +23,8 @@ from ...kernels.dense_mla.tile_plan import (
 from ...memory.kv_pool import KvCache
 from ..decoders.mla import MlaDecoder
 from ..layers.batch import SequenceSlice
-from .inputs import (
-    SLICE_SECTIONS,
-    TOKEN_SECTIONS,
-    InputBuffer,
-    PageTable,
-    chunks_size,
-    decode_size,
-    fill_chunks,
-    fill_tokens,
-    pages_in_use,
-    replace_single_tokens,
-    token_batch,
-)
+from .inputs import PageTable, fill_table, pages_in_use, token_batch
+from .steps import ChunkLimits, Chunks, SingleTokens
 
 
 class _PlanSections:
@@ -57,10 +46,8 @@ class _PlanSections:
     def fill(self, host: Mapping[str, IntArray], query_lens: IntArray, kv_lens: IntArray) -> None:
         page_starts = (np.arange(len(query_lens)) * self._max_pages).astype(np.int32)
         found = cut_tiles(query_lens, kv_lens, page_starts, tile_tokens=self.tile_tokens, at_once=self._at_once)
-        for name, fields, entries in zip(self.sizes, (PIECE_FIELDS, SPLIT_FIELDS), found, strict=True):
-            table = host[name].reshape(fields, -1)
-            table[:, : entries.shape[1]] = entries
-            table[:, entries.shape[1] :] = 0
+        for name, entries in zip(self.sizes, found, strict=True):
+            fill_table(host[name], entries)
 
     def plan(self, parts: Mapping[str, torch.Tensor], tokens: int, tiles: int) -> TilePlan:
         """For `tokens` tokens in at most `tiles` tiles."""
@@ -68,39 +55,21 @@ class _PlanSections:
             tokens=tokens,
             page_size=self._page_size,
             tile_tokens=self.tile_tokens,
-            pages=parts["page_table"],
+            pages=parts["pages"],
             pieces=parts["pieces"].view(PIECE_FIELDS, -1)[:, : most_pieces(tiles, self._at_once)],
             splits=parts["splits"].view(SPLIT_FIELDS, -1)[:, : most_splits(tiles, self._at_once)],
             num_partials=most_partials(tiles, self._at_once),
         )
 
 
-class MlaStep:
+class MlaStep(SingleTokens):
     """Decode steps over one cache; see capture.GraphedStep."""
-
-    kinds = 1
 
     def __init__(self, decoder: MlaDecoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
         self._decoder = decoder
-        self._cache = cache
-        self._max_pages = max_pages
         self._plan = _PlanSections(decoder, cache, max_batch, max_pages, decode_only=True)
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys(TOKEN_SECTIONS, max_batch),
-                **self._plan.sizes,
-                "page_table": max_batch * max_pages,
-            },
-            cache.device,
-        )
-        self._table = PageTable(self._inputs.host["page_table"], max_batch, max_pages)
-
-    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        return decode_size(slices, self._max_pages * self._cache.page_size)
-
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        self._inputs.device["token_ids"][: len(slices)].copy_(token_ids)
+        super().__init__(cache, self._plan.sizes, max_batch=max_batch, max_pages=max_pages)
+        self._table = PageTable(self._inputs.host["pages"], max_batch, max_pages)
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts = self._inputs.device
@@ -109,82 +78,41 @@ class MlaStep:
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
-        host, page_size, live = self._inputs.host, self._cache.page_size, len(slices)
-        used = pages_in_use(slices, page_size)
+        used = pages_in_use(slices, self._cache.page_size)
         kv_lens = np.zeros(size, dtype=np.int32)
-        kv_lens[:live] = [piece.end for piece in slices]
-        self._inputs.wait()
-        host["live_rows"][0] = live
-        fill_tokens(host, slices, size, page_size)
-        self._plan.fill(host, np.ones(size, dtype=np.int32), kv_lens)
+        kv_lens[: len(slices)] = [piece.end for piece in slices]
+        self._fill_tokens(slices, size)
+        self._plan.fill(self._inputs.host, np.ones(size, dtype=np.int32), kv_lens)
         self._inputs.upload(self._table.fill(slices, used))
         return 0
 
 
-class MlaChunkStep:
-    """Steps of chunks over one cache; see capture.GraphedStep. With `last_only`, in the last stage, the last layer
-    returns only the last row of each slice.
-    """
+class MlaChunkStep(Chunks):
+    """Steps of chunks over one cache; see capture.GraphedStep."""
 
-    kinds = 1
-
-    def __init__(
-        self,
-        decoder: MlaDecoder,
-        cache: KvCache,
-        *,
-        max_tokens: int,
-        max_slices: int,
-        max_pages: int,
-        last_only: bool,
-    ) -> None:
+    def __init__(self, decoder: MlaDecoder, cache: KvCache, limits: ChunkLimits) -> None:
         self._decoder = decoder
-        self._cache = cache
-        self._max_slices = max_slices
-        self._max_pages = max_pages
-        self._last_only = last_only
-        self._plan = _PlanSections(decoder, cache, max_tokens, max_pages, decode_only=False)
-        self._inputs = InputBuffer(
-            {
-                "live_rows": 1,
-                **dict.fromkeys(TOKEN_SECTIONS, max_tokens),
-                **dict.fromkeys(SLICE_SECTIONS, max_slices),
-                **self._plan.sizes,
-                "page_table": max_slices * max_pages,
-            },
-            cache.device,
-        )
-        self._table = self._inputs.host["page_table"].reshape(max_slices, max_pages)
-
-    def size(self, slices: Sequence[SequenceSlice]) -> int | None:
-        max_context = self._max_pages * self._cache.page_size
-        return chunks_size(slices, max_slices=self._max_slices, max_context=max_context)
+        self._plan = _PlanSections(decoder, cache, limits.max_tokens, limits.max_pages, decode_only=False)
+        super().__init__(cache, self._plan.sizes, limits)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows see no tokens."""
-        host, lengths = self._inputs.host, [len(piece.token_ids) for piece in slices]
-        used = pages_in_use(slices, self._cache.page_size)
-        self._inputs.wait()
-        fill_chunks(host, slices, size, self._cache.page_size)
+        lengths, used = [len(piece.token_ids) for piece in slices], pages_in_use(slices, self._cache.page_size)
+        self._fill_chunks(slices, size)
         self._plan.fill(
-            host,
+            self._inputs.host,
             np.array([*lengths, size - sum(lengths)], dtype=np.int32),
             np.array([*(piece.end for piece in slices), 0], dtype=np.int32),
         )
-        for row, (piece, count) in enumerate(zip(slices, used, strict=True)):
-            self._table[row, :count] = piece.pages[:count]
-        self._inputs.upload(len(slices) * self._max_pages)
+        self._upload_table(slices, used)
         return 0
 
-    def replace_tokens(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor) -> None:
-        replace_single_tokens(self._inputs.device, slices, token_ids)
-
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
-        parts, slices = self._inputs.device, min(size, self._max_slices)
+        parts, last_rows = self._inputs.device, self._last_rows(size)
         # the last tile of each slice may be short, and so may that of the padding
-        tiles = min(ceil_div(size, self._plan.tile_tokens) + slices + 1, size)
+        tiles = min(ceil_div(size, self._plan.tile_tokens) + len(last_rows) + 1, size)
         return self._decoder.hidden(
-            token_batch(parts, size, last_rows=parts["last_rows"][:slices]),
+            token_batch(parts, size, last_rows=last_rows),
             self._cache,
             hidden=received,
             live_rows=parts["live_rows"],

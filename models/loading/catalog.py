@@ -1,14 +1,15 @@
 """Finds the files of the model that the user names. No torch: the frontend uses it too."""
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
-from ..config.model import ModelConfig, read_config_file, read_gguf_config, read_hf_config
+from ..config.model import ModelConfig, read_config_file, read_gguf_config
 from ..formats.gguf_file import GgufFile
 
 EMBEDDED_MODEL = "smollm2"
@@ -79,14 +80,25 @@ def safetensors_files(directory: Path) -> list[Path]:
         if not files:
             raise StartupError(f"model {directory}: no *.safetensors file; other weight formats are not supported")
         return files
-    try:
-        names = sorted(set(json.loads(index_path.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise StartupError(f"model {directory}: {index_path.name} cannot be read: {error!r}") from error
+    names = indexed_files(index_path, f"model {directory}")
     for name in names:
         if not (directory / name).is_file():
             raise StartupError(f"model {directory}: {name} is missing, {index_path.name} names it")
     return [directory / name for name in names]
+
+
+class _WeightIndex(msgspec.Struct):
+    """The index of a checkpoint of several files: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+def indexed_files(index: Path, model: str) -> list[str]:
+    """The files that an index names; raises StartupError about `model`."""
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_WeightIndex).weight_map.values()))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StartupError(f"{model}: {index.name} cannot be read: {error!r}") from error
 
 
 def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
@@ -103,7 +115,7 @@ def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise StartupError(f"model {directory}: {name} is missing; a Hugging Face model directory has one")
-    config = read_hf_config(directory)
+    config = read_config_file(directory / "config.json")
     if load_format == "auto":
         safetensors_files(directory)
     return ModelSource(directory.name, directory, "huggingface", config)

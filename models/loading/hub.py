@@ -6,7 +6,6 @@ its weights are downloaded.
 """
 
 import contextlib
-import json
 import logging
 import re
 import sys
@@ -22,7 +21,7 @@ from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_architecture
-from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource
+from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource, indexed_files
 
 log = logging.getLogger("pdserve.models")
 
@@ -88,10 +87,7 @@ class HubModel:
                     f"supported{self._gguf_hint()}"
                 )
             return sorted(names)
-        try:
-            return sorted(set(json.loads((directory / WEIGHT_INDEX).read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise StartupError(f"model {self.repo}: {WEIGHT_INDEX} cannot be read: {error!r}") from error
+        return indexed_files(directory / WEIGHT_INDEX, f"model {self.repo}")
 
     def _gguf_hint(self) -> str:
         files = _gguf_files(self.files)

@@ -47,7 +47,10 @@ class Int4Checkpoint:
             if name not in parts and not name.endswith(main):
                 self.shapes[name] = shape
         for module in quantised:
-            first, second = files.shapes[module + main]
+            packed = files.shapes[module + main]
+            if len(packed) != 2:
+                raise StartupError(f"tensor '{module}{main}' has shape {list(packed)}; 4-bit values are matrices")
+            first, second = packed
             match stored.method:
                 case "awq":
                     self.shapes[module + _WEIGHT] = (second * _PACKED, first)

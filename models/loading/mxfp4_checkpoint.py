@@ -44,7 +44,9 @@ class Mxfp4Checkpoint:
         found = set()
         for name, shape in files.shapes.items():
             tensor = name.removesuffix(_BLOCKS)
-            if name.endswith(_BLOCKS) and len(shape) == 4 and tensor + _SCALES in files.shapes:
+            if not name.endswith(_BLOCKS) or len(shape) != 4:
+                continue
+            if shape[3] == MXFP4_GROUP // 2 and files.shapes.get(tensor + _SCALES) == shape[:3]:
                 experts, rows, groups, _ = shape
                 self.shapes[tensor] = (experts, groups * MXFP4_GROUP, rows)
                 del self.shapes[name], self.shapes[tensor + _SCALES]

@@ -130,6 +130,8 @@ class AgentChannel:
         assert self._process.stdout is not None
         assert self._busy_since is not None
         descriptor = self._process.stdout.fileno()
+        poller = select.poll()  # not select(), which refuses descriptors from 1,024 on
+        poller.register(descriptor, select.POLLIN)
         while True:
             reply = self._take_reply()
             if reply is not None and reply.number == self._number:
@@ -141,7 +143,7 @@ class AgentChannel:
                 raise StoreError(f"the store agent has not answered for {HUNG_S:.0f} s and was replaced")
             if now >= deadline:
                 raise NoReplyError(f"the store has not answered for {now - self._busy_since:.1f} s")
-            if select.select([descriptor], [], [], deadline - now)[0]:
+            if poller.poll(1000 * (deadline - now)):
                 part = os.read(descriptor, 1 << 16)
                 if not part:
                     status = self._process.wait()

@@ -39,7 +39,7 @@ def test_numbers_are_sorted_and_tiled(
         assert [place[number] for number in order[start:end]] == list(range(start, end))
         tiles += [(expert - here_only.start, begin) for begin in range(start, end, rows)]
         start = end
-    found = list(zip(routing.tile_expert.tolist(), routing.tile_first.tolist(), strict=True))
+    found = list(zip(routing.expert.tolist(), routing.first.tolist(), strict=True))
     assert found[: len(tiles)] == tiles
     assert all(expert == -1 for expert, _ in found[len(tiles) :])
     assert len(found) == most_tiles(tokens * per_token, len(here_only), rows)

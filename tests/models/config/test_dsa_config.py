@@ -15,7 +15,7 @@ from pdserve.memory.auto_settings import KvShare
 from pdserve.memory.hisparse.sizing import hisparse_size
 from pdserve.memory.sizing import GIB
 from pdserve.models.config.dsa import DsaConfig
-from pdserve.models.config.model import ModelConfig, read_hf_config
+from pdserve.models.config.model import ModelConfig, read_config_file
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
@@ -46,7 +46,7 @@ def dsa(config: ModelConfig) -> DsaConfig:
 
 
 def test_sparse_model_config_is_read(checkpoints: Path) -> None:
-    config = read_hf_config(checkpoints / "deepseek_v32")
+    config = read_config_file(checkpoints / "deepseek_v32" / "config.json")
     assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == ("deepseek_v32", 4, 4, 1)
     assert (config.head_dim, config.rotary_dim) == (64, 16)
     sparse = dsa(config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.models.config.model import ModelConfig, read_hf_config
+from pdserve.models.config.model import ModelConfig, read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.config.sharding import Shard
 from tests.checkpoints import TinyArchitecture, make_checkpoint
@@ -27,11 +27,11 @@ def read(checkpoints: Path, tmp_path: Path, name: str, **changes: Any) -> ModelC
     raw = json.loads((checkpoints / name / "config.json").read_text()) | changes
     raw = {key: value for key, value in raw.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    return read_hf_config(tmp_path)
+    return read_config_file(tmp_path / "config.json")
 
 
 def test_experts_are_read(checkpoints: Path, tmp_path: Path) -> None:
-    mixtral, qwen3 = (read_hf_config(checkpoints / name) for name in ("mixtral", "qwen3_moe"))
+    mixtral, qwen3 = (read_config_file(checkpoints / name / "config.json") for name in ("mixtral", "qwen3_moe"))
     assert mixtral.moe is not None
     assert qwen3.moe is not None
     assert (mixtral.moe.expert_size, mixtral.moe.normalised, mixtral.mixed) == (96, True, (True,) * 3)
@@ -49,7 +49,7 @@ def test_windows_are_read(checkpoints: Path, tmp_path: Path) -> None:
 
     assert windows("mistral", sliding_window=8) == [8, 8, 8]
     assert windows("mistral") == [4096, 4096, 4096]  # the default of a configuration that does not mention it
-    assert read_hf_config(checkpoints / "mistral").window is None  # null
+    assert read_config_file(checkpoints / "mistral" / "config.json").window is None  # null
     assert windows("gemma3_text", layer_types=None) == [24, 24, None]
     assert windows("gpt_oss", layer_types=None) == [24, None, 24]
     assert windows("mixtral") == [None, None, None]
@@ -75,7 +75,7 @@ def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_p
 
 
 def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None:
-    dense, mixtral = (read_hf_config(checkpoints / name) for name in ("mistral", "mixtral"))
+    dense, mixtral = (read_config_file(checkpoints / name / "config.json") for name in ("mistral", "mixtral"))
     mlp = 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers
     assert mixtral.active_parameters == dense.active_parameters + mlp  # two experts, each as wide as the MLP
 
@@ -129,4 +129,4 @@ def test_what_would_change_the_result_is_refused(
 )
 def test_impossible_divisions_are_refused(checkpoints: Path, shard: Shard, said: str) -> None:
     with pytest.raises(StartupError, match=said):
-        read_hf_config(checkpoints / "qwen3_moe").check_shares(shard)
+        read_config_file(checkpoints / "qwen3_moe" / "config.json").check_shares(shard)

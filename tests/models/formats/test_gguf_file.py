@@ -102,6 +102,18 @@ def test_truncated_gguf_file_is_refused(size: int, message: str, tiny_file: Path
         locate_model(str(tiny_file))
 
 
+def test_type_that_cannot_be_expanded_is_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((2, 4), np.int8))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "model.gguf")
+    with pytest.raises(StartupError, match=r"tensor 'token_embd.weight' is of type I8, which is not supported"):
+        list(file.read_rows(file.tensors["token_embd.weight"]))
+
+
 def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))

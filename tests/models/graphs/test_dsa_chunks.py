@@ -16,6 +16,7 @@ from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.graphs.capture import ChunkGraphs
 from pdserve.models.graphs.dsa_chunks import DsaChunkStep
 from pdserve.models.graphs.mla import MlaChunkStep
+from pdserve.models.graphs.steps import ChunkLimits
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import load_weights
@@ -72,11 +73,11 @@ def test_step_with_fixed_inputs_equals_an_ordinary_batch(tmp_path: Path, sparse:
     for cache in caches:
         for pool in cache.pools:
             pool.data.fill_(torch.nan)
-    limits: dict[str, Any] = {"max_tokens": MAX_TOKENS, "max_slices": MAX_SLICES, "last_only": True}
+    limits = ChunkLimits(MAX_TOKENS, MAX_SLICES, CONTEXT // PAGE, last_only=True)
     step = (
-        DsaChunkStep(decoder, caches[0], **limits, max_context=CONTEXT)
+        DsaChunkStep(decoder, caches[0], limits)
         if isinstance(decoder, DsaDecoder)
-        else MlaChunkStep(decoder, caches[0], **limits, max_pages=CONTEXT // PAGE)
+        else MlaChunkStep(decoder, caches[0], limits)
     )
     eager = ModelRunner(decoder, device=torch.device("cpu"), dtype=torch.float32)
     draw, steps = random.Random(2), 0
@@ -101,15 +102,13 @@ def test_step_with_fixed_inputs_equals_an_ordinary_batch(tmp_path: Path, sparse:
 def test_steps_that_no_graph_can_run_have_no_size(tmp_path: Path) -> None:
     decoder = make_decoder(tmp_path, "cpu", torch.float32)
     cache = decoder.make_hisparse_cache(32, PAGE, hot_pages=16, slots=2, hot_rows=16, max_context=64)
-    step = DsaChunkStep(decoder, cache, max_tokens=32, max_slices=2, max_context=64, last_only=True)
+    step = DsaChunkStep(decoder, cache, ChunkLimits(32, 2, 64 // PAGE, last_only=True))
     own, pages = [HotPage(page) for page in cache.own_hot_pages], [KvPage(page) for page in range(8)]
     cache.open(RequestSlot(0), own[:8], 20, 64)
     assert step.size([SequenceSlice([1] * 20, 40, pages, 0)]) == 20
     cache.resize(RequestSlot(0), own[:3], 16)
     assert step.size([SequenceSlice([1] * 20, 40, pages, 0)]) is None, "its rows are not all on the device"
-    plain = DsaChunkStep(
-        decoder, decoder.make_cache(8, PAGE), max_tokens=32, max_slices=2, max_context=64, last_only=True
-    )
+    plain = DsaChunkStep(decoder, decoder.make_cache(8, PAGE), ChunkLimits(32, 2, 64 // PAGE, last_only=True))
     assert plain.size([SequenceSlice([1], 64, pages)]) is None
     assert plain.size([SequenceSlice([1], 3, pages)] * 3) is None
 
@@ -134,6 +133,6 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, dtype: torch.dtyp
     if kind == "packed":
         tolerance = 4e-3  # as in test_dsa_packed.py
     for slices in chunk_steps(5):
-        assert graphs.fits(slices)
+        assert graphs.size_for(slices) is not None
         found, expected = run_graph(graphs, slices).clone(), eager.forward(caches[1], slices)
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)

@@ -194,7 +194,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batc
             SequenceSlice([tokens[step]], length + step, where)
             for tokens, length, where in zip(expected, lengths, pages, strict=True)
         ]
-        assert dense.graphs.fits(slices)
+        assert dense.graphs.size_for(slices) is not None
         logits = run_graph(dense.graphs, slices)
         assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
     full = [ids + tokens[:steps] for ids, tokens in zip(prompts, expected, strict=True)]
@@ -269,7 +269,7 @@ def test_tokens_can_stay_on_the_device(mixed: Setup) -> None:
 @pytest.mark.gpu
 def test_batches_that_fit_a_graph(dense: Setup) -> None:
     pages = list(range(100))
-    assert dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH)
-    assert not dense.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
+    assert dense.graphs.size_for([SequenceSlice([1], MAX_CONTEXT - 1, pages)] * MAX_BATCH) is not None
+    assert dense.graphs.size_for([SequenceSlice([1], MAX_CONTEXT, pages)]) is None
     with pytest.raises(ValueError, match="have 2 pages"):
         run_graph(dense.graphs, [SequenceSlice([1], 10, [3, 4])])

@@ -88,7 +88,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(setup: Setup, batc
             SequenceSlice([tokens[step]], length + step, where)
             for tokens, length, where in zip(expected, lengths, pages, strict=True)
         ]
-        assert setup.graphs.fits(slices)
+        assert setup.graphs.size_for(slices) is not None
         logits = run_graph(setup.graphs, slices)
         assert logits.shape == (batch, setup.decoder.config.vocab_size)
         assert logits.argmax(-1).tolist() == [tokens[step + 1] for tokens in expected]
@@ -144,12 +144,12 @@ def test_tokens_can_stay_on_the_device(setup: Setup) -> None:
 def test_batches_that_fit_a_graph(setup: Setup) -> None:
     pages = list(range(100))
     one = SequenceSlice([1], 10, pages)
-    assert setup.graphs.fits([one] * MAX_BATCH)
-    assert setup.graphs.fits([SequenceSlice([1], MAX_CONTEXT - 1, pages)])
-    assert not setup.graphs.fits([])
-    assert not setup.graphs.fits([one] * (MAX_BATCH + 1))
-    assert not setup.graphs.fits([SequenceSlice([1], MAX_CONTEXT, pages)])
-    assert not setup.graphs.fits([one, SequenceSlice([1, 2], 10, pages)])
+    assert setup.graphs.size_for([one] * MAX_BATCH) is not None
+    assert setup.graphs.size_for([SequenceSlice([1], MAX_CONTEXT - 1, pages)]) is not None
+    assert setup.graphs.size_for([]) is None
+    assert setup.graphs.size_for([one] * (MAX_BATCH + 1)) is None
+    assert setup.graphs.size_for([SequenceSlice([1], MAX_CONTEXT, pages)]) is None
+    assert setup.graphs.size_for([one, SequenceSlice([1, 2], 10, pages)]) is None
     with pytest.raises(ValueError, match="have 2 pages"):
         run_graph(setup.graphs, [SequenceSlice([1], 10, [3, 4])])
 
@@ -205,13 +205,13 @@ def test_chunks_in_graphs_equal_chunks_without(tmp_path: Path, decode_rows: bool
         if not slices:
             continue
         steps += 1
-        assert graphs.fits(slices)
+        assert graphs.size_for(slices) is not None
         found, expected = run_graph(graphs, slices).clone(), eager.forward(caches[1], slices)
         tolerance = TOLERANCE if dtype == torch.float32 else 0.06
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     assert steps > 10
     unwritten = [cache.pools[0].data.isnan() for cache in caches]
     assert unwritten[0].equal(unwritten[1])
-    assert not graphs.fits([SequenceSlice([1], 10, pages[0])] * (max_slices + 1))
-    assert not graphs.fits([SequenceSlice([1] * (max_tokens + 1), 0, pages[0])])
-    assert not graphs.fits([SequenceSlice([1], 4096, pages[0])])
+    assert graphs.size_for([SequenceSlice([1], 10, pages[0])] * (max_slices + 1)) is None
+    assert graphs.size_for([SequenceSlice([1] * (max_tokens + 1), 0, pages[0])]) is None
+    assert graphs.size_for([SequenceSlice([1], 4096, pages[0])]) is None

@@ -13,6 +13,7 @@ from pdserve.memory.kv_pool import KvCache
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.graphs.dsa_chunks import DsaChunkStep
+from pdserve.models.graphs.steps import ChunkLimits
 from pdserve.models.layers import unpacked_pages
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.unpacked_pages import PackedFormat
@@ -138,7 +139,7 @@ def test_padded_step_with_fixed_inputs_shares_pages(decoder: DsaDecoder, kind: s
     """A graph has room for a number of pages that depends on its size; a step with more is of the other kind."""
     ours, theirs = caches(decoder, kind)
     runner = ModelRunner(decoder, device=CPU, dtype=torch.float32)
-    step = DsaChunkStep(decoder, ours, max_tokens=140, max_slices=5, max_context=CONTEXT, last_only=True)
+    step = DsaChunkStep(decoder, ours, ChunkLimits(140, 5, CONTEXT // PAGE, last_only=True))
     kinds = []
     for slices in chunks(2):
         tokens = step.size(slices)
@@ -161,7 +162,7 @@ def test_padded_step_with_fixed_inputs_shares_pages(decoder: DsaDecoder, kind: s
 def test_padded_step_without_sequences_reads_nothing(decoder: DsaDecoder, unpacking: Unpacking) -> None:
     """What is run before a capture, on page tables of earlier steps."""
     cache, _ = caches(decoder, "paged")
-    step = DsaChunkStep(decoder, cache, max_tokens=64, max_slices=5, max_context=CONTEXT, last_only=True)
+    step = DsaChunkStep(decoder, cache, ChunkLimits(64, 5, CONTEXT // PAGE, last_only=True))
     with torch.inference_mode():
         step.fill(next(chunks(3)), 64)
         assert step.fill([], 64) == 1

@@ -1,6 +1,7 @@
 """The files of a model, and the one-line errors if they are missing or unsupported."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.models.config.model import read_hf_config
+from pdserve.models.config.model import read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprint
 from tests.checkpoints import EOS_ID, make_checkpoint
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +133,13 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
         locate_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [b"[]", b'{"weight_map": {"a": ["b"]}}', b'{"weight_map": {"a": 5}}', b"\xff"])
+def test_damaged_index_is_refused(content: bytes, copy: Path) -> None:
+    (copy / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(StartupError, match=r"model.safetensors.index.json cannot be read"):
+        locate_model(str(copy))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -151,6 +161,20 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, r"query heads \(4\) is not a multiple of the KV heads \(3\)"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
+        ({"head_dim": 15}, "heads of 15 elements cannot be rotated"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, got nan"),
+        ({"eos_token_id": "</s>"}, r"config.json: eos_token_id must be a token id or a list of them, got '</s>'"),
+        ({"eos_token_id": [2, 3.5]}, "eos_token_id must be"),
+        (
+            {"rope_scaling": YARN | {"attention_factor": "1"}},
+            "attention_factor must be a number of at least 0, got '1'",
+        ),
+        ({"rope_scaling": YARN | {"mscale": [1]}}, "mscale must be a number"),
+        ({"rope_scaling": YARN | {"beta_fast": -32}}, "beta_fast must be a number of at least 0, got -32"),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": -512}},
+            "original_max_position_embeddings must be a positive integer, got -512",
+        ),
     ],
     ids=str,
 )
@@ -172,20 +196,20 @@ def test_sliding_window_without_effect_is_accepted(changes: dict[str, Any], copy
 def test_old_and_new_spellings_of_rope_and_dtype_are_the_same(copy: Path) -> None:
     llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
     edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **llama3}, dtype="bfloat16")
-    new = read_hf_config(copy)
+    new = read_config_file(copy / "config.json")
     edit(copy, rope_parameters=None, dtype=None, rope_theta=500000, torch_dtype="bfloat16")
     edit(copy, rope_scaling={"type": "llama3", **llama3})
-    assert read_hf_config(copy) == new
+    assert read_config_file(copy / "config.json") == new
     assert new.rope == RopeConfig("llama3", 500000.0, 8.0, 128, 1.0, 4.0)
     assert new.dtype == "bfloat16"
 
 
 def test_stop_tokens_come_from_both_configurations(copy: Path) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, EOS_ID]}))
-    edit(copy, eos_token_id=9)
-    assert read_hf_config(copy).eos_token_ids == (7, 9, EOS_ID)
+    edit(copy, eos_token_id=[9, -1])
+    assert read_config_file(copy / "config.json").eos_token_ids == (7, 9, EOS_ID)
 
 
 def test_yarn_extends_the_context(copy: Path) -> None:
     edit(copy, rope_parameters=None, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    assert read_hf_config(copy).context_length == 2048
+    assert read_config_file(copy / "config.json").context_length == 2048

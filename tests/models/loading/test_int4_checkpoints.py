@@ -207,6 +207,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ("g_idx", stored[f"{name}.g_idx"].flip(0), "orders columns by activation"),
         ("scales", stored[f"{name}.scales"][:1], r"has shape \[1, 96\]; \[96, 64\] in groups of 32 columns takes"),
         ("bias", torch.ones(96), "is not part of llama"),
+        ("qweight", stored[f"{name}.qweight"].unsqueeze(0), r"has shape \[1, 8, 96\]; 4-bit values are matrices"),
     ):
         save_file(stored | {f"{name}.{part}": value.contiguous()}, path, {"format": "pt"})
         source = locate_model(str(directory))

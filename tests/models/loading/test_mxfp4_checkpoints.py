@@ -1,12 +1,14 @@
 """Experts in MXFP4: tensors and tokens equal those of transformers with the expanded weights."""
 
 import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdserve.configs.errors import StartupError
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
@@ -61,6 +63,19 @@ def test_tensors_are_those_that_transformers_expands(model: Model, shard: Shard,
         assert (slot.int4 is not None) == keep
         part = tuple(slice(start, start + size) for start, size in zip(slot.start, slot.size, strict=True))
         assert held(slot).equal(tensor[part]), name
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "gpt_oss", intermediate_size=64, num_hidden_layers=1)
+    pack_experts(directory)
+    path, name = directory / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
+    stored = load_file(path)
+    scales = stored[f"{name}_scales"]
+    save_file(stored | {f"{name}_scales": scales[:, :, :1].contiguous()}, path, {"format": "pt"})
+    source = locate_model(str(directory))
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
+    with pytest.raises(StartupError, match=f"tensor '{name}' is missing"):
+        load_weights(source, parameters.slots())
 
 
 def test_parts_inside_a_block_are_expanded(model: Model) -> None:

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +74,21 @@ def test_agent_reports_problems_is_waited_for_and_is_replaced(
     channel.close()
     with pytest.raises(StoreError):
         call(channel)
+
+
+def test_agent_answers_a_process_with_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader has thousands of sockets when a store agent is started again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while opened.enter_context(Path(os.devnull).open("rb")).fileno() < 1024:
+            pass
+        channel = AgentChannel(f"mooncake://127.0.0.1:{free_port()}", "127.0.0.1", 1 << 16)
+        opened.callback(channel._stop)
+        with pytest.raises(StoreError, match="no server"):
+            call(channel)
 
 
 def test_addresses_of_masters() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
+from ..backends.half_products import computes_in
 from .attention_plan import WorkPlan, make_work_plan
 from .gather_plan import DecodeGroup, GatherPlan, PageTable, PrefillSequence, make_gather_plan
 from .kv_write import can_store
@@ -81,6 +82,9 @@ def paged_attention_reference(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gather pages and call torch's attention: one call for the decode rows, one per prefill sequence."""
+    if not query.is_cuda and (wide := computes_in(query.dtype)) is not query.dtype:
+        result = paged_attention_reference(query.to(wide), key_pages, value_pages, plan, scale=scale, sinks=sinks)
+        return result.to(query.dtype)
     if len(plan.decode) == 1 and plan.decode[0].rows is None:
         return _attend_decode(query, key_pages, value_pages, plan.decode[0], scale, sinks)
     out = torch.empty_like(query)

@@ -10,6 +10,7 @@ Lower bound: the weights read once.
 import torch
 
 from ..backends.dispatch import Impl, use_triton
+from ..backends.half_products import computes_in
 
 MOST_TOKENS = 64
 """Of the Triton kernel."""
@@ -32,4 +33,8 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, imp
 
         launch_head_linear(x, weight, out)
         return
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    wide = x.dtype if x.is_cuda else computes_in(x.dtype)
+    if wide is x.dtype:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    else:
+        out.copy_(torch.bmm(x.transpose(0, 1).to(wide), weight.to(wide)).transpose(0, 1))

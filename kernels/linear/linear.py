@@ -21,10 +21,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.nn.functional import linear as linear_reference
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, can_run, launch_few_rows
+from ..backends.half_products import linear_reference
 from ..gguf.blocks import GgufBlocks
 from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
 from ..int4.group_format import GroupScaled

@@ -29,6 +29,7 @@ from torch.nn.functional import grouped_mm
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
+from ..backends.half_products import grouped_reference
 from ..backends.occupancy import shared_memory
 from ..int4.group_format import GroupScaled
 from ..linear.block_format import BlockScaled, Weight
@@ -243,11 +244,11 @@ def plain_experts(
     numbers = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens
     own = sorted_experts if first is None else sorted_experts.clamp_(max=len(gate_up) - 1)
-    both = grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends)
+    both = grouped_reference(x[order // per_token], gate_up.transpose(1, 2), ends)
     if gate_up_bias is not None:
         both += gate_up_bias[own]
     gated = swiglu(both) if limit is None else clamped_gate(both, limit)
-    results = grouped_mm(gated, down.transpose(1, 2), offs=ends)
+    results = grouped_reference(gated, down.transpose(1, 2), ends)
     if down_bias is not None:
         results += down_bias[own]
     results = torch.empty_like(results).index_copy_(0, order, results).view(len(x), per_token, -1)

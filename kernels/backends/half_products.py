@@ -21,12 +21,12 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     """x @ weight.T + bias, as `torch.nn.functional.linear`."""
     if x.is_cuda or computes_in(x.dtype) is x.dtype:
         return torch_linear(x, weight, bias)
-    wide = x.float()
-    part_rows = max(1, _PART_BYTES // (4 * weight.shape[1]))
-    parts = [
-        torch_linear(wide, part.float(), None if bias is None else bias[start : start + part_rows].float()).to(x.dtype)
-        for start, part in zip(range(0, len(weight), part_rows), weight.split(part_rows), strict=True)
-    ]
+    wide, step = x.float(), max(1, _PART_BYTES // (4 * weight.shape[1]))
+    parts = []
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        part_bias = None if bias is None else bias[rows].float()
+        parts.append(torch_linear(wide, weight[rows].float(), part_bias).to(x.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

@@ -30,7 +30,7 @@ def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def randn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.25).to(dtype)
+    return torch.randn(*shape, generator=generator).div(shape[-1] ** 0.25).to(dtype)
 
 
 def check(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -35,6 +35,8 @@ SECRET_VARIABLES = {
 """Environment variable of each secret; the same name with `_FILE` names a file that holds it (container secrets)."""
 
 _PREFIX = "PDSERVE_"
+_SAME_WORD = 0.85
+"""Similarity of a name and a misspelling of it, which has one or two wrong characters."""
 
 RENAMED = {"bootstrap_hosts": "bootstrap_allow"}
 """Former names of settings, still accepted in files."""
@@ -182,12 +184,16 @@ def secrets_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_spelling(environ: Mapping[str, str]) -> None:
-    known = [f"{variable}{end}" for variable in SECRET_VARIABLES.values() for end in ("", "_FILE")]
-    own_parts = [variable.removeprefix(_PREFIX) for variable in known]
+    """Deployments have variables of their own, such as PDSERVE_CLUSTER_NAME: only names that are almost those of a
+    secret that is not given are refused.
+    """
+    missing = [name for name in SECRET_VARIABLES.values() if not environ.get(name) and not environ.get(f"{name}_FILE")]
+    own_parts = [f"{name}{end}".removeprefix(_PREFIX) for name in missing for end in ("", "_FILE")]
     for name in sorted(environ):
-        if name in known or not name.startswith(_PREFIX):
+        own_part = name.removeprefix(_PREFIX)
+        if own_part == name or own_part in own_parts:
             continue
-        if near := difflib.get_close_matches(name.removeprefix(_PREFIX), own_parts, n=1, cutoff=0.7):
+        if near := difflib.get_close_matches(own_part, own_parts, n=1, cutoff=_SAME_WORD):
             raise StartupError(f"{name} in the environment is not known: did you mean {_PREFIX}{near[0]}?")
 
 

@@ -98,6 +98,19 @@ def test_other_variables_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["PDSERVE_CLUSTER_NAME", "PDSERVE_CLUSTER", "PDSERVE_PID_FILE", "PDSERVE_SSL_KEYFILE", "PDSERVE_API_KEY_ID"]
+)
+def test_variables_of_a_deployment_are_ignored(name: str) -> None:
+    assert load_config("decode", None, {}, {name: "x"}) == DecodeConfig()
+
+
+def test_variables_beside_a_secret_that_is_given_are_ignored() -> None:
+    config = load_config("decode", None, {}, {"PDSERVE_API_KEY": SECRET, "PDSERVE_API_KEY_2": SECRET})
+    assert config.api_key is not None
+    assert config.api_key.get_secret_value() == SECRET
+
+
+@pytest.mark.parametrize(
     "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "cluster-secret-of-16"]
 )
 def test_weak_cluster_key_is_refused(key: str) -> None:

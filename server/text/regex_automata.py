@@ -66,14 +66,6 @@ def follow(
     return ready, matched
 
 
-def literal(text: str) -> State:
-    """The first state of an automaton that matches only `text`."""
-    state = State(final=True)
-    for character in reversed(text):
-        state = State(accepts=character.__eq__, next=[state])
-    return state
-
-
 @lru_cache(maxsize=256)
 def compile_stop_regex(pattern: str) -> State:
     """The first state of the automaton; raises StopRegexError."""
@@ -92,6 +84,8 @@ class _Builder:
 
     def __init__(self) -> None:
         self._size = 0
+        self._matchers: dict[tuple[str, int], Callable[[str], bool]] = {}
+        """By item and flags. A class of many characters takes `re` 30 ms, and repetitions have many copies of it."""
 
     def sequence(self, items: Sequence[Any], flags: int, then: State) -> State:
         for item in reversed(items):
@@ -103,7 +97,7 @@ class _Builder:
         name, argument = str(item[0]), item[1]
         match name:
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
-                return State(accepts=_matcher(item, flags), next=[then])
+                return State(accepts=self._matcher(item, flags), next=[then])
             case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy are the same: the first complete match counts
                 least, most, items = argument
                 return self._repeat(least, None if most is _parser.MAXREPEAT else most, items, flags, then)
@@ -131,17 +125,19 @@ class _Builder:
             state = self.sequence(items, flags, state)
         return state
 
+    def _matcher(self, item: Any, flags: int) -> Callable[[str], bool]:
+        """Compares a character as `re` does: classes, categories and IGNORECASE are its own."""
+        key = repr(item), flags
+        if key not in self._matchers:
+            fresh = _parser.State()  # that of the tree would add its flags
+            matches = _compiler.compile(_parser.SubPattern(fresh, [item]), flags).match
+            self._matchers[key] = lambda character: matches(character) is not None
+        return self._matchers[key]
+
     def _grow(self) -> None:
         self._size += 1
         if self._size > MAX_SIZE:
             raise StopRegexError(f"is too large: with its repetitions written out, it may have {MAX_SIZE} items")
-
-
-def _matcher(item: Any, flags: int) -> Callable[[str], bool]:
-    """Compares a character as `re` does: classes, categories and IGNORECASE are its own."""
-    fresh = _parser.State()  # that of the tree would add its flags
-    matches = _compiler.compile(_parser.SubPattern(fresh, [item]), flags).match
-    return lambda character: matches(character) is not None
 
 
 def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:

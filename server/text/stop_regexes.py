@@ -8,7 +8,8 @@ block the server.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .regex_automata import END, State, compile_stop_regex, follow, literal
+from .regex_automata import END, State, compile_stop_regex, follow
+from .stop_strings import StopStrings
 
 MAX_MATCH_CHARACTERS = 4096
 """A longer match is not found: the text that may belong to a match is held back."""
@@ -34,10 +35,10 @@ class StopRegexes:
     def __init__(self, strings: Sequence[str], patterns: Sequence[str], show_stop: bool = False) -> None:
         self.matched: str | None = None
         self._show_stop = show_stop
-        self._automata = [
-            *((string, literal(string)) for string in dict.fromkeys(strings)),
-            *((pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)),
-        ]
+        self._strings = StopStrings(strings)
+        self._string_match: Match | None = None
+        """Of the stop string that ends at `_position`, if one does."""
+        self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
         # of each automaton, the states that the text so far leads to, with the position where their match began
         self._reached: list[dict[State, int]] = [{} for _ in self._automata]
         self._position = 0
@@ -55,7 +56,7 @@ class StopRegexes:
             self.matched, self._held_back = match.name, ""
             return pending[: (match.end if self._show_stop else match.start) - begin]
         starts = [start for reached in self._reached for start in reached.values()]
-        shown = min(starts, default=self._position) - begin
+        shown = min([*starts, self._position - self._strings.begun]) - begin
         self._held_back = pending[shown:]
         return pending[:shown]
 
@@ -76,15 +77,22 @@ class StopRegexes:
 
     def _advance(self, following: str) -> Match | None:
         """Consume a character; returns the match that ended before it. At the end of a piece nothing is consumed."""
-        best: Match | None = None
-        for index, (name, begin) in enumerate(self._automata):
+        best = self._string_match
+        for index, (pattern, begin) in enumerate(self._automata):
             origins = (*sorted(self._reached[index].items(), key=_by_start), (begin, self._position))
             ready, start = follow(origins, self._previous, following)
             if start is not None and (best is None or start < best.start):
-                best = Match(start, self._position, name)
+                best = Match(start, self._position, pattern)
             if following != END:
                 self._reached[index] = self._consume(ready, following)
+        if following != END:
+            self._string_match = self._consume_in_strings(following)
         return best
+
+    def _consume_in_strings(self, character: str) -> Match | None:
+        """The match of the stop string that ends with this character."""
+        end, string = self._position + 1, self._strings.follow(character)
+        return None if string is None else Match(end - len(string), end, string)
 
     def _consume(self, ready: dict[State, int], character: str) -> dict[State, int]:
         oldest = self._position + 1 - MAX_MATCH_CHARACTERS

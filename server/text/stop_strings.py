@@ -27,12 +27,12 @@ class StopStrings:
             return text
         pending = self._held_back + text
         for end, character in enumerate(text, len(self._held_back) + 1):
-            matched = self._follow(character)
+            matched = self.follow(character)
             if matched is not None and armed:
                 self.matched = matched
                 self._held_back = ""
                 return pending[:end] if self._show_stop else pending[: end - len(matched)]
-        shown = len(pending) - max(self._lengths)
+        shown = len(pending) - self.begun
         self._held_back = pending[shown:]
         return pending[:shown]
 
@@ -41,7 +41,12 @@ class StopStrings:
         held_back, self._held_back = self._held_back, ""
         return held_back
 
-    def _follow(self, character: str) -> str | None:
+    @property
+    def begun(self) -> int:
+        """How many characters at the end of the text may be the beginning of a stop string."""
+        return max(self._lengths, default=0)
+
+    def follow(self, character: str) -> str | None:
         """Advance every automaton by one character; returns the longest stop string that it completes."""
         matched = None
         for index, (stop, borders) in enumerate(self._stops):

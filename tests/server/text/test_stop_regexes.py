@@ -105,6 +105,12 @@ def test_only_a_possible_match_is_held_back() -> None:
     assert stops.finish() == "a"
 
 
+def test_stop_string_in_a_piece_that_is_not_armed_is_shown_at_once() -> None:
+    stops = StopRegexes(["xyz"], [r"ab\d"])
+    assert [stops.push("-xyz", armed=False), stops.push("-"), stops.push("xyz")] == ["-xyz", "-", ""]
+    assert stops.matched == "xyz"
+
+
 def test_longer_match_is_not_found_and_its_text_is_shown() -> None:
     stops = StopRegexes([], [r"<.*>"])
     shown = stops.push("<" + "x" * (MAX_MATCH_CHARACTERS + 10))
@@ -144,3 +150,17 @@ def test_expression_that_defeats_backtracking_takes_linear_time(pattern: str) ->
     started = time.monotonic()
     assert run(["a" * 100] * 5, pattern)[1] is None
     assert time.monotonic() - started < 20
+
+
+def test_repeated_class_of_many_characters_is_compiled_once() -> None:
+    """`re` takes 30 ms for this class: its copies would take seconds, in which the server answers nobody."""
+    started = time.monotonic()
+    compile_stop_regex("(?i)[\u0100-\uffff]{200}x")
+    assert time.monotonic() - started < 2
+
+
+def test_long_stop_strings_take_the_time_of_short_ones() -> None:
+    strings = tuple("a" * (256 - number) for number in range(16))
+    started = time.monotonic()
+    assert run(["a" * 200 + "b"] * 50, "x", strings=strings)[1] is None
+    assert time.monotonic() - started < 10

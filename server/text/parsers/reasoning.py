@@ -6,7 +6,7 @@ first of the output. White space around the reasoning is dropped.
 
 from dataclasses import dataclass
 
-from .events import Content, Reasoning
+from .events import Content, Event, Reasoning
 from .text_parser import Steps, TextParser, held_back
 
 
@@ -62,6 +62,11 @@ class ReasoningParser(TextParser):
         super().__init__()
         self._style = style
         self.is_open = is_open
+        self._is_over = False
+
+    def feed(self, text: str) -> list[Event]:
+        """Reasoning and content in more text."""
+        return [Content(text)] if self._is_over else super().feed(text)
 
     def _parse(self) -> Steps[None]:
         yield from self._opening_tag()
@@ -69,9 +74,8 @@ class ReasoningParser(TextParser):
             yield from self._skip_space()
             yield from self._reasoning()
             yield from self._skip_space()
-        while True:
-            self._events.append(Content(self._take(len(self._buffer))))
-            yield from self._more()
+        self._events.append(Content(self._take(len(self._buffer))))
+        self._is_over = True
 
     def _opening_tag(self) -> Steps[None]:
         """An opening tag at the beginning, that of an answer, or none."""

@@ -35,6 +35,8 @@ from ....configs.words import shortened, shown
 
 NEAR = 0.8
 """Two names with at least this difflib ratio are spellings of one name."""
+NEAR_ELSEWHERE = 0.82
+"""The same for names of other requests: `max_input_tokens` is not a spelling of `max_new_tokens`."""
 MOST_COMPARED = 32
 """Unknown names of one object that are compared with the known ones."""
 
@@ -122,8 +124,11 @@ BodyT = TypeVar("BodyT", bound=Body)
 
 @lru_cache(maxsize=1024)
 def _similar_name(body: type[Body], name: str) -> str | None:
-    known = sorted(body.model_fields.keys() | body.unsupported.keys() | body.elsewhere.keys())
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=NEAR)), None)
+    known = sorted(body.model_fields.keys() | body.unsupported.keys())
+    near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR) or difflib.get_close_matches(
+        name, sorted(body.elsewhere), n=1, cutoff=NEAR_ELSEWHERE
+    )
+    return near[0] if near else None
 
 
 def parse_body(model: type[BodyT], body: bytes, vocab_size: int = 0) -> BodyT:

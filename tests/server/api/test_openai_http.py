@@ -161,6 +161,13 @@ async def test_given_values_reach_the_leader(decode: RunningServer) -> None:
     assert (await asking).status_code == 200
 
 
+async def test_fields_of_other_servers_are_ignored(decode: RunningServer) -> None:
+    asking = post(decode, "/v1/completions", prompt="a", rid="c", max_input_tokens=5, cache_salt="x")
+    await decode.leader.expect(Submit)
+    await decode.leader.send(make_finished("c", 0))
+    assert (await asking).status_code == 200
+
+
 async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt="a", rid="c", stream=True)
     await decode.leader.expect(Submit)

@@ -13,6 +13,8 @@ from typing import Any
 
 MAX_SIZE = 512
 """Most characters and classes of an expression, with its repetitions `{m,n}` written out."""
+MAX_LISTED, LAST_LISTED = 1 << 18, 0xFFFF
+"""Most characters in the ranges of all its classes: `re` makes a list of those up to U+FFFF, in 0.1 to 0.5 us each."""
 END = ""
 """Instead of the next character: the text ends here, for now."""
 
@@ -84,6 +86,7 @@ class _Builder:
 
     def __init__(self) -> None:
         self._size = 0
+        self._listed = 0
         self._matchers: dict[tuple[str, int], Callable[[str], bool]] = {}
         """By item and flags. A class of many characters takes `re` 30 ms, and repetitions have many copies of it."""
 
@@ -129,10 +132,17 @@ class _Builder:
         """Compares a character as `re` does: classes, categories and IGNORECASE are its own."""
         key = repr(item), flags
         if key not in self._matchers:
+            self._count_listed(item)
             fresh = _parser.State()  # that of the tree would add its flags
             matches = _compiler.compile(_parser.SubPattern(fresh, [item]), flags).match
             self._matchers[key] = lambda character: matches(character) is not None
         return self._matchers[key]
+
+    def _count_listed(self, item: Any) -> None:
+        ranges = [part for kind, part in item[1] if str(kind) == "RANGE"] if str(item[0]) == "IN" else []
+        self._listed += sum(min(last, LAST_LISTED) - min(first, LAST_LISTED) for first, last in ranges)
+        if self._listed > MAX_LISTED:
+            raise StopRegexError(f"is too large: its classes may have ranges of {MAX_LISTED} characters in all")
 
     def _grow(self) -> None:
         self._size += 1

@@ -142,7 +142,7 @@ class Output:
             self._ended_at = time.monotonic()
         if text:
             self._pieces.append(text)
-        return Delta(text, first_token, list(self.parsed.collect(merged(events))) if self.parsed is not None else ())
+        return Delta(text, first_token, () if self.parsed is None else self.parsed.collect(merged(events)))
 
     def _note_cached(self, message: Prefilled | Finished) -> None:
         total, host, storage = message.cached_tokens, message.host_tokens, message.stored_tokens

@@ -1,6 +1,6 @@
 """The message of a chat as it grows: blocks of reasoning, text and calls of tools, one after the other."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,40 +82,40 @@ class ParsedOutput:
         """What the parser finds in text that was held back."""
         return self._parser.finish()
 
-    def collect(self, events: Iterable[Event]) -> Iterator[BlockEvent]:
+    def collect(self, events: Iterable[Event]) -> list[BlockEvent]:
         """Add what the parser has found to the blocks."""
+        found: list[BlockEvent] = []
         for event in events:
             match event:
-                case CallBegin(index=index, name=name):
-                    yield from self._begin("call", self._new_id(), name, index)
-                case CallEnd():
-                    yield from self._end()
                 case Content(text=text):
-                    yield from self._continue("text", text)
+                    found += self._continue("text", text)
                 case Reasoning(text=text):
-                    yield from self._continue("reasoning", text)
+                    found += self._continue("reasoning", text)
+                case CallBegin(index=index, name=name):
+                    found += self._begin("call", self._new_id(), name, index)
                 case CallArguments(text=text):
-                    yield from self._continue("call", text)
+                    found += self._continue("call", text)
+                case CallEnd():
+                    found += self._end()
+        return found
 
     def close(self) -> list[BlockEvent]:
         """When the output has ended. An output without any block gets one of empty text."""
-        begun = [] if self.blocks else list(self._begin("text"))
+        begun = [] if self.blocks else self._begin("text")
         return [*begun, *self._end()]
 
-    def _continue(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._begin(kind)
+    def _continue(self, kind: Kind, text: str) -> list[BlockEvent]:
+        begun = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
         assert self._open is not None
         self._open.pieces.append(text)
-        yield BlockText(self._open, text)
+        return [*begun, BlockText(self._open, text)]
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "", call_index: int = 0) -> Iterator[BlockEvent]:
-        yield from self._end()
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "", call_index: int = 0) -> list[BlockEvent]:
+        ended = self._end()
         self._open = Block(len(self.blocks), kind, call_id, name, call_index)
         self.blocks.append(self._open)
-        yield BlockBegin(self._open)
+        return [*ended, BlockBegin(self._open)]
 
-    def _end(self) -> Iterator[BlockEvent]:
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield BlockEnd(block)
+    def _end(self) -> list[BlockEvent]:
+        block, self._open = self._open, None
+        return [] if block is None else [BlockEnd(block)]

@@ -170,7 +170,7 @@ def _run(arguments: Sequence[str]) -> int:
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]
         commands = make_parser().get_default("commands").choices.values()
-        lines = [_unknown_argument(options.parser, commands, word) for word in flags or unknown[:1]]
+        lines = [_unknown_argument(options, commands, word) for word in flags or unknown[:1]]
         raise StartupError("\n".join(lines))
     match "version" if options.version else options.command:
         case "prefill" | "decode":
@@ -282,9 +282,10 @@ def _add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
 
 
-def _unknown_argument(parser: argparse.ArgumentParser, commands: Iterable[argparse.ArgumentParser], word: str) -> str:
+def _unknown_argument(options: argparse.Namespace, commands: Iterable[argparse.ArgumentParser], word: str) -> str:
+    parser: argparse.ArgumentParser = options.parser
     known = _flags_of(parser)
-    if not word.startswith("-") and "--model" in known:
+    if not word.startswith("-") and "--model" in known and "model" not in options:
         return f"unexpected argument {word!r}: a model is given as --model {word}"
     flag = word.partition("=")[0]
     if elsewhere := [f"'{other.prog}'" for other in commands if flag in _flags_of(other)]:

@@ -60,6 +60,7 @@ def test_version_prints_all_versions(spelling: str) -> None:
         ),
         (["serve", "--prefill=a:1"], "unknown argument --prefill: it is for 'pdserve decode'"),
         (["serve", "Qwen/Qwen3-8B"], "unexpected argument 'Qwen/Qwen3-8B': a model is given as --model Qwen/Qwen3-8B"),
+        (["decode", "--model", "a", "--prefill", "b:1", "c:1"], "unknown argument c:1 (see 'pdserve decode --help')"),
         (["decode", "--tp-size=2"], "unknown argument --tp-size: here it is --tp"),
         (["up", "--enforce-eager"], "unknown argument --enforce-eager: here it is --no-cuda-graphs"),
         (["serve", "--mem-fraction-static", "0.9"], "--mem-fraction-static: kv_memory_fraction is the share of"),

@@ -8,6 +8,7 @@ import torch
 from ..configs.errors import StartupError
 from ..configs.setting_types import CpuKernelsSetting, DtypeSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
+from ..kernels.backends.half_products import choose_products
 from ..kernels.gguf.blocks import GgufBlocks
 from ..kernels.int4.group_format import GroupScaled
 from ..kernels.linear.block_format import BlockScaled, Weight
@@ -158,6 +159,8 @@ class ModelRunner:
         in_int4 = int4_tensors(source, load_format)
         in_blocks = gguf_types(source, load_format)
         prepare_kernels(device, dtype, cpu_kernels, gguf=keep_blocks and bool(in_blocks))
+        if device.type == "cpu":
+            choose_products(dtype, parallel.agree_minimum)
         try:
             parameters = allocate_parameters(
                 source.config,

@@ -4,8 +4,8 @@ Where a processor has no instructions for the type, torch takes much longer than
 bfloat16 on Neoverse-N1. There values are expanded to float32 and the results rounded once, as everywhere else.
 """
 
-import functools
 import time
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import grouped_mm
@@ -15,6 +15,8 @@ _PART_BYTES = 64 << 20
 """Of the expanded weights. The largest, such as lm_head, are expanded in parts."""
 _PROBE = 128
 """Rows and columns of the matrices that are multiplied to compare the types."""
+_CHOICES: dict[torch.dtype, torch.dtype] = {}
+"""The results of `computes_in`: the same in all steps of this process."""
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,19 +45,36 @@ def grouped_reference(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Te
     return result
 
 
-@functools.cache
 def computes_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a CPU multiplies values of `dtype`: float32 if this processor is slow in 16 bits."""
-    if dtype.itemsize != 2:
-        return dtype
-    matrix = torch.ones(_PROBE, _PROBE)
-    return torch.float32 if 2 * _fastest_s(matrix) < _fastest_s(matrix.to(dtype)) else dtype
+    if dtype not in _CHOICES:
+        choose_products(dtype)
+    return _CHOICES[dtype]
+
+
+def choose_products(dtype: torch.dtype, minimum: Callable[[int], int] = lambda fast: fast) -> None:
+    """Measure what `computes_in` returns. `minimum` is that over all ranks of a server: they round alike only if they
+    multiply alike, and each of them selects the experts of a token by products of its own.
+    """
+    fast = dtype.itemsize != 2 or minimum(int(_is_fast(dtype)))
+    _CHOICES[dtype] = dtype if fast else torch.float32
+
+
+def _is_fast(dtype: torch.dtype) -> bool:
+    """Measured on one thread: on a busy machine, two mostly wait for each other, in float32 as in 16 bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix = torch.ones(_PROBE, _PROBE)
+        return _fastest_s(matrix.to(dtype)) <= 2 * _fastest_s(matrix)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _fastest_s(matrix: torch.Tensor) -> float:
     times = []
     for _ in range(4):  # the first one loads code
-        start = time.perf_counter()
+        start = time.thread_time()
         matrix @ matrix
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times)

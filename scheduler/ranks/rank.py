@@ -273,15 +273,16 @@ class RankEngine:
             wait_for_arrivals(self._device)
         try:
             step = self._executor.start(command.rows, command.ranks or None)
-            self._pending.append(PendingCommand(command.command_id, step))
-            if self._writes is not None:
-                self._writes.early_writes.step_started(command.command_id, step.wait)
         except Exception as error:
             if self._parallel.shard.world_size > 1:
                 raise
             while self._pending:  # reports are sent in order
                 self._finish_step()
             self._step_failed(command.command_id, error)
+        else:
+            self._pending.append(PendingCommand(command.command_id, step))
+            if self._writes is not None:
+                self._writes.early_writes.step_started(command.command_id, step.wait)
         self._stepping_s += time.monotonic() - started
 
     def _assist(self, ranks: Sequence[RankTokens]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pdserve.kernels.backends import half_products
 from pdserve.models.config.sharding import RankTokens, Shard
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.parallel import Parallel
@@ -121,6 +122,12 @@ class RankProcesses:
             self.send(shard, "agree", value)
         return [self.receive(shard) for shard in shards]
 
+    def products(self, shards: Sequence[Shard], directory: Path, fast: Sequence[bool]) -> list[torch.dtype]:
+        """The dtype in which each rank multiplies a bfloat16 model, if 16 bits are `fast` there."""
+        for shard, each in zip(shards, fast, strict=True):
+            self.send(shard, "products", directory, each)
+        return [self.receive(shard) for shard in shards]
+
     def send(self, shard: Shard, *command: Any) -> None:
         self._pipes[shard.rank].send(command)
 
@@ -167,6 +174,17 @@ def _run_pass(runner: ModelRunner, cache: Any, each: Pass) -> torch.Tensor | Non
         token_ids = torch.tensor(each.token_ids if shard.tp_rank == 0 else [0] * len(each.slices))
         runner.parallel.broadcast_tokens(token_ids)
     return runner.forward(cache, each.slices, token_ids, ranks=each.ranks)
+
+
+def _products(parallel: Parallel, directory: Path, fast: bool) -> torch.dtype:
+    import pytest  # here, because ranks do without it otherwise
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(half_products, "_CHOICES", {})
+        patches.setattr(half_products, "_is_fast", lambda _: fast)
+        source, dtype = locate_model(str(directory)), torch.bfloat16
+        ModelRunner.load(source, device=torch.device("cpu"), dtype=dtype, parallel=parallel)
+        return half_products.computes_in(dtype)
 
 
 def main(arguments: list[str]) -> int:
@@ -228,6 +246,9 @@ def _serve(pipe: Connection) -> None:
                 case "agree":
                     assert parallel is not None
                     pipe.send(parallel.agree_minimum(*arguments))
+                case "products":
+                    assert parallel is not None
+                    pipe.send(_products(parallel, *arguments))
                 case "close":
                     assert parallel is not None
                     parallel.close()

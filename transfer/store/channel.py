@@ -105,6 +105,7 @@ class AgentChannel:
         process = self._process
         if process is not None:
             process.kill()
+            process.wait()
 
     def _running(self) -> "subprocess.Popen[bytes]":
         if self._closed:

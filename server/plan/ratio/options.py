@@ -84,19 +84,10 @@ def plans_load(given: argparse.Namespace) -> bool:
     """Whether the flags name a load; otherwise sizes are planned. Raises StartupError for a load without requests."""
     if given.trace is not None or given.input_len is not None:
         return True
-    for_load = {
-        "--rate": given.rate_per_s,
-        "--slo-ttft-ms": given.slo_ttft_ms,
-        "--slo-itl-ms": given.slo_itl_ms,
-        "--rates": given.rates,
-        "--save-rates": given.save_rates,
-        "--url": given.url,
-        "--prefill-url": given.prefill_url,
-        "--cores": given.cores,
-    }
-    for flag, value in for_load.items():
-        if value is not None:
-            raise StartupError(f"{flag} is for a load: give --input-len N or --trace FILE, too")
+    for name in ("rate_per_s", "slo_ttft_ms", "slo_itl_ms", "rates", "save_rates", "url", "prefill_url", "cores"):
+        if getattr(given, name) is not None:
+            flag = name.removesuffix("_per_s").replace("_", "-")
+            raise StartupError(f"--{flag} is for a load: give --input-len N or --trace FILE, too")
     return False
 
 

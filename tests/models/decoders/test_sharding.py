@@ -196,6 +196,14 @@ def test_model_that_cannot_be_divided_is_refused(
             ModelRunner.load(source, device=CPU, dtype=torch.float32, parallel=Parallel(shard))
 
 
+@pytest.mark.parametrize("fast", [(True, False), (False, True), (True, True)])
+def test_ranks_multiply_16_bits_alike(ranks: RankProcesses, cases: dict[str, Case], fast: tuple[bool, bool]) -> None:
+    """Ranks that round the products of the router differently would add up different experts of a token."""
+    with ranks.connected(2, 1) as shards:
+        found = ranks.products(shards, cases["qwen3-moe"].source.path, fast)
+    assert found == [torch.bfloat16 if all(fast) else torch.float32] * 2
+
+
 def test_store_accepts_no_connections_once_all_ranks_have_joined(ranks: RankProcesses) -> None:
     """The store has no authentication, and keeps what it receives."""
     with ranks.connected(2, 1) as shards:

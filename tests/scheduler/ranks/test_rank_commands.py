@@ -12,8 +12,16 @@ import torch
 
 from pdserve.configs.schema import PrefillConfig
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.messages.ranks import CheckCache, ComputeCommand, RankFailed, RankReport, StepDone, StopRank
-from pdserve.scheduler.messages.step import StepResult
+from pdserve.scheduler.messages.ranks import (
+    CheckCache,
+    ComputeCommand,
+    RankFailed,
+    RankReport,
+    RunStep,
+    StepDone,
+    StopRank,
+)
+from pdserve.scheduler.messages.step import StepResult, StepRow
 from pdserve.scheduler.ranks.executor import PendingStep
 from pdserve.scheduler.ranks.rank import PendingCommand, RankEngine, next_command
 from pdserve.transfer.data.chunks import PartScatter
@@ -111,6 +119,39 @@ def test_failed_step_is_reported_before_the_next_one_and_a_failed_copy_ends_the_
         rank.serve(commands)
     rank.close()
     assert len(reports) == 3
+
+
+def test_step_that_cannot_start_is_reported_after_the_step_in_flight(tmp_path: Path) -> None:
+    reports: list[RankReport] = []
+    rank = make_rank(tmp_path, reports)
+    rank._steps_ahead = 2  # as on a GPU
+    rank._pending.append(PendingCommand(1, PendingStep(torch.device("cpu"), list)))
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    commands.put(RunStep(2, (StepRow((), 3, [0], follows=0),)))  # no token was sampled that it could follow
+    commands.put(StopRank())
+    rank.serve(commands)
+    rank.close()
+    error = "RuntimeError: the step that this one follows has failed"
+    assert reports == [StepDone(0, 1, ()), StepDone(0, 2, (), error)]
+
+
+def test_step_whose_writes_cannot_be_started_ends_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step itself is in flight. Reported as done and as failed, it would take the place of the next one."""
+    reports: list[RankReport] = []
+    rank = make_rank(tmp_path, reports)
+    assert rank._writes is not None
+
+    def fail(_command_id: int, _wait: Callable[[], None]) -> None:
+        raise RuntimeError("no such sender")
+
+    monkeypatch.setattr(rank._writes.early_writes, "step_started", fail)
+    commands: queue.SimpleQueue[ComputeCommand] = queue.SimpleQueue()
+    commands.put(RunStep(1, (StepRow((1, 2, 3), 0, [0]),)))
+    commands.put(StopRank())
+    with pytest.raises(RuntimeError, match="no such sender"):
+        rank.serve(commands)
+    rank.close()
+    assert not reports
 
 
 def test_failed_transfer_command_is_reported_with_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,8 @@ History
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
-     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes.
+     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; `traceparent` to
+     KvDestination.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree

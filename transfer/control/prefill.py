@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _MONITORED = (
     zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-MAX_MESSAGE_BYTES = 3 * MAX_FRAME_BYTES
-"""The largest message of a decode server: a message and its two arrays."""
+MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
+"""The largest message of a decode server: a message and its three arrays."""
 EVENTS_PER_TURN = 1024
 """Connection events read before messages are read and heartbeats are sent: thousands of peers may connect at once."""
 _WRONG_KEY = (zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC, zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)

@@ -82,8 +82,12 @@ def _text_or_items(value: object) -> object:
     return value
 
 
-class FunctionTool(FunctionDefinition):
+class _Typed(Body):
     type: Literal["function"]
+
+
+class FunctionTool(FunctionDefinition, _Typed):
+    """The type is the first field, so it is refused before a missing name: tools that OpenAI runs itself have none."""
 
 
 class FunctionChoice(Body):

@@ -194,7 +194,7 @@ async def test_failure_is_the_last_event_and_an_abort_ends_the_response(
         ({"store": True}, "store is not supported by this server (got true); only false is accepted"),
         ({"previous_response_id": "resp_1"}, 'previous_response_id is not supported by this server (got "resp_1")'),
         ({"background": True}, "background is not supported by this server (got true); only false is accepted"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].name is required"),
+        ({"tools": [{"type": "web_search"}]}, 'tools[0].type must be "function", got "web_search"'),
         ({"tools": [{**WEATHER, "type": "mcp"}]}, 'tools[0].type must be "function", got "mcp"'),
         ({"messages": []}, "messages is for /v1/chat/completions; here it is input"),
         ({"input": []}, "input is required and must not be empty"),

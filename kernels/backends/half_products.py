@@ -1,7 +1,8 @@
 """Products of 16-bit matrices on CPUs.
 
-Where a processor has no instructions for the type, torch takes much longer than in float32: 270 times as long for
-bfloat16 on Neoverse-N1. There values are expanded to float32 and the results rounded once, as everywhere else.
+Where a processor has no instructions for the type, torch takes much longer than in float32: 80 to 270 times as long
+for 8 to 512 rows of bfloat16 on Neoverse-N1. There values are expanded to float32 and the results rounded once, as
+everywhere else.
 """
 
 import time

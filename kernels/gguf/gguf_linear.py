@@ -26,7 +26,7 @@ from .interleaved import GROUP_ROWS, LARGEST, SMALLEST, TILE_COLUMNS, plain_rows
 
 FEW_ROWS = 32
 """Up to this many rows of x are few: at 32, the Numba kernel takes three quarters of the time (AVX-512). On NEON, all
-numbers are few for interleaved blocks: 37 rows take half of the time, 512 four fifths (Neoverse-N1).
+numbers are few for interleaved blocks: 32 rows take half of the time, 512 four fifths (Neoverse-N1).
 """
 SCRATCH_BYTES = 4 << 20
 """Unpacked weights in memory at a time: the cache holds them, and torch's products of them are efficient."""

@@ -246,7 +246,9 @@ class _Connection(asyncio.Protocol):
         self.usable = keeps_alive and not self._transport.is_closing()
 
     def close(self) -> None:
-        """At once: nothing is in flight, and the event loop may end before TLS has said goodbye."""
+        """Close the connection without the TLS shutdown: no request is open, and the event loop may end before the
+        server answers.
+        """
         self.usable = False
         self._transport.abort()
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .streams import is_beside
+
 _COUNTERS = 4096
 
 
@@ -23,7 +25,13 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-@functools.cache
 def counters_of(device: torch.device) -> torch.Tensor:
-    """Zeros, which every kernel leaves as zeros. Kernels that use them run one after another, on one stream."""
+    """Zeros, which every kernel leaves as zeros. Kernels that use the same ones run one after another: those of a
+    model's steps, and those that run beside them (streams.py).
+    """
+    return _counters(device, is_beside())
+
+
+@functools.cache
+def _counters(device: torch.device, _beside: bool) -> torch.Tensor:
     return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

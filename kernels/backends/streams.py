@@ -1,11 +1,20 @@
-"""Every thread that uses a GPU enqueues its work on a stream of its own, never on the legacy default stream.
+"""Every thread that uses a GPU enqueues its work on a stream of its own, never on the legacy default stream. It has a
+side stream for small kernels that can run concurrently with those of its own.
 
 Mooncake's CUDA IPC transport waits, before every write, for all work on the legacy default stream. A rank that computed
 on it would send the KV of one step only after the steps queued behind it. Streams made by torch do not synchronise with
 the legacy default stream.
 """
 
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
+
+_Result = TypeVar("_Result")
+_thread = threading.local()
+_FEW_ROWS = 128
 
 
 def use_own_stream(device: torch.device) -> None:
@@ -28,3 +37,46 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait for all work that this thread has enqueued on `device`."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def start_beside(device: torch.device, compute: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Enqueue the kernels of `compute` on the side stream: after all work of this thread so far, concurrent with what
+    it enqueues next. Returns a function that orders later work after them, and returns the result.
+
+    It is for kernels that leave most of the GPU idle. Several computations run one after another. What they read must
+    be kept until their results are requested. A CUDA graph can capture them. On a CPU they are computed at once.
+    """
+    if device.type != "cuda":
+        result = compute()
+        return lambda: result
+    assert not is_beside(), "a computation on the side stream starts no other one"
+    if not hasattr(_thread, "side"):
+        _thread.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    side = _thread.side
+    side.wait_stream(torch.cuda.current_stream(device))
+    _thread.beside = True
+    try:
+        with torch.cuda.stream(side):
+            result = compute()
+    finally:
+        _thread.beside = False
+    done = side.record_event()
+
+    def finished() -> _Result:
+        torch.cuda.current_stream(device).wait_event(done)
+        return result
+
+    return finished
+
+
+def beside_if_few(x: torch.Tensor, compute: Callable[[], _Result]) -> Callable[[], _Result]:
+    """`start_beside` if x has so few rows that their kernels leave most of the GPU idle; otherwise computes at once."""
+    if len(x) <= _FEW_ROWS:
+        return start_beside(x.device, compute)
+    result = compute()
+    return lambda: result
+
+
+def is_beside() -> bool:
+    """Whether the calling thread is in a `compute` of `start_beside`."""
+    return getattr(_thread, "beside", False)

@@ -16,7 +16,8 @@ in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. so
 
 Attention over packed pages has two ways. If several queries share their rows, as in a chunk of a prompt, all pages of
 the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of each
-query, in memory or in registers.
+query, in memory or in registers: in csrc/packed_mla.cu for the geometry of DeepSeek-V3.2 on Hopper, in Triton for
+others.
 
 Lower bound: every packed row read once, every unpacked row written once.
 """
@@ -26,13 +27,14 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
-from .sparse_mla import check_rows, check_strides, sparse_mla
+from .sparse_mla import SparseMlaImpl, check_rows, check_strides, sparse_mla
+from .sparse_mla_cuda import PACKED_HEADS, launch_packed_mla_cuda, unsuitable_packed
 
 _WORKSPACE_BYTES = 256 << 20
 """Of unpacked rows."""
-FUSED_HEADS = 16
-"""With up to so many heads, sparse_mla_packed reads packed rows directly on a GPU: 49 us for 32 queries and 2,048 rows
-on an H200, instead of 28 to unpack the rows and 35 to attend to them.
+FUSED_HEADS = PACKED_HEADS
+"""With up to so many heads, sparse_mla_packed reads packed rows directly on a GPU: 23 us (Triton: 48) for 32 queries
+and 2,048 rows on an H200, instead of 28 to unpack the rows and 35 to attend to them.
 """
 
 
@@ -134,15 +136,15 @@ def sparse_mla_packed(
     *,
     scale: float,
     value_dim: int,
-    impl: Impl = "auto",
+    impl: SparseMlaImpl = "auto",
     fused: bool | None = None,
 ) -> torch.Tensor:
     """sparse_mla.py over packed pages. Unpacks rows into a workspace first, some tokens at a time, or, if `fused`, in
-    the registers of the Triton kernel that attends to them; None if the number of heads decides.
+    the registers of the kernel that attends to them; None if the number of heads decides.
     """
     tokens, heads, dim = query.shape
-    if use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused):
-        return _sparse_mla_fused(query, pages, rows, scale=scale, value_dim=value_dim)
+    if impl == "cuda" or (use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused)):
+        return _sparse_mla_fused(query, pages, rows, scale=scale, value_dim=value_dim, impl=impl)
     at_once = max(rows_at_once(dim, query.dtype) // max(rows.shape[1], 1), 1)
     parts = []
     for first in range(0, tokens, at_once):
@@ -153,16 +155,23 @@ def sparse_mla_packed(
 
 
 def _sparse_mla_fused(
-    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, *, scale: float, value_dim: int, impl: SparseMlaImpl
 ) -> torch.Tensor:
-    from .packed_rows_triton import launch_sparse_mla_packed
-
     tokens, heads, dim = query.shape
     if _unpacked_dim(pages, value_dim) != dim:
         raise ValueError(f"pages {list(pages.shape)} do not hold packed rows for query {list(query.shape)}")
     check_rows(query, rows)
     check_strides(query, pages, rows)
+    reason = unsuitable_packed(query, pages, scale=scale, value_dim=value_dim)
+    if impl == "cuda" and reason is not None:
+        raise ValueError(f"the CUDA kernel of sparse_mla_packed does not support this: {reason}")
     out = torch.empty(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
-    if tokens:
+    if not tokens:
+        return out
+    if impl != "triton" and reason is None:
+        launch_packed_mla_cuda(query, pages, rows, out, scale=scale)
+    else:
+        from .packed_rows_triton import launch_sparse_mla_packed
+
         launch_sparse_mla_packed(query, pages, rows, out, scale=scale)
     return out

@@ -1,4 +1,4 @@
-"""Launcher of csrc/sparse_mla.cu, which supports only the geometry of DeepSeek-V3.2 on Hopper."""
+"""Launchers of csrc/sparse_mla.cu and csrc/packed_mla.cu, for the geometry of DeepSeek-V3.2 on Hopper."""
 
 import functools
 
@@ -14,6 +14,11 @@ THREADS, SHARED_BYTES = 384, 227 << 10
 """Of a block of csrc/latent_attention.cuh."""
 _DIM, _VALUE_DIM = 576, 512
 _WORD_BYTES = 16
+PACKED_HEADS = 16
+"""The most heads that csrc/packed_mla.cu supports."""
+_PACKED_THREADS = 256
+_PACKED_SHARED_BYTES = 113 << 10
+"""Of a block of csrc/packed_mla.cu; two of them run on a multiprocessor."""
 
 
 def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
@@ -84,3 +89,64 @@ def launch_sparse_mla_cuda(
         shared_bytes=SHARED_BYTES,
         overlap_previous=True,
     )
+
+
+def unsuitable_packed(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
+    """Why csrc/packed_mla.cu does not support these tensors, `pages` of packed rows (packed_rows.py), or None."""
+    reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
+    if reason is None and query.dtype != torch.bfloat16:
+        return f"{query.dtype} is not bfloat16"
+    if reason is None and query.shape[1] > PACKED_HEADS:
+        return f"{query.shape[1]} heads are more than {PACKED_HEADS}"
+    return reason
+
+
+@functools.cache
+def num_packed_shares(tokens: int, blocks: int, sms: int) -> int:
+    """Shares to split the `blocks` of rows of each token into: one per SM if a share then has few blocks, otherwise two
+    per SM. Partial results cost time, too: 8 tokens with 2,048 rows took 14.8 us in 16 shares on an H200, 21.0 in 32.
+    """
+    few = 4
+    alone = ceil_div(blocks, max(sms // tokens, 1))
+    of_share = alone if alone <= few else ceil_div(blocks, max(2 * sms // tokens, 1))
+    return ceil_div(blocks, of_share)
+
+
+def launch_packed_mla_cuda(
+    query: torch.Tensor, pages: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, *, scale: float
+) -> None:
+    """Fill `out` [T, H, 512]; not for `unsuitable_packed` tensors."""
+    tokens, heads, _ = query.shape
+    blocks = max(ceil_div(rows.shape[1], _BLOCK_ROWS), 1)
+    shares = num_packed_shares(tokens, blocks, multiprocessors(query.device))
+    partial = log_sum = out
+    if shares > 1:
+        partial = torch.empty(tokens, shares, heads, _VALUE_DIM, dtype=torch.float32, device=query.device)
+        log_sum = torch.empty(tokens, shares, heads, dtype=torch.float32, device=query.device)
+    constants = (("ALONE", int(shares == 1)), ("PAGE_SIZE", pages.shape[1]))
+    kernel = load_kernel("packed_mla.cu", "packed_mla", query.device, constants, _PACKED_SHARED_BYTES)
+    kernel.launch(
+        query.data_ptr(),
+        query.stride(0) * query.itemsize,
+        query.stride(1) * query.itemsize,
+        pages.data_ptr(),
+        *pages.stride()[:2],
+        rows.data_ptr(),
+        rows.stride(0),
+        rows.shape[1],
+        ceil_div(blocks, shares) * _BLOCK_ROWS,
+        shares,
+        log2_scale_bits(scale),
+        out.data_ptr(),
+        partial.data_ptr(),
+        log_sum.data_ptr(),
+        heads,
+        blocks=tokens * shares,
+        threads=_PACKED_THREADS,
+        shared_bytes=_PACKED_SHARED_BYTES,
+        overlap_previous=True,
+    )
+    if shares > 1:
+        from .sparse_mla_triton import launch_combine
+
+        launch_combine(partial, log_sum, out)

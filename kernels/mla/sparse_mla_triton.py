@@ -256,15 +256,23 @@ def launch_attention(
         **overlap_options(device),
     )
     if shares > 1:
-        _combine[(tokens * heads,)](
-            partial,
-            log_sum,
-            out,
-            shares,
-            HEADS=heads,
-            VALUE=value_dim,
-            BLOCK_V=block_v,
-            BLOCK=_COMBINED_AT_ONCE,
-            num_warps=4,
-            **overlap_options(device),
-        )
+        launch_combine(partial, log_sum, out)
+
+
+def launch_combine(partial: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out` [T, H, value_dim] from the results of shares [T, shares, H, value_dim], and the binary logarithms of
+    their sums of weights [T, shares, H].
+    """
+    tokens, heads, value_dim = out.shape
+    _combine[(tokens * heads,)](
+        partial,
+        log_sum,
+        out,
+        partial.shape[1],
+        HEADS=heads,
+        VALUE=value_dim,
+        BLOCK_V=max(triton.next_power_of_2(value_dim), 16),
+        BLOCK=_COMBINED_AT_ONCE,
+        num_warps=4,
+        **overlap_options(out.device),
+    )

@@ -24,6 +24,8 @@ product.
 Lower bounds: with few tokens, the weights of all experts that have any read once; with many, the products.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import grouped_mm
 
@@ -74,11 +76,12 @@ def grouped_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
-    shared: torch.Tensor | None = None,
+    shared: Callable[[], torch.Tensor] | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """The sum over the experts of this rank, plus `shared` [T, hidden]; see the module docstring. `num_experts` are
-    those of all ranks, by default those of this one.
+    """The sum over the experts of this rank, plus what `shared` returns, [T, hidden]; see the module docstring. It is
+    called late, because it may wait for another stream. `num_experts` are those of all ranks, by default those of this
+    one.
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
@@ -88,14 +91,14 @@ def grouped_experts(
         if limit is not None or not (on_triton and (x.dtype.itemsize == 2 or impl == "triton")):
             own = None if num_experts == len(gate_up) else first
             routed = plain_experts(x, weights, experts, gate_up, down, *options, first=own)
-            return routed if shared is None else routed + shared
+            return routed if shared is None else routed + shared()
     elif not on_triton:
         routed = experts_reference(x, weights, experts, gate_up, down, *options, first=first, exact=exact)
-        return routed if shared is None else routed + shared
+        return routed if shared is None else routed + shared()
     _check(x, weights, experts, gate_up, down)
     out = torch.empty_like(x)
     plain = all(each is None for each in options)
-    if plain and suits_token_experts(x, weights, experts, gate_up, down, shared):
+    if plain and suits_token_experts(x, weights, experts, gate_up, down):
         launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
         return out
     rows = tile_rows(experts.numel(), num_experts)
@@ -116,7 +119,7 @@ def grouped_experts(
     else:
         results, place = _grouped_results(x, routing, gate_up, down), routing.place
     add = launcher("moe.weighted_sum_triton", "launch_weighted_sum")
-    add(results, weights, experts, first, len(gate_up), out, place=place, shared=shared)
+    add(results, weights, experts, first, len(gate_up), out, place=place, shared=None if shared is None else shared())
     return out
 
 

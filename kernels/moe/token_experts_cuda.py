@@ -4,6 +4,7 @@ Of a single token, every expert has one row: there is nothing to sort, and a ker
 would only wait for the one before.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,25 +33,16 @@ class _Matrices(NamedTuple):
 
 
 def suits_token_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-    shared: torch.Tensor | None = None,
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight
 ) -> bool:
     """Whether the kernels take these tensors, and so few tokens."""
     if not x.is_cuda or x.dtype.itemsize != 2 or not can_run(x.device):
         return False
     if not 1 <= len(x) <= MOST_TOKENS or experts.numel() > MOST_CHOICES or x.data_ptr() % 16:
         return False
-    if (
-        weights.dtype != torch.float32
-        or experts.dtype != torch.int64
-        or (shared is not None and shared.dtype != x.dtype)
-    ):
+    if weights.dtype != torch.float32 or experts.dtype != torch.int64:
         return False
-    if not all(each.is_contiguous() for each in (x, weights, experts, x if shared is None else shared)):
+    if not all(each.is_contiguous() for each in (x, weights, experts)):
         return False
     return all(_suits(weight, x.dtype) for weight in (gate_up, down)) and type(gate_up) is type(down)
 
@@ -97,13 +89,13 @@ def launch_token_experts(
     out: torch.Tensor,
     *,
     first: int,
-    shared: torch.Tensor | None,
+    shared: Callable[[], torch.Tensor] | None,
 ) -> None:
-    """Fill `out` [tokens, hidden]; for tensors that `suits_token_experts` accepts."""
+    """Fill `out` [tokens, hidden]; for tensors that `suits_token_experts` accepts. `shared` returns one like it."""
     gated = x.new_empty(experts.numel(), down.shape[-1])
     numbers = experts.data_ptr()
     _launch("expert_gates", x, gate_up, (numbers, gated.data_ptr()), experts, gated.shape[1], first, bias=0)
-    added = (out if shared is None else shared).data_ptr()
+    added = (out if shared is None else shared()).data_ptr()
     pointers = numbers, weights.data_ptr(), added, out.data_ptr()
     _launch("expert_sums", gated, down, pointers, experts, out.shape[1], first, bias=0 if shared is None else 2)
 

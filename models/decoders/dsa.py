@@ -6,11 +6,13 @@ up to itself.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
 
 from ...configs.errors import StartupError
+from ...kernels.backends.streams import beside_if_few
 from ...kernels.hisparse.slot_tables import KvRows
 from ...kernels.linear.rms_norm import rms_norm
 from ...kernels.mla.fp8_rows import FP8
@@ -28,7 +30,7 @@ from ..layers.batch import ForwardBatch
 from ..layers.hot_rows import HotLatentRows, all_resident
 from ..layers.indexer import IndexerParameters, index_weights
 from ..layers.latent_rows import LatentRows, PagedLatentRows, new_token_rows
-from ..layers.mla import compress, expand_head_queries, expand_index_queries, expand_queries
+from ..layers.mla import compress, expand_head_queries, expand_index_queries
 from ..layers.parallel import ALONE, Parallel
 from ..layers.unpacked_pages import PackedFormat
 from .latent import LatentDecoder
@@ -194,19 +196,18 @@ class DsaDecoder(LatentDecoder):
         for index, layer in enumerate(layers):  # like the latent pool, `index` counts the layers of this rank
             key_planes = index_pool.layer(self._groups[index])
             key = self._key_write(layer.indexer, key_planes, new_rows)
+            weights = None
+            if layer.indexer is not None:
+                weights = beside_if_few(normed, partial(index_weights, normed, layer.indexer))
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
             to_expand = compressed, layer.attention, dsa, *cos_sin
-            if layer.indexer is None:
+            if weights is None:
                 query = expand_head_queries(*to_expand)
             else:
-                weights = index_weights(normed, layer.indexer)
-                if rows.fetches:  # compute attention's queries while rows are fetched
-                    index_query = expand_index_queries(*to_expand, fp8_index=self._fp8_index)
-                    rows.select(index, self._select(index_query, weights, key_planes, plan))
-                    query = expand_head_queries(*to_expand)
-                else:
-                    query, index_query = expand_queries(*to_expand, fp8_index=self._fp8_index)
-                    rows.select(index, self._select(index_query, weights, key_planes, plan))
+                index_query = expand_index_queries(*to_expand, fp8_index=self._fp8_index)
+                expanded = beside_if_few(compressed, partial(expand_head_queries, *to_expand))
+                rows.select(index, self._select(index_query, weights(), key_planes, plan))
+                query = expanded()
             pages, selected = rows.selected(index)
             attend = sparse_mla if pages.dtype == query.dtype else sparse_mla_packed
             attended = attend(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)

@@ -73,7 +73,6 @@ class HotLatentRows:
             self._swaps = cache.swaps(plan.tokens)
         self._selection: HotRows | None = None
         self._hot_rows = cache.tables.newest_rows(hot_slots, plan.visible)  # [groups, T]
-        self.fetches = not all_resident and cache.side_stream is not None
         self._fetched: dict[int, torch.cuda.Event] = {}
         self._being_read: torch.Tensor | None = None
         """Tensors that the side stream uses. They are kept, because the allocator would reuse freed memory at once."""

@@ -41,9 +41,6 @@ class LatentRows(Protocol):
     last layer: `finish`. Work between `select` and `selected` runs concurrently with fetches.
     """
 
-    fetches: bool
-    """Whether rows are fetched, concurrently with computation."""
-
     def place(self, layer: int) -> RowPlaces:
         """Where to write the new tokens' rows [T]."""
 
@@ -63,8 +60,6 @@ class LatentRows(Protocol):
 
 class PagedLatentRows:
     """All rows are in the pages of a pool: only a lookup in the page table is needed."""
-
-    fetches = False
 
     def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows, packed: PackedFormat | None = None) -> None:
         """`packed` says how the rows are packed, if they are."""

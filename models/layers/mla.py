@@ -68,21 +68,6 @@ def compress(
     )
 
 
-def expand_queries(
-    compressed: torch.Tensor,
-    parameters: MlaParameters,
-    config: DsaConfig,
-    cos: torch.Tensor,
-    signed_sin: torch.Tensor,
-    *,
-    fp8_index: bool,
-) -> tuple[torch.Tensor, IndexQueries]:
-    """The queries of the heads and of the indexer, in one pass."""
-    query, index_query = _expand(compressed, parameters.expand, parameters.kv_b, config, cos, signed_sin, fp8_index)
-    assert index_query is not None, "the layer has an indexer"
-    return query, index_query
-
-
 def expand_head_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: MlaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> torch.Tensor:

@@ -8,11 +8,13 @@ its result is a part of the sum. With experts in fp8, 4 bits or bfloat16 on CUDA
 a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from ...kernels.backends.streams import beside_if_few
 from ...kernels.linear.block_format import BlockScaled, Weight
 from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.float_linear import float_linear
@@ -80,7 +82,10 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
-    """x [T, hidden] through the selected experts and the shared one."""
+    """x [T, hidden] through the selected experts and the shared one, which is computed beside them if T is small."""
+    shared = None
+    if parameters.shared is not None:
+        shared = beside_if_few(x, functools.partial(mlp, x, parameters.shared))
     weights, experts = route(x, parameters.router, parameters.router_bias, config, parameters.logit_bias)
     return grouped_experts(
         x,
@@ -93,7 +98,7 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
         gate_up_bias=parameters.gate_up_bias,
         down_bias=parameters.down_bias,
         limit=config.limit,
-        shared=None if parameters.shared is None else mlp(x, parameters.shared),
+        shared=shared,
     )
 
 

@@ -63,8 +63,11 @@ def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.Monke
         query = torch.zeros(BATCH, 64, 576, dtype=torch.bfloat16, device=DEVICE)
         rows, out = torch.zeros(PAGES, PAGE_SIZE, 576, dtype=torch.bfloat16, device=DEVICE), query[..., :512].clone()
         sparse_mla_cuda.launch_sparse_mla_cuda(query, rows, integers(BATCH, TOP_K), out, scale=0.1)
+        packed = torch.zeros(PAGES, PAGE_SIZE, 656, dtype=torch.uint8, device=DEVICE)
+        few = query[:, :16]
+        sparse_mla_cuda.launch_packed_mla_cuda(few, packed, integers(BATCH, TOP_K), out[:, :16].clone(), scale=0.1)
         launch_select_top(torch.zeros(BATCH, 128, device=DEVICE), integers(BATCH), integers(BATCH, TOP_K))
-    assert launched == ["sparse_mla", "select_top"]
+    assert launched == ["sparse_mla", "packed_mla", "select_top"]
 
 
 def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +152,7 @@ def test_launches_for_the_experts_of_a_token_match_their_kernels(
         chosen = torch.tensor([[3, 0], [1, 2]], device=DEVICE)
         weights = torch.ones(2, 2, device=DEVICE)
         found = grouped_experts(
-            x, weights, chosen, matrices(256, 256), matrices(256, 128), shared=x.clone() if shared else None
+            x, weights, chosen, matrices(256, 256), matrices(256, 128), shared=x.clone if shared else None
         )
         assert found.shape == x.shape
     assert launched == ["expert_gates", "expert_sums"]

@@ -16,7 +16,8 @@ from pdserve.kernels.mla.packed_rows import (
     unpack_rows,
     unpack_rows_reference,
 )
-from pdserve.kernels.mla.sparse_mla import sparse_mla
+from pdserve.kernels.mla.sparse_mla import SparseMlaImpl, sparse_mla
+from pdserve.kernels.mla.sparse_mla_cuda import num_packed_shares
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -215,8 +216,8 @@ def test_rows_are_unpacked_in_registers(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 33, 140, 300])
-@pytest.mark.parametrize("heads", [8, 16, 32])
-def test_real_geometry_in_registers_equals_unpacked(tokens: int, heads: int) -> None:
+@pytest.mark.parametrize(("impl", "heads"), [("triton", 8), ("triton", 16), ("triton", 32), ("cuda", 5), ("cuda", 16)])
+def test_real_geometry_in_registers_equals_unpacked(impl: SparseMlaImpl, tokens: int, heads: int) -> None:
     """In 1 to 64 shares; a pool of more than 2^31 bytes, rows at its ends, tokens without rows."""
     device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
     pool = torch.empty(1000, layers, page_size, 656, dtype=torch.uint8, device=device)
@@ -231,11 +232,65 @@ def test_real_geometry_in_registers_equals_unpacked(tokens: int, heads: int) -> 
     query = torch.randn(tokens, heads, 576, device=device).to(torch.bfloat16)
     attend = functools.partial(sparse_mla_packed, query, pool[:, 60], rows, scale=576**-0.5, value_dim=512)
     with poisoned("auto"):
-        found = attend(fused=True)
+        found = attend(fused=True, impl=impl)
     torch.cuda.synchronize()
     expected = attend(impl="reference")
-    error = (found.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 6e-3  # rounding the result alone is 1.7e-3
+    assert relative_error(found, expected) < 6e-3  # rounding the result alone is 1.7e-3
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.cpu().double(), expected.cpu().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("k", [7, 64, 150])
+@pytest.mark.parametrize(("latent", "query"), [(1.0, 1.0), (1e-4, 1e-4), (1e4, 1e-4), (1e-4, 1e4), (1.0, 1e4)])
+def test_cuda_kernel_takes_numbers_of_any_size(k: int, page_size: int, latent: float, query: float) -> None:
+    """Latents and queries whose products would not fit a float16 if they were not scaled; NaN in all other rows."""
+    device, generator = torch.device("cuda"), torch.Generator().manual_seed(k)
+    rows = torch.stack([torch.randperm(256, generator=generator)[:k] for _ in range(3)]).int()
+    rows[torch.rand(rows.shape, generator=generator) < 0.2] = -1
+    rows[1] = -1
+    pool = torch.full((256 // page_size, LAYERS, page_size, 656), 0xFF, dtype=torch.uint8)
+    used = rows[rows >= 0].unique().long()  # type: ignore[no-untyped-call]
+    content = torch.randn(len(used), 576, generator=generator)
+    content[:, :512] *= latent * torch.logspace(-2, 0, 4).repeat_interleave(128)  # every group has its own scale
+    pool[used // page_size, LAYER, used % page_size] = pack_rows_reference(content, 512)
+    wide = torch.randn(3, 16, 592, generator=generator).to(torch.bfloat16) * query
+    pages, scale = pool.to(device)[:, LAYER], 1 / (24 * max(latent * query, query))
+    with poisoned("auto"):
+        found = sparse_mla_packed(
+            wide.to(device)[..., 16:], pages, rows.to(device), scale=scale, value_dim=512, impl="cuda"
+        )
+    expected = sparse_mla_packed(
+        wide[..., 16:].float(), pages.cpu(), rows, scale=scale, value_dim=512, impl="reference"
+    )
+    for group in range(0, 512, 128):
+        part = slice(group, group + 128)
+        assert relative_error(found[..., part], expected[..., part]) < 6e-3
+    assert not found[1].any()  # no rows: zeros, not NaN
+
+
+def test_share_has_whole_blocks_and_keeps_all_processors_busy() -> None:
+    """Of 32 blocks, on 132 processors: one share per processor, or two if shares would otherwise be long."""
+    found = [num_packed_shares(tokens, 32, 132) for tokens in (1, 4, 8, 16, 32, 64, 128, 132, 200, 1000)]
+    assert found == [32, 32, 16, 8, 8, 4, 2, 2, 1, 1]
+    assert num_packed_shares(1, 1, 132) == 1
+
+
+@pytest.mark.gpu
+def test_unsuitable_tensors_are_refused_by_the_cuda_kernel() -> None:
+    device = torch.device("cuda")
+    pages, rows = (
+        torch.zeros(2, 4, 656, dtype=torch.uint8, device=device),
+        torch.zeros(1, 4, dtype=torch.int32).to(device),
+    )
+    for heads, dtype, reason in ((17, torch.bfloat16, "17 heads"), (16, torch.float16, "float16 is not bfloat16")):
+        query = torch.zeros(1, heads, 576, dtype=dtype, device=device)
+        with pytest.raises(ValueError, match=reason):
+            sparse_mla_packed(query, pages, rows, scale=1.0, value_dim=512, impl="cuda")
 
 
 def test_unpacked_arguments_are_refused() -> None:

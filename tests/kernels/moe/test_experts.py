@@ -98,7 +98,7 @@ def test_the_shared_expert_is_added_last(here: Place, expanded: bool) -> None:
     shared = torch.randn_like(case.x)
     routed = grouped_experts(case.x, case.weights, case.chosen, *weights, impl=impl)
     with poisoned(impl):
-        found = grouped_experts(case.x, case.weights, case.chosen, *weights, shared=shared, impl=impl)
+        found = grouped_experts(case.x, case.weights, case.chosen, *weights, shared=lambda: shared, impl=impl)
     assert torch.equal(found, routed + shared)
 
 

@@ -190,11 +190,13 @@ def test_gpu_parts_do_not_wait_for_queued_steps(start_rank: Callable[..., Staged
     part = prefill.part(3, 14)
     pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
     scatter = PartScatter(part, 256, part.tokens * prefill.region.token_bytes, pages, first)
+    steps = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # as a rank's thread; scattering waits for the legacy one
     for busy in (False, True):  # the first time allocates, which waits for the device
-        if busy:
-            torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
         steps_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        steps_done.record()
+        with torch.cuda.stream(steps):
+            if busy:
+                torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
+            steps_done.record()
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]  # as the writer's thread
             wait = writer._gather(prefill.command(part, 0), slot=0)
         assert wait is not None

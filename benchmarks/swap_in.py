@@ -1,6 +1,6 @@
 """Swap-in on one GPU: plan and copy of one sparse layer, compared with SGLang's kernel and the PCIe limit.
 
-    python benchmarks/swap_in.py [--row-bytes 1152 656] [--json results.json]
+    python benchmarks/swap_in.py [--row-bytes 1152 656] [--hot-rows 4096] [--context 32768] [--json results.json]
 
 Each step selects 2,048 tokens per request, of which the given share is new and not in the hot buffer. A step is timed
 with events around one `swap_in`, while earlier work keeps the GPU busy, as in a serving step: launch times from Python
@@ -28,7 +28,7 @@ from pdserve.kernels.hisparse.swap_in import swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
 
 DEVICE = torch.device("cuda", 0)
-TOP_K, HOT_ROWS, CONTEXT, PAGE_SIZE = 2048, 4096, 32768, 64
+TOP_K, PAGE_SIZE = 2048, 64
 WARM_UP_STEPS, STEPS, ROUNDS = 6, 20, 3
 SLACK_TOKENS = 2 * (WARM_UP_STEPS + STEPS)  # a request's context grows by one per step
 
@@ -68,17 +68,19 @@ class Pools:
     host: torch.Tensor
     host_pages: torch.Tensor
     hot: torch.Tensor
+    hot_rows: int  # of a request
+    context: int
 
     @classmethod
-    def allocate(cls, requests: int, row_bytes: int) -> "Pools":
-        pages = requests * CONTEXT // PAGE_SIZE
+    def allocate(cls, requests: int, row_bytes: int, hot_rows: int, context: int) -> "Pools":
+        pages = requests * context // PAGE_SIZE
         host = torch.empty(pages, PAGE_SIZE, row_bytes, dtype=torch.uint8, pin_memory=True)
         for part in torch.split(host, 4096):
             part.copy_(torch.randint(256, part.shape, dtype=torch.uint8, device=DEVICE))
         order = torch.randperm(pages, device=DEVICE, dtype=torch.int32)
-        hot_pages = requests * buffer_pages(HOT_ROWS, PAGE_SIZE)
+        hot_pages = requests * buffer_pages(hot_rows, PAGE_SIZE)
         hot = torch.empty(hot_pages, PAGE_SIZE, row_bytes, dtype=torch.uint8, device=DEVICE)
-        return cls(host, order.view(requests, -1), hot)
+        return cls(host, order.view(requests, -1), hot, hot_rows, context)
 
 
 class Trace:
@@ -88,16 +90,21 @@ class Trace:
         self.pools, self.batch = pools, batch
         self.misses = TOP_K * share // 100
         self.tables = SlotTables.allocate(
-            groups=1, requests=batch, hot_rows=HOT_ROWS, max_context=CONTEXT, page_size=PAGE_SIZE, device=DEVICE
+            groups=1,
+            requests=batch,
+            hot_rows=pools.hot_rows,
+            max_context=pools.context,
+            page_size=PAGE_SIZE,
+            device=DEVICE,
         ).group(0)
         self.plan = SwapPlan.allocate(batch, TOP_K, DEVICE)
         self.requests = torch.randperm(batch, device=DEVICE, dtype=torch.int32)
         self.pages = pools.host_pages[:batch]
-        hot_pages = torch.randperm(len(pools.hot)).view(-1, buffer_pages(HOT_ROWS, PAGE_SIZE)).tolist()
+        hot_pages = torch.randperm(len(pools.hot)).view(-1, buffer_pages(pools.hot_rows, PAGE_SIZE)).tolist()
         for request in range(batch):
             self.tables.admit(request, resident=False)
-            self.tables.set_pages(request, hot_pages[request], capacity=HOT_ROWS)
-        first_length = CONTEXT - SLACK_TOKENS
+            self.tables.set_pages(request, hot_pages[request], capacity=pools.hot_rows)
+        first_length = pools.context - SLACK_TOKENS
         steps = WARM_UP_STEPS + STEPS
         orders = torch.rand(batch, first_length, device=DEVICE).argsort(dim=1).int()
         window = torch.arange(steps, device=DEVICE)[:, None] * self.misses + torch.arange(TOP_K, device=DEVICE)
@@ -189,13 +196,15 @@ def main() -> None:
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[1152, 656])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--shares", type=int, nargs="+", default=[0, 2, 10, 25], help="percent of top-k that is new")
+    parser.add_argument("--hot-rows", type=int, default=4096, help="of a request's buffer")
+    parser.add_argument("--context", type=int, default=32768, help="tokens of a request, a multiple of the page size")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     results = []
-    print(f"{torch.cuda.get_device_name()}; top-k {TOP_K}, hot rows {HOT_ROWS}, context {CONTEXT}")
+    print(f"{torch.cuda.get_device_name()}; top-k {TOP_K}, hot rows {args.hot_rows}, context {args.context}")
     for row_bytes in args.row_bytes:
-        pools = Pools.allocate(max(args.batches), row_bytes)
+        pools = Pools.allocate(max(args.batches), row_bytes, args.hot_rows, args.context)
         verify(pools)
         rate = bulk_rate(pools)
         cases = [(batch, share) for batch in args.batches for share in args.shares]

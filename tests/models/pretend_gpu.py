@@ -340,10 +340,10 @@ class PretendGpu(TorchFunctionMode):
             compute = linear.gated_linear if gated else linear.linear
             out.copy_(compute(x, weight, bias, impl="reference"))
 
-        def mix(x: torch.Tensor, *args: Any, first: int, shared: torch.Tensor | None) -> None:
+        def mix(x: torch.Tensor, *args: Any, first: int, shared: Callable[[], torch.Tensor] | None) -> None:
             *inputs, out = args
             mixed = experts.experts_reference(x, *inputs, first=first, exact=True)
-            out.copy_(mixed if shared is None else mixed + shared)
+            out.copy_(mixed if shared is None else mixed + shared())
 
         for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)

@@ -196,7 +196,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
-    kernels |= {"swap_in", "write_back"}
+    kernels |= {"packed_mla", "swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
     sources |= {name: f"linear/{name}.cu" for name in ("fp8_linear", "int4_linear", "plain_linear")}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")

@@ -262,11 +262,11 @@ def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch)
 def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import swap_in
 
-    for name, value in {"TOP_K": 8, "HOT_ROWS": 16, "CONTEXT": 256, "PAGE_SIZE": 4, "DEVICE": DEVICE}.items():
+    for name, value in {"TOP_K": 8, "PAGE_SIZE": 4, "DEVICE": DEVICE}.items():
         monkeypatch.setattr(swap_in, name, value)
     with PretendGpu():
         use_own_stream(DEVICE)
-        pools = swap_in.Pools.allocate(3, 32)
+        pools = swap_in.Pools.allocate(3, 32, hot_rows=16, context=256)
         swap_in.verify(pools)
         pools.host.add_(1)
         trace = swap_in.Trace(pools, 1, 25)

@@ -102,6 +102,7 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
+    effort: Text | None = optional("As `reasoning_effort` of a chat.")
     format: dict[str, Any] | None = optional('`{"type": "json_schema", "schema": ...}`: the output matches the schema.')
 
 

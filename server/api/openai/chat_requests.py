@@ -105,8 +105,7 @@ def render_chat(
     listed = [tool.model_dump(exclude_none=True) for tool in tools] or None
     if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):
         messages, listed = chat.with_tools_as_text(messages, listed or ()), None
-    variables = fields.chat_template_kwargs or {}
-    text = tokenizer.render_chat(messages, add_generation_prompt, variables, listed) + begun
+    text = tokenizer.render_chat(messages, add_generation_prompt, fields.template_variables(), listed) + begun
     return RenderedChat(text, tools, begun)
 
 

@@ -112,7 +112,8 @@ def render_chat(
 def _for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     """A message as chat templates expect it: fields that it does not have are absent."""
     missing = None if tokenizer.template_tests_content else ""
-    made: dict[str, Any] = {"role": message.role, "content": missing if message.text is None else message.text}
+    role = "system" if message.role == "developer" and not tokenizer.template_has_developer else message.role
+    made: dict[str, Any] = {"role": role, "content": missing if message.text is None else message.text}
     if message.tool_calls:
         made["tool_calls"] = [
             {

@@ -67,7 +67,7 @@ async def test_roles_in_any_case_and_integral_floats_are_accepted(decode: Runnin
     messages = [{"role": "Developer", "content": "Be brief."}, {"role": "tool", "content": "4"}]
     asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", max_tokens=1.0, lora_path="")
     submit = await decode.leader.expect(Submit)
-    assert bytes(submit.prompt_ids).decode() == "developer: Be brief.\ntool: 4\nassistant: "
+    assert bytes(submit.prompt_ids).decode() == "system: Be brief.\ntool: 4\nassistant: "
     assert submit.sampling.max_new_tokens == 1
     await decode.leader.send(make_finished("c", 0))
     assert (await asking).status_code == 200
@@ -320,6 +320,7 @@ async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServ
 
 
 def tokenizer_with(template: str, directory: Path) -> Tokenizer:
+    directory.mkdir(exist_ok=True)
     model = write_byte_model(directory)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
@@ -340,6 +341,15 @@ async def test_reasoning_effort_is_a_variable_of_the_template(tmp_path: Path, pa
         assert await prompt_of(server, path, **body) == "effort low\nuser: Hello\nassistant: "
         kwargs = {"chat_template_kwargs": {"reasoning_effort": "high"}}
         assert await prompt_of(server, path, **body, **kwargs) == "effort high\nuser: Hello\nassistant: "
+
+
+async def test_developer_is_system_unless_the_template_has_it(tmp_path: Path) -> None:
+    """Qwen's templates have branches for the roles they know and write nothing for others."""
+    messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    known = "{{% for m in messages if m.role in [{}] %}}{{{{ m.role }}}}: {{{{ m.content }}}}\n{{% endfor %}}"
+    for roles, first in (("'system', 'user'", "system"), ("'developer', 'system', 'user'", "developer")):
+        async with running_server(tokenizer_with(known.format(roles), tmp_path / first)) as server:
+            assert await prompt_of(server, messages=messages) == f"{first}: Be brief.\nuser: Hello\n"
 
 
 async def test_chat_template_fields_change_the_prompt(tmp_path: Path) -> None:

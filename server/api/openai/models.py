@@ -60,6 +60,10 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "chat_template": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
+        "top_a": (0,),  # this and the next two: clients of several servers send the samplers of all of them
+        "encoder_repetition_penalty": (1,),
+        "temperature_last": (False, True),
+        "reasoning_format": ("auto", "parsed", "deepseek"),  # llama.cpp's and Groq's names for separate reasoning
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "bad_words": ([],),

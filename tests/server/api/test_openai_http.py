@@ -224,6 +224,7 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ),
         ("chat/completions", {"messages": HELLO, "echo": True}, "echo"),
         ("chat/completions", {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
+        ("chat/completions", {"messages": HELLO, "top_a": 0.2}, "top_a"),
         ("completions", {"prompt": "a", "tools": [{}]}, "tools"),
         ("completions", {"prompt": "a", "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools[0].type"),
@@ -315,6 +316,11 @@ async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServ
         "prediction": {"type": "content", "content": "x"},
         "return_token_ids": False,
         "cache_salt": "s",
+        "seed": -1,
+        "top_a": 0.0,
+        "encoder_repetition_penalty": 1.0,
+        "temperature_last": True,
+        "reasoning_format": "auto",
     }
     assert await prompt_of(decode, messages=HELLO, **body) == "user: Hello\nassistant: "
 

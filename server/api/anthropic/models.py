@@ -107,12 +107,13 @@ class OutputConfig(Body):
 
 
 class CountTokensBody(RoutingFields, DistributionFields):
-    """What the prompt consists of."""
+    """What the prompt consists of. `context_management`, which Claude Code always sends, is ignored: it drops parts of
+    long conversations, and a conversation that is too long is refused.
+    """
 
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         "container": (),
-        "context_management": (),
         "mcp_servers": ([],),
         "output_format": (),
     }

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 MAX_OVERTAKES = 16
-"""Turns of other requests after which the oldest request comes first, whatever its priority."""
+"""In every queue of the schedulers: how often others may overtake a request until it is its turn."""
 
 
 class Prioritized(Hashable, Protocol):

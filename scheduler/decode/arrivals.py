@@ -79,7 +79,7 @@ class Arrivals:
             self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
             return None
         samples = prompt.waiting
-        path: KvPath = "gpu" if attempt.hot_pages or self._memory.hot is None else "host"
+        path: KvPath = "device" if attempt.hot_pages or self._memory.hot is None else "host"
         self._count_transfer(attempt, prompt, done, path, now)
         self._dispatcher.pace.served(now)
         self._remote.leave(prompt)

@@ -145,7 +145,7 @@ class FinishReason(msgspec.Struct, frozen=True):
 
 class Finished(FrontendMessage, frozen=True):
     """Terminal: the request is complete. `timeline` maps stage names to seconds, in order. `kv_path` is how the KV of
-    its prompt got here: computed here ("local"), or written by prefill to "gpu" or "host" memory.
+    its prompt got here: computed here ("local"), or written by prefill to "device" or "host" memory.
     """
 
     rid: str

@@ -35,7 +35,7 @@ class PageSpace(NamedTuple):
     def path(self, destination: KvDestination) -> KvPath:
         """Where the KV rows of this request go. A server without a hot pool has one memory for them."""
         to_host = destination.enable_hisparse or not self.hot_pages
-        return "host" if self.in_host_memory and to_host else "gpu"
+        return "host" if self.in_host_memory and to_host else "device"
 
 
 class PrefillRequest:
@@ -56,7 +56,7 @@ class PrefillRequest:
         self.indices = indices
         self.hot_indices = hot_indices or []
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
-        self.path: KvPath = "gpu"
+        self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)
         self.grant: PageGrant[KvPage] | None = None

@@ -59,7 +59,7 @@ class Transfers:
             # the prefix ends on a page boundary of decode
             return pages_holding(indices, theirs.page_size, start - prefix, end - prefix)[0]
 
-        to_hot_pool = theirs.hot_pages > 0 and request.path == "gpu"
+        to_hot_pool = theirs.hot_pages > 0 and request.path == "device"
         chunk = ChunkWrite(
             instance=request.instance,
             key=request.key,

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from ...configs.errors import ServerError
+from ...configs.errors import OverloadedError, ServerError
 from ...configs.sampling import Grammar
 from ...configs.setting_types import LoadFormat
 
@@ -25,6 +25,8 @@ START_S = 120.0
 MAX_REMEMBERED = 1024
 MAX_REMEMBERED_CHARACTERS = 32 << 20
 """Total length of the remembered grammars. Those that are too long to be compiled are remembered too."""
+MAX_WAITING = 64
+"""Most grammars that wait for the compiler, which compiles one at a time. More are refused."""
 TIMEOUT_REMEMBERED_S = 60.0
 """How long a grammar that took too long is refused without another try: the machine may have been overloaded."""
 
@@ -39,16 +41,38 @@ class GrammarChecker:
         self._max_compile_s = max_compile_s
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[Grammar, asyncio.Future[str | None]] = {}
+        """Grammars that are compiled, or wait for it."""
         self._known: OrderedDict[Grammar, tuple[str | None, float]] = OrderedDict()
         """Why a grammar is refused, and until when this is remembered."""
         self._known_characters = 0
 
     async def check(self, grammar: Grammar) -> str | None:
-        """Why this grammar is refused; None if it is accepted. Answers are cached. Raises ServerError."""
+        """Why this grammar is refused; None if it is accepted. Answers are cached, and equal grammars
+        are compiled once. Raises OverloadedError if too many others wait, and ServerError.
+        """
         problem, until = self._known.get(grammar, (None, -math.inf))
         if time.monotonic() < until:
             self._known.move_to_end(grammar)
             return problem
+        checking = self._waiting.get(grammar)
+        if checking is None:
+            if len(self._waiting) >= MAX_WAITING:
+                raise OverloadedError(
+                    f"{len(self._waiting)} grammars wait for the compiler already, which is the most; try again later"
+                )
+            checking = self._waiting[grammar] = asyncio.ensure_future(self._compile_and_remember(grammar))
+            checking.add_done_callback(lambda _: self._waiting.pop(grammar))
+        return await asyncio.shield(checking)  # others may wait for it too
+
+    def close(self) -> None:
+        """Kill the process, so that a compilation ends: Python does not exit before its threads."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if (process := self._process) is not None:
+            process.kill()
+
+    async def _compile_and_remember(self, grammar: Grammar) -> str | None:
+        problem: str | None
         try:
             problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
             self._remember(grammar, problem, math.inf)
@@ -56,12 +80,6 @@ class GrammarChecker:
             problem = f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
             self._remember(grammar, problem, time.monotonic() + TIMEOUT_REMEMBERED_S)
         return problem
-
-    def close(self) -> None:
-        """Kill the process, so that a compilation ends: Python does not exit before its threads."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        if (process := self._process) is not None:
-            process.kill()
 
     def _remember(self, grammar: Grammar, problem: str | None, until: float) -> None:
         if self._known.pop(grammar, None) is None:

@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with timeouts for incomplete requests and unread responses.
 
-It fixes two defects: uvicorn loses the body of a request that offers HTTP/2, as Java's client does, and sends chunks to
-HTTP/1.0 clients, which cannot read them.
+It fixes three defects: uvicorn loses the body of a request that offers HTTP/2, as Java's client does, sends chunks to
+HTTP/1.0 clients, which cannot read them, and resets connections whose request was refused before its body had arrived.
 """
 
 import array
@@ -25,6 +25,9 @@ HEADER_LINE_BYTES = 4
 
 HANG_UP_S = 1.0
 """How long a refused client may continue to send before its connection is closed."""
+
+LINGER_S = 10.0
+"""How long the rest of a body may arrive after the response, on a connection that ends with it."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
@@ -52,6 +55,27 @@ def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any,
     return send
 
 
+def lingering_send(
+    cycle: RequestResponseCycle, linger: Callable[[], None]
+) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """`send` for a connection that ends with the response, as those of HTTP/1.0 clients do. A response may end before
+    the body of its request has arrived, for example 413. `linger` is called instead of closing the connection then:
+    closing it would reset it, and a client that is still sending would not read the response.
+    """
+    closing_send = cycle.send
+
+    async def send(message: Any) -> None:  # Any: as above
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if not (is_last and cycle.more_body):
+            await closing_send(message)
+            return
+        cycle.keep_alive = True  # the header `connection: close` is sent already
+        await closing_send(message)
+        linger()
+
+    return send
+
+
 class PatientHttpProtocol(HttpToolsProtocol):
     """Closes a connection whose client is idle for too long or sends too many headers.
 
@@ -70,6 +94,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
     _headers_due: asyncio.TimerHandle | None = None
     _hanging_up: asyncio.TimerHandle | None = None
+    _lingering: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _in_body = False
 
@@ -103,10 +128,14 @@ class PatientHttpProtocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             # uvicorn makes the cycle itself
             self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
+        if not self.cycle.keep_alive:
+            self.cycle.send = lingering_send(self.cycle, self._linger)  # type: ignore[assignment, method-assign]
 
     def on_message_complete(self) -> None:
         self._in_body = False
         super().on_message_complete()
+        if self._lingering is not None:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._hanging_up is None:
@@ -122,8 +151,9 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        if self._hanging_up is not None:
-            self._hanging_up.cancel()
+        for timer in (self._hanging_up, self._lingering):
+            if timer is not None:
+                timer.cancel()
         self._stop_expecting_headers()
         super().connection_lost(exc)
 
@@ -155,6 +185,13 @@ class PatientHttpProtocol(HttpToolsProtocol):
         # ignore what the client still sends: closing now would reset the connection before it reads the response
         self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
         self._stop_expecting_headers()
+
+    def _linger(self) -> None:
+        """Close the connection when the body has arrived, which is ignored."""
+        if self._in_body:
+            self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _wait(self) -> None:
         self._stop_waiting()

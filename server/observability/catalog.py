@@ -78,8 +78,8 @@ _STORE = {
     "outages": "Times that the KV store stopped answering.",
 }
 _KV_PATHS = "Prompts by the memory that prefill writes their KV to, and the reason (HiSparse)."
-_KV_PATH_REASONS = {"gpu": ("resident",), "host": ("peer", "samples", "one_token", "hot_rows", "in_use")}
-_PATH_BYTES = "Bytes of KV transferred, by the memory they were written to on decode: gpu or host."
+_KV_PATH_REASONS = {"device": ("resident",), "host": ("peer", "samples", "one_token", "hot_rows", "in_use")}
+_PATH_BYTES = "Bytes of KV transferred, by the memory they were written to on decode: device or host."
 
 COUNTERS: Mapping[str, Exported] = (
     _same_names(
@@ -146,7 +146,7 @@ COUNTERS: Mapping[str, Exported] = (
         ),
     }
     | {f"store_{name}": Exported(f"kv_store_{name}", text) for name, text in _STORE.items()}
-    | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("gpu", "host")}
+    | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("device", "host")}
     | {f"dispatch_{by}": Exported("dispatches", _DISPATCHES, (("by", by),)) for by in ("prefix", "load")}
     | {
         f"{place}_prefill_{reason}": Exported("prefill_placements", _PLACEMENTS, (("place", place), ("reason", reason)))

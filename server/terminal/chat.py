@@ -16,7 +16,7 @@ import httpx
 from rich.console import Console
 
 from ...configs.errors import StartupError
-from ...configs.words import counted
+from ...configs.words import counted, whole_characters
 from .options import NEEDS_KEY, ChatOptions
 from .tls import describe, verification
 
@@ -71,12 +71,13 @@ class Chat:
         self._options = options
         self._stdout = stdout
         self._notes = Console(stderr=not stdout.isatty(), highlight=False, style="dim")
-        self.system = options.system
+        self.system = None if options.system is None else whole_characters(options.system)
         self.messages: list[dict[str, str]] = []
         self.ended = False
 
     def take(self, line: str) -> bool:
         """Whether the line was a known command, or a message with an answer. Ctrl-C ends an answer early."""
+        line = whole_characters(line)  # bytes that are not UTF-8 are surrogates
         if not line.startswith("/"):
             return self._answer(line)
         command, _, rest = line.partition(" ")

@@ -119,6 +119,13 @@ class Tokenizer:
         test = re.compile(r"content(['\"]\])? is (not )?none", re.IGNORECASE)
         return all(test.search(template or "") for template in (self.chat_template, self.tool_template))
 
+    @cached_property
+    def template_has_developer(self) -> bool:
+        """Whether the chat templates have the role `developer`, OpenAI's newer name of `system`. Many ignore messages
+        of roles that they do not have.
+        """
+        return all("developer" in (template or "") for template in (self.chat_template, self.tool_template))
+
     def special_tokens_in(self, texts: Sequence[str]) -> frozenset[int]:
         """The special tokens that are a part of one of these texts."""
         return frozenset(

@@ -163,7 +163,7 @@ def test_kv_goes_to_host_memory_over_tcp_and_to_the_gpu_between_gpus(servers: Se
     for name in DECODES:
         servers.decode(name)
     routes = [peer["transports"] for peer in servers.prefill.info()["peers"]]
-    both = {"latent": "tcp", "latent (gpu)": "nvlink", "indexer": "nvlink"}
+    both = {"latent": "tcp", "latent (device)": "nvlink", "indexer": "nvlink"}
     assert routes.count(both) == len(DECODES) - 1, routes
     assert routes.count({"latent": "nvlink", "indexer": "nvlink"}) == 1, routes
 
@@ -173,14 +173,14 @@ def test_rows_go_to_the_gpu_and_then_to_host_memory(servers: Servers) -> None:
     a page on.
     """
     decode = servers.decode("2k-graphs")
-    before = decode.count("path_bytes_gpu")
+    before = decode.count("path_bytes_device")
     for prompt, expected in zip(servers.prompts[1:4], servers.expected[1:4], strict=True):
         result = decode.post(prompt, NEW_TOKENS).raise_for_status().json()
         assert result["output_ids"] == expected
-        assert result["meta_info"]["kv_path"] == "gpu", len(prompt)
+        assert result["meta_info"]["kv_path"] == "device", len(prompt)
         again = decode.post([*prompt, *expected[:5]], NEW_TOKENS - 5).raise_for_status().json()
         assert again["output_ids"] == expected[5:]
-    assert decode.count("path_bytes_gpu") > before
+    assert decode.count("path_bytes_device") > before
     check_pools(decode)
 
 

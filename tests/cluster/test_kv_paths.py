@@ -32,7 +32,7 @@ HOT_ROWS = 2 * TOPK
 BUFFER = HOT_ROWS // PAGE + 1
 GPU_ROWS = 13 * PAGE - 1
 """Rows of the longest prompt that goes to the GPU: the hot pool has a buffer for each of six slots and eight pages."""
-PATHS = ["gpu" if length <= GPU_ROWS else "host" for length in LENGTHS]
+PATHS = ["device" if length <= GPU_ROWS else "host" for length in LENGTHS]
 
 
 def start_decode(source: Source, *flags: str) -> Server:
@@ -55,7 +55,7 @@ def path_bytes(server: Server) -> dict[str, float]:
 
 def test_short_prompts_go_to_the_gpu_and_long_ones_to_host_memory(source: Source) -> None:
     """One by one, so that memory is free. Both servers count the bytes of each path; a response names its path."""
-    assert set(PATHS) == {"gpu", "host"}
+    assert set(PATHS) == {"device", "host"}
     decode = start_decode(source)
     before = path_bytes(source.prefill)
     results = [answer(decode, prompt) for prompt in source.prompts]
@@ -64,20 +64,20 @@ def test_short_prompts_go_to_the_gpu_and_long_ones_to_host_memory(source: Source
     token_bytes = LAYERS * ROW_BYTES + source.case.largest_stage[1][1] * KEY_BYTES
     expected = {
         path: sum(length for length, taken in zip(LENGTHS, PATHS, strict=True) if taken == path) * token_bytes
-        for path in ("gpu", "host")
+        for path in ("device", "host")
     }
     assert path_bytes(decode) == expected
     after = path_bytes(source.prefill)
     assert {path: after[path] - before[path] for path in after} == expected
     counters = decode.settled_info()["counters"]
-    assert counters["kv_path_gpu_resident"] == PATHS.count("gpu")
+    assert counters["kv_path_device_resident"] == PATHS.count("device")
     assert counters["kv_path_host_hot_rows"] == PATHS.count("host")
     (routes,) = (peer["transports"] for peer in source.prefill.info()["peers"] if peer["transports"])
-    assert routes == {"latent": "tcp", "latent (gpu)": "tcp", "indexer": "tcp"}
+    assert routes == {"latent": "tcp", "latent (device)": "tcp", "indexer": "tcp"}
     # again, all at once: cached prefixes, which came on either path, are copied into hot buffers
     assert generate_all(decode, source) == source.expected
     assert decode.count("prefix_tokens_reused") > 0
-    assert answer(decode, source.prompts[3] + source.expected[3])["meta_info"]["kv_path"] == "gpu"
+    assert answer(decode, source.prompts[3] + source.expected[3])["meta_info"]["kv_path"] == "device"
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -89,13 +89,13 @@ def test_requests_of_both_paths_become_evicting_retract_and_end_with_the_right_t
     decode = source.decode(*sizes, "--max-running-requests", "2", "--growth-tokens", "8", "--no-prefix-cache")
     with ThreadPoolExecutor(8) as pool:
         long = pool.submit(answer, decode, source.prompts[3], many)
-        wait_until(lambda: decode.count("path_bytes_gpu") > 0 or long.done(), 30, "rows on the GPU")
+        wait_until(lambda: decode.count("path_bytes_device") > 0 or long.done(), 30, "rows on the GPU")
         others = [pool.submit(answer, decode, prompt) for prompt in source.prompts]
         assert [other.result(90)["output_ids"] for other in others] == source.expected
         tokens = long.result(90)["output_ids"]
     assert len(tokens) == many
     assert is_reference_greedy(load_reference(source.model), source.prompts[3], tokens)
-    assert long.result()["meta_info"]["kv_path"] == "gpu"
+    assert long.result()["meta_info"]["kv_path"] == "device"
     assert {other.result()["meta_info"]["kv_path"] for other in others} >= {"host"}
     counters = decode.settled_info()["counters"]
     assert counters["hot_misses"] > 0
@@ -115,11 +115,11 @@ def test_prefix_that_ends_inside_a_page_is_kept_and_only_the_rest_is_sent(source
     before, reused = path_bytes(decode), decode.count("prefix_tokens_reused")
     results = [answer(decode, prompt) for prompt in prompts]
     assert [result["output_ids"] for result in results] == expected
-    assert [result["meta_info"]["kv_path"] for result in results] == ["gpu", "host"]
+    assert [result["meta_info"]["kv_path"] for result in results] == ["device", "host"]
     assert decode.count("prefix_tokens_reused") - reused == sum(shared)
     token_bytes = LAYERS * ROW_BYTES + source.case.largest_stage[1][1] * KEY_BYTES
     after = path_bytes(decode)
-    assert {path: after[path] - before[path] for path in after} == {"gpu": 6 * token_bytes, "host": 6 * token_bytes}
+    assert {path: after[path] - before[path] for path in after} == {"device": 6 * token_bytes, "host": 6 * token_bytes}
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -133,7 +133,7 @@ def test_several_ranks_receive_rows_on_the_gpu(source: Source, layout: tuple[str
     )
     assert generate_all(decode, source) == source.expected
     assert [answer(decode, prompt)["output_ids"] for prompt in source.prompts] == source.expected
-    assert decode.count("path_bytes_gpu") > 0
+    assert decode.count("path_bytes_device") > 0
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -220,7 +220,7 @@ def test_servers_of_other_versions_pair_and_transfer(source: Source, tmp_path: P
         results = [answer(decode, prompt) for prompt in source.prompts]
         assert [result["output_ids"] for result in results] == source.expected
         paths = {result["meta_info"]["kv_path"] for result in results}
-        assert paths == ({"host"} if version == "old" else {"gpu", "host"})
+        assert paths == ({"host"} if version == "old" else {"device", "host"})
         assert "another version of the protocol" in other.log.read_text()
         decode.check_clean()
     finally:

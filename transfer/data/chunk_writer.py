@@ -64,11 +64,11 @@ class _RegionPlan:
     def name(self) -> str:
         """The name of the destination in logs and in /server_info."""
         kind = "+".join(self.source.layout.kind)
-        return f"{kind} ({self.path})" if self.path == "gpu" else kind
+        return f"{kind} ({self.path})" if self.path == "device" else kind
 
     def takes(self, chunk: ChunkWrite) -> bool:
         """Whether this is a destination of the chunk."""
-        return self.path is None or self.path == ("gpu" if chunk.hot_indices else "host")
+        return self.path is None or self.path == ("device" if chunk.hot_indices else "host")
 
     def runs(self, chunk: ChunkWrite) -> CopyRuns:
         """The copies of a chunk. Raises PlanError."""
@@ -79,7 +79,7 @@ class _RegionPlan:
             self.source.layout,
             self.pools.destination.layout,
             chunk.source_pages,
-            chunk.hot_indices if self.path == "gpu" else chunk.indices,
+            chunk.hot_indices if self.path == "device" else chunk.indices,
             chunk.token_start,
             chunk.token_end,
             self.region,
@@ -365,7 +365,9 @@ class ChunkWriter:
                 path: KvPath | None = None if hot is None else "host"
                 yield _RegionPlan(region, source, pools, routes(pools.destination), region in staged, path)
                 if hot is not None:
-                    yield _RegionPlan(region, source, PoolPair(ours, hot, source.memory.probe), routes(hot), path="gpu")
+                    yield _RegionPlan(
+                        region, source, PoolPair(ours, hot, source.memory.probe), routes(hot), path="device"
+                    )
 
     def _make_buffers(self, staged: Iterable[StagedRegion]) -> dict[int, StageBuffers]:
         """Gather buffers for each decode rank with staged regions."""

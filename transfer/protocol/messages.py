@@ -57,9 +57,9 @@ def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
     return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
 
 
-KvPath = Literal["gpu", "host"]
-"""Where prefill writes the KV rows of a request: a pool on the GPU, or the pool in host memory of a HiSparse server.
-Indexer keys are always on the GPU.
+KvPath = Literal["device", "host"]
+"""Where prefill writes the KV rows of a request: a pool on the device that computes, or the pool in host memory of a
+HiSparse server. Indexer keys are always on the device.
 """
 
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ....transfer.plan.staged_regions import StagedRegion
+from ...chunking.fair_queue import MAX_OVERTAKES
 from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
 from ..memory.resources import Resources
@@ -21,8 +22,6 @@ from .queue_pace import QueuePace
 from .remote_prefill import RemotePrefill
 from .staging import RankRing
 
-MAX_OVERTAKES = 16
-"""How many smaller prompts may overtake a prompt that waits for memory. After that, free memory is kept for it."""
 MAX_MISFITS = 8
 """A turn stops after this many prompts that do not fit."""
 
@@ -104,8 +103,8 @@ class PrefillDispatcher:
         """Dispatch prompts in the order of the queue; with `above`, only those of a higher priority. `keep` pages stay
         free. Returns the priorities of the dispatched prompts.
 
-        Smaller prompts may overtake one that does not fit, MAX_OVERTAKES times. A prompt whose prefill server is absent
-        or busy does not delay others.
+        Smaller prompts may overtake one that does not fit, MAX_OVERTAKES times; then free memory is kept for it. A
+        prompt whose prefill server is absent or busy does not delay others.
         """
         blocked: list[Prompt] = []
         sent: list[int] = []

@@ -3,9 +3,9 @@
 `choose_path` is the whole decision, a pure function of its inputs. Its reasons are counted in /metrics. The choice is
 sent as `enable_hisparse` of the KvDestination.
 
-host  The request gets its hot buffer when its KV has arrived: a fully resident one is filled from host memory first.
-gpu   The request has a fully resident hot buffer before its prompt is sent, and takes its first step as soon as its KV
-      has arrived. Its rows are copied to host memory meanwhile (`RequestMemory.receive_rows`).
+host    The request gets its hot buffer when its KV has arrived: a fully resident one is filled from host memory first.
+device  The request has a fully resident hot buffer before its prompt is sent, and takes its first step as soon as its
+        KV has arrived. Its rows are copied to host memory meanwhile (`RequestMemory.receive_rows`).
 """
 
 import dataclasses
@@ -64,4 +64,4 @@ def choose_path(inputs: PathInputs) -> PathChoice:
         return PathChoice("host", "hot_rows")
     if not inputs.settled:
         return PathChoice("host", "in_use")
-    return PathChoice("gpu", "resident")
+    return PathChoice("device", "resident")

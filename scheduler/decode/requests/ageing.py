@@ -1,11 +1,12 @@
 """Prevents starvation by higher priorities: a request that was overtaken often enough gets their priority."""
 
-MAX_OVERTAKES = 16
-"""After this many overtakes the longest-waiting request gets the highest of the overtaking priorities."""
+from ...chunking.fair_queue import MAX_OVERTAKES
 
 
 class Ageing:
-    """Counts, for one queue, the requests that overtake others."""
+    """Counts, for one queue, the requests that overtake others. After MAX_OVERTAKES the longest-waiting one gets the
+    highest of their priorities.
+    """
 
     def __init__(self) -> None:
         self._passes = 0

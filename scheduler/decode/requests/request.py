@@ -234,7 +234,7 @@ class Request:
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.kv_path = ""
-        """How its KV got here: "local", or the path of its transfer ("gpu", "host"); empty before that."""
+        """How its KV got here: "local", or the path of its transfer ("device", "host"); empty before that."""
         self.host_tokens = 0
         """Tokens of its prompt whose KV was cached in host memory (HiSparse, if this server computed the prompt)."""
         self.output_ids: list[int] = []

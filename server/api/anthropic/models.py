@@ -102,16 +102,18 @@ class Thinking(Body):
 
 
 class OutputConfig(Body):
+    effort: Text | None = optional("As `reasoning_effort` of a chat.")
     format: dict[str, Any] | None = optional('`{"type": "json_schema", "schema": ...}`: the output matches the schema.')
 
 
 class CountTokensBody(RoutingFields, DistributionFields):
-    """What the prompt consists of."""
+    """What the prompt consists of. `context_management`, which Claude Code always sends, is ignored: it drops parts of
+    long conversations, and a conversation that is too long is refused.
+    """
 
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         "container": (),
-        "context_management": (),
         "mcp_servers": ([],),
         "output_format": (),
     }

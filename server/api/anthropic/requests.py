@@ -39,7 +39,11 @@ OTHER_NAMES = (FLAT_TOOL, ("continue_final_message", "messages"))
 
 def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
     fields = parse_body(MessagesBody, body)
-    others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
+    others = {
+        "stop": fields.stop_sequences,
+        "response_format": _response_format(fields),
+        "reasoning_effort": None if fields.output_config is None else fields.output_config.effort,
+    }
     same = {name: getattr(fields, name) for name in SAME_FIELDS}
     with fields_named(*OTHER_NAMES):
         body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)

@@ -109,10 +109,10 @@ class SamplingFields(DistributionFields, GrammarFields):
     n: Annotated[Integer, Within(1, MAX_SAMPLES)] | None = optional(
         "Samples of each prompt. They share its prefill; sample i has seed + i. Default 1."
     )
-    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional(
-        "The same seed gives the same tokens, in any batch. Default: random."
+    seed: Annotated[Integer, Within(-1, MAX_SEED)] | None = optional(
+        "The same seed gives the same tokens, in any batch. Default, and -1 as in vLLM: random."
     )
-    sampling_seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("SGLang's name of `seed`.")
+    sampling_seed: Annotated[Integer, Within(-1, MAX_SEED)] | None = optional("SGLang's name of `seed`.")
     stop: Annotated[list[str] | None, PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = (
         optional(f"Up to {MAX_STOP_STRINGS} strings of up to {MAX_STOP_CHARACTERS} characters.")
     )
@@ -197,7 +197,7 @@ class SamplingFields(DistributionFields, GrammarFields):
     def _seed(self, path: str) -> int:
         """The seed of the first sample, such that the last sample's is in range too."""
         name, seed = ("sampling_seed", self.sampling_seed) if self.seed is None else ("seed", self.seed)
-        if seed is None:
+        if seed is None or seed == -1:
             return random.getrandbits(62)
         return check_within(seed, path + name, 0, MAX_SEED - self.samples + 1)
 

@@ -109,7 +109,7 @@ class MetaInfo(TypedDict):
     timeline: NotRequired[Annotated[dict[str, float], Field(description="Seconds spent in each stage.")]]
     kv_path: NotRequired[
         Annotated[
-            Literal["gpu", "host", "local"],
+            Literal["device", "host", "local"],
             Field(description="Where prefill wrote the KV of the prompt, or that decode computed it."),
         ]
     ]

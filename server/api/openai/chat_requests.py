@@ -105,15 +105,15 @@ def render_chat(
     listed = [tool.model_dump(exclude_none=True) for tool in tools] or None
     if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):
         messages, listed = chat.with_tools_as_text(messages, listed or ()), None
-    variables = fields.chat_template_kwargs or {}
-    text = tokenizer.render_chat(messages, add_generation_prompt, variables, listed) + begun
+    text = tokenizer.render_chat(messages, add_generation_prompt, fields.template_variables(), listed) + begun
     return RenderedChat(text, tools, begun)
 
 
 def _for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     """A message as chat templates expect it: fields that it does not have are absent."""
     missing = None if tokenizer.template_tests_content else ""
-    made: dict[str, Any] = {"role": message.role, "content": missing if message.text is None else message.text}
+    role = "system" if message.role == "developer" and not tokenizer.template_has_developer else message.role
+    made: dict[str, Any] = {"role": role, "content": missing if message.text is None else message.text}
     if message.tool_calls:
         made["tool_calls"] = [
             {

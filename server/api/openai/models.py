@@ -60,6 +60,10 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "chat_template": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
+        "top_a": (0,),  # this and the next two: clients of several servers send the samplers of all of them
+        "encoder_repetition_penalty": (1,),
+        "temperature_last": (False, True),
+        "reasoning_format": ("auto", "parsed", "deepseek"),  # llama.cpp's and Groq's names for separate reasoning
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "bad_words": ([],),
@@ -205,12 +209,24 @@ class TemplateFields(ToolFields):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_variables)] | None = optional(
         "Variables of the model's chat template, such as Qwen3's `enable_thinking`."
     )
+    reasoning_effort: Text | None = optional(
+        "The template's variable of this name, as gpt-oss has it. `none` switches reasoning off in templates that can."
+    )
     add_generation_prompt: Boolean | None = optional(
         "End the prompt with the beginning of an assistant message. Default true."
     )
     continue_final_message: Boolean | None = optional(
         "The last message is the assistant's, and the output continues it. Default false."
     )
+
+    def template_variables(self) -> dict[str, Any]:
+        """`chat_template_kwargs`, and what `reasoning_effort` stands for unless they have it."""
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            effort = {"enable_thinking": False, "thinking": False}  # Qwen3 and GLM; DeepSeek
+        elif self.reasoning_effort is not None:
+            effort = {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
 
 class ChatBody(OpenAiBody, TemplateFields):

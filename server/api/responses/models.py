@@ -106,6 +106,10 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(Body):
+    effort: Text | None = optional("As `reasoning_effort` of a chat.")
+
+
 class ResponsesBody(RoutingFields, DistributionFields):
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
@@ -142,6 +146,7 @@ class ResponsesBody(RoutingFields, DistributionFields):
     )
     parallel_tool_calls: Boolean | None = optional("Several calls in one response. Default true.")
     text: TextOptions | None = optional("`format`: text, json_object or json_schema.")
+    reasoning: ReasoningOptions | None = optional("`effort`, for chat templates that have one.")
     chat_template_kwargs: dict[str, Any] | None = optional("Variables of the model's chat template.")
     metadata: dict[str, Any] | None = optional("Returned as it is.")
     stream: Boolean | None = optional("Reply with server-sent events. Default false.")

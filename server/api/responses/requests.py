@@ -51,6 +51,7 @@ def _chat_of(fields: ResponsesBody, limits: Limits) -> ResponsesChat:
         "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in fields.tools or ()] or None,
         "tool_choice": _choice(fields.tool_choice),
         "response_format": _response_format(fields),
+        "reasoning_effort": None if fields.reasoning is None else fields.reasoning.effort,
     }
     return validate(ResponsesChat, same | others, limits.vocab_size)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ....configs.words import whole_characters
 from .events import CallArguments, CallBegin, CallEnd, Content
-from .text_parser import EndOfTextError, Steps, TextParser, held_back
+from .text_parser import EndOfTextError, Steps, TextParser, held_back, partial_marker
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The parameters of each function, a JSON schema, by its name."""
@@ -118,12 +118,21 @@ class CallParser(TextParser):
         with suppress(NotACallError):
             yield from self._tag(tag)
 
-    def _until(self, *ends: str, longest: int | None = None) -> Steps[tuple[str, str]]:
-        """Take the text before the first of `ends`, and that end. Raises NotACallError if the text is longer than
-        `longest`.
+    def _until(self, *ends: str) -> Steps[tuple[str, str]]:
+        """Take the text before the first of `ends`, and that end. Text is taken as it arrives, so that each character
+        is searched once.
         """
-        while (found := find_first(self._buffer, ends)) is None or (longest is not None and found[0] > longest):
-            if longest is not None and len(self._buffer) > longest + max(map(len, ends)):
+        before: list[str] = []
+        while (found := find_first(self._buffer, ends)) is None:
+            before.append(self._consume(len(self._buffer) - partial_marker(self._buffer, ends)))
+            yield from self._more()
+        before.append(self._consume(found[0]))
+        return "".join(before), self._consume(len(found[1]))
+
+    def _soon(self, *ends: str) -> Steps[tuple[str, str]]:
+        """The same, of at most LONGEST_NAME characters. Raises NotACallError if the text is longer, and takes none."""
+        while (found := find_first(self._buffer, ends)) is None or found[0] > LONGEST_NAME:
+            if len(self._buffer) > LONGEST_NAME + max(map(len, ends)):
                 raise NotACallError
             yield from self._more()
         return self._consume(found[0]), self._consume(len(found[1]))
@@ -134,8 +143,8 @@ class CallParser(TextParser):
         return tag
 
     def _name_until(self, *ends: str) -> Steps[tuple[str, str]]:
-        """The same, of a name, without the white space around it."""
-        name, end = yield from self._until(*ends, longest=LONGEST_NAME)
+        """The name before the first of `ends`, without the white space around it, and that end."""
+        name, end = yield from self._soon(*ends)
         return name.strip(), end
 
     def _begin(self, name: str) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .call_parser import LONGEST_NAME, CallParser, NotACallError, is_one_word
+from .call_parser import CallParser, NotACallError, is_one_word
 from .json_scanner import JsonValue
 from .text_parser import Steps
 
@@ -96,7 +96,9 @@ class HermesParser(JsonCallParser):
 
     def _parse_calls(self, _marker: str) -> Steps[None]:
         yield from self._object()
-        if (tag := (yield from self._skip_to("</tool_call>", "<tool_call>"))) == "<tool_call>":
+        # models write a bracket too many; a call without its closing tag is complete, and longer text is content
+        _, tag = yield from self._soon("</tool_call>", "<tool_call>")
+        if tag == "<tool_call>":
             self._put_back(tag)
 
 
@@ -162,7 +164,7 @@ class DeepSeekParser(JsonCallParser):
         tag = marker if marker == CALL else (yield from self._tag(CALL))
         while tag == CALL:
             yield from self._call()
-            tag = yield from self._skip_to(CALL_END, CALLS_END, CALL)
+            _, tag = yield from self._soon(CALL_END, CALLS_END, CALL)
             self._unsure = ""
             if tag == CALL_END:
                 tag = yield from self._tag(CALL, CALLS_END)
@@ -170,7 +172,7 @@ class DeepSeekParser(JsonCallParser):
     def _call(self) -> Steps[None]:
         kind, _ = yield from self._name_until(SEPARATOR)
         # before the arguments: nothing, or the name and the beginning of a code block
-        before, brace = yield from self._until("{", longest=LONGEST_NAME)
+        before, brace = yield from self._soon("{")
         lines = before.split("\n")
         name = lines[0].strip() or kind
         if not name or any(line.strip() not in ("", "```json", "```") for line in lines[1:]):

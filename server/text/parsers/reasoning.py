@@ -4,22 +4,27 @@ Reasoning stands between two tags at the beginning of the output. The opening ta
 first of the output. White space around the reasoning is dropped.
 """
 
+import re
 from dataclasses import dataclass
 
 from .events import Content, Event, Reasoning
-from .text_parser import Steps, TextParser, held_back
+from .text_parser import Steps, TextParser, partial_marker
+
+LONGEST_CONTENT_TYPE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
     """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag.
-    `answer` is the tag of an answer without reasoning, where there is one.
+    `answer` is the tag of an answer without reasoning, where there is one. `close` and `answer` may have a content type
+    before `header_end`, with which they end then.
     """
 
     open: str
     close: str
     always: bool = False
     answer: str = ""
+    header_end: str = ""
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
         """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
@@ -38,7 +43,12 @@ class ReasoningStyle:
 THINK = ReasoningStyle("<think>", "</think>")
 BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")
 _FINAL = "<|channel|>final<|message|>"
-CHANNELS = ReasoningStyle("<|channel|>analysis<|message|>", f"<|end|><|start|>assistant{_FINAL}", answer=_FINAL)
+CHANNELS = ReasoningStyle(
+    open="<|channel|>analysis<|message|>",
+    close=f"<|end|><|start|>assistant{_FINAL}",
+    answer=_FINAL,
+    header_end="<|message|>",
+)
 STYLES = {
     "deepseek-r1": ReasoningStyle("<think>", "</think>", always=True),
     "deepseek-v3": THINK,
@@ -53,6 +63,24 @@ def style_of_template(template: str) -> ReasoningStyle | None:
     """The style of a chat template: it writes or removes the closing tag of earlier reasoning, or opens the next."""
     styles = (THINK, BRACKETS, CHANNELS)
     return next((style for style in styles if style.open in template or style.close in template), None)
+
+
+class _Tag:
+    """A tag of a style, with any content type: gpt-oss writes `final <|constrain|>json<|message|>` before JSON."""
+
+    def __init__(self, text: str, header_end: str) -> None:
+        self._beginning = text.removesuffix(header_end)
+        beginning, end, longest = re.escape(self._beginning), re.escape(header_end), LONGEST_CONTENT_TYPE
+        self.pattern = re.compile(f"{beginning}.{{0,{longest}}}?{end}" if end else beginning, re.DOTALL)
+        self._without_end = (
+            re.compile(f"{beginning}.{{0,{longest + len(header_end) - 1}}}\\Z", re.DOTALL) if end else None
+        )
+
+    def partial(self, text: str) -> int:
+        """How many characters at the end of `text`, which does not have the tag, are the beginning of it."""
+        if self._without_end is not None and (found := self._without_end.search(text)) is not None:
+            return len(text) - found.start()
+        return partial_marker(text, (self._beginning,))
 
 
 class ReasoningParser(TextParser):
@@ -79,17 +107,19 @@ class ReasoningParser(TextParser):
 
     def _opening_tag(self) -> Steps[None]:
         """An opening tag at the beginning, that of an answer, or none."""
-        opening, answer = self._style.open, self._style.answer
+        opening = self._style.open
+        answer = _Tag(self._style.answer, self._style.header_end) if self._style.answer else None
         while True:
             begun = self._buffer.lstrip()
             if begun.startswith(opening):
                 self._buffer = begun[len(opening) :]
                 self.is_open = True
                 return
-            if answer and begun.startswith(answer):
-                self._buffer = begun[len(answer) :]
+            if answer is not None and (found := answer.pattern.match(begun)) is not None:
+                self._buffer = begun[found.end() :]
                 return
-            if self._final or not (opening.startswith(begun) or answer.startswith(begun)):
+            may_follow = opening.startswith(begun) or (answer is not None and answer.partial(begun) == len(begun))
+            if self._final or not may_follow:
                 return
             yield from self._more()
 
@@ -100,11 +130,13 @@ class ReasoningParser(TextParser):
         self._buffer = rest
 
     def _reasoning(self) -> Steps[None]:
-        tag = self._style.close
-        while tag not in self._buffer:
-            held = 0 if self._final else held_back(self._buffer, (tag,))
-            self._events.append(Reasoning(self._take(len(self._buffer) - held)))
+        tag = _Tag(self._style.close, self._style.header_end)
+        while (found := tag.pattern.search(self._buffer)) is None:
+            shown = len(self._buffer)
+            if not self._final:  # what may be the tag waits, with the white space before it
+                shown = len(self._buffer[: shown - tag.partial(self._buffer)].rstrip())
+            self._events.append(Reasoning(self._take(shown)))
             yield from self._more()
-        text, _, self._buffer = self._buffer.partition(tag)
-        self._events.append(Reasoning(text.rstrip()))
+        self._events.append(Reasoning(self._buffer[: found.start()].rstrip()))
+        self._buffer = self._buffer[found.end() :]
         self.is_open = False

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from .call_parser import LONGEST_NAME, CallParser, NotACallError, Tools, is_one_word
+from .call_parser import CallParser, NotACallError, Tools, is_one_word
 from .text_parser import Steps, partial_marker
 
 
@@ -151,10 +151,10 @@ class DsmlParser(XmlCallParser):
     def _parse_calls(self, marker: str) -> Steps[None]:
         invoke, parameter, end = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', "</" + marker[1:]
         while (yield from self._tag(invoke, end)) == invoke:
-            name, _ = yield from self._until('">', longest=LONGEST_NAME)
+            name, _ = yield from self._soon('">')
             self._begin_call(name)
             while (tag := (yield from self._skip_to(parameter, "</｜DSML｜invoke>", end))) == parameter:
-                attributes, _ = yield from self._until('">', longest=LONGEST_NAME)
+                attributes, _ = yield from self._soon('">')
                 key, _, string = attributes.partition('" string="')
                 yield from self._value(key, is_string=string == "true" if string else None)
             self._end_call()

@@ -51,7 +51,7 @@ def test_request_runs_before_its_rows_are_in_host_memory() -> None:
     rid = simulator.ask_for(PROMPT, 12)
     run(simulator, lambda: simulator.output[rid] >= 3, copies=False)
     assert unsaved(simulator, rid)
-    assert simulator.decode.requests[rid].kv_path == "gpu"
+    assert simulator.decode.requests[rid].kv_path == "device"
     assert not [copy for copy in simulator.copies if isinstance(copy, OpenHot)], "nothing was copied to the hot buffer"
     assert simulator.host, "no row is in host memory yet"
     run(simulator, lambda: not unsaved(simulator, rid))

@@ -185,7 +185,7 @@ def test_random_workloads_reach_every_state() -> None:
         "lost hot buffer",
         "lent",
         "reclaimed",
-        "kv_path_gpu_resident",
+        "kv_path_device_resident",
         "written back",
         "copied within a page",
     ):

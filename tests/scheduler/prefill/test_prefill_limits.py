@@ -129,4 +129,4 @@ def test_trailing_field_is_checked_against_the_announced_pools(
     assert [message.reason for message in refused if isinstance(message, TransferFailed)] == [reason] * bool(reason)
     paths = [request.path for request in scheduler.requests.values()]
     to_host = enable_hisparse or not space.hot_pages
-    assert paths == ([] if reason else ["host" if to_host else "gpu"])
+    assert paths == ([] if reason else ["host" if to_host else "device"])

@@ -60,7 +60,7 @@ async def test_chat(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
         )
     )
     submit = await decode.leader.expect(Submit)
-    assert bytes(submit.prompt_ids).decode() == "developer: Be brief.\nuser: Hello\nassistant: "
+    assert bytes(submit.prompt_ids).decode() == "system: Be brief.\nuser: Hello\nassistant: "
     assert (submit.sampling.max_new_tokens, submit.sampling.seed) == (5, 7)
     finished = make_finished(submit.rid, 3, FinishReason("stop", matched=EOS))
     await decode.leader.send(Tokens(submit.rid, (*b"Hi", EOS)), finished)

@@ -11,7 +11,7 @@ import pytest
 from pdserve.configs.sampling import SamplingParams
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
-from pdserve.server.text.tokenizer import load_tokenizer
+from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.http_harness import (
     CHAT_TEMPLATE,
     RunningServer,
@@ -67,7 +67,7 @@ async def test_roles_in_any_case_and_integral_floats_are_accepted(decode: Runnin
     messages = [{"role": "Developer", "content": "Be brief."}, {"role": "tool", "content": "4"}]
     asking = post(decode, "/v1/chat/completions", messages=messages, rid="c", max_tokens=1.0, lora_path="")
     submit = await decode.leader.expect(Submit)
-    assert bytes(submit.prompt_ids).decode() == "developer: Be brief.\ntool: 4\nassistant: "
+    assert bytes(submit.prompt_ids).decode() == "system: Be brief.\ntool: 4\nassistant: "
     assert submit.sampling.max_new_tokens == 1
     await decode.leader.send(make_finished("c", 0))
     assert (await asking).status_code == 200
@@ -224,6 +224,7 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ),
         ("chat/completions", {"messages": HELLO, "echo": True}, "echo"),
         ("chat/completions", {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
+        ("chat/completions", {"messages": HELLO, "top_a": 0.2}, "top_a"),
         ("completions", {"prompt": "a", "tools": [{}]}, "tools"),
         ("completions", {"prompt": "a", "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": HELLO, "tools": [{}]}, "tools[0].type"),
@@ -281,8 +282,8 @@ async def test_error_message_names_the_accepted_values(
     assert message in response.json()["error"]["message"]
 
 
-async def prompt_of(server: RunningServer, **body: object) -> str:
-    asking = post(server, "/v1/chat/completions", **body)
+async def prompt_of(server: RunningServer, path: str = "/v1/chat/completions", **body: object) -> str:
+    asking = post(server, path, **body)
     submit = await server.leader.expect(Submit)
     await server.leader.send(make_finished(submit.rid, 0))
     assert (await asking).status_code == 200
@@ -291,7 +292,7 @@ async def prompt_of(server: RunningServer, **body: object) -> str:
 
 async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServer) -> None:
     """Fields that OpenAI's, SGLang's and vLLM's clients and routers send, with values that change nothing."""
-    body = {
+    body: dict[str, Any] = {
         "model": "gpt-4o",
         "user": "u",
         "metadata": {"a": "b"},
@@ -315,19 +316,55 @@ async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServ
         "prediction": {"type": "content", "content": "x"},
         "return_token_ids": False,
         "cache_salt": "s",
+        "seed": -1,
+        "top_a": 0.0,
+        "encoder_repetition_penalty": 1.0,
+        "temperature_last": True,
+        "reasoning_format": "auto",
     }
     assert await prompt_of(decode, messages=HELLO, **body) == "user: Hello\nassistant: "
 
 
+def tokenizer_with(template: str, directory: Path) -> Tokenizer:
+    directory.mkdir(exist_ok=True)
+    model = write_byte_model(directory)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return load_tokenizer(locate_model(str(model)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, "reasoning_effort": "low"}),
+        ("/v1/responses", {"input": "Hello", "reasoning": {"effort": "low", "summary": "auto"}}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "output_config": {"effort": "low"}}),
+    ],
+)
+async def test_reasoning_effort_is_a_variable_of_the_template(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    template = "effort {{ reasoning_effort | default('medium') }}\n" + CHAT_TEMPLATE
+    async with running_server(tokenizer_with(template, tmp_path)) as server:
+        assert await prompt_of(server, path, **body) == "effort low\nuser: Hello\nassistant: "
+        kwargs = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        assert await prompt_of(server, path, **body, **kwargs) == "effort high\nuser: Hello\nassistant: "
+
+
+async def test_developer_is_system_unless_the_template_has_it(tmp_path: Path) -> None:
+    """Qwen's templates have branches for the roles they know and write nothing for others."""
+    messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
+    known = "{{% for m in messages if m.role in [{}] %}}{{{{ m.role }}}}: {{{{ m.content }}}}\n{{% endfor %}}"
+    for roles, first in (("'system', 'user'", "system"), ("'developer', 'system', 'user'", "developer")):
+        async with running_server(tokenizer_with(known.format(roles), tmp_path / first)) as server:
+            assert await prompt_of(server, messages=messages) == f"{first}: Be brief.\nuser: Hello\n"
+
+
 async def test_chat_template_fields_change_the_prompt(tmp_path: Path) -> None:
-    thinking = write_byte_model(tmp_path)
     template = "{% if enable_thinking is defined %}thinking {{ enable_thinking }}\n{% endif %}" + CHAT_TEMPLATE
-    settings = json.loads((thinking / "tokenizer_config.json").read_text())
-    (thinking / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    async with running_server(load_tokenizer(locate_model(str(thinking)))) as server:
+    async with running_server(tokenizer_with(template, tmp_path)) as server:
         assert await prompt_of(server, messages=HELLO) == "user: Hello\nassistant: "
         off: Any = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}}
         assert await prompt_of(server, **off) == "thinking False\nuser: Hello\nassistant: "
+        assert await prompt_of(server, messages=HELLO, reasoning_effort="none") == await prompt_of(server, **off)
         assert await prompt_of(server, messages=HELLO, add_generation_prompt=False) == "user: Hello\n"
         begun = [*HELLO, {"role": "assistant", "content": "Well,"}]
         assert await prompt_of(server, messages=begun) == "user: Hello\nassistant: Well,\nassistant: "

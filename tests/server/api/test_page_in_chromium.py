@@ -73,7 +73,7 @@ async def run_requests(server: RunningServer) -> None:
         posting = asyncio.create_task(server.http.post("/generate", json={"text": "abc", "rid": rid}))
         await server.leader.expect(Submit)
         timeline = {"queue": 0.1 * scale, "prefill": 0.4 * scale, "transfer": 0.1 * scale, "decode": scale}
-        end = Finished(rid, FinishReason("stop", 256), 800, 64, 320, timeline, "gpu")
+        end = Finished(rid, FinishReason("stop", 256), 800, 64, 320, timeline, "device")
         await server.leader.send(Tokens(rid, (65,)), Failed(rid, 503, "unavailable", "lost") if number == 3 else end)
         await posting
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.configs.errors import ServerError
+from pdserve.configs.errors import OverloadedError, ServerError
 from pdserve.configs.sampling import Grammar
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
@@ -97,6 +97,16 @@ for line in sys.stdin:
 """
 
 
+WAITS_FOR_FILE = """
+import json, os, sys, time
+print("null", flush=True)
+for number, _ in enumerate(sys.stdin):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    print(json.dumps(f"answer {number}"), flush=True)
+"""
+
+
 def scripted_checker(script: str, *arguments: str) -> GrammarChecker:
     """A checker with another program as its compiler."""
     checker = GrammarChecker("model", "auto", max_compile_s=30.0)
@@ -129,6 +139,24 @@ async def test_compilation_ends_when_the_server_stops(tmp_path: Path) -> None:
     checker.close()
     with pytest.raises(ServerError, match="the compiler has exited with status -9"):
         await asyncio.wait_for(checking, 10)
+
+
+async def test_grammars_beyond_the_limit_are_refused_while_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
+    checker = scripted_checker(WAITS_FOR_FILE, str(tmp_path / "go"))
+    try:
+        grammars = [Grammar("regex", letter) for letter in "ab"]
+        waiting = [asyncio.create_task(checker.check(grammar)) for grammar in (*grammars, *grammars)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2 grammars wait for the compiler already"):
+            await checker.check(GOOD)
+        (tmp_path / "go").touch()
+        assert await asyncio.gather(*waiting) == ["answer 0", "answer 1"] * 2, "equal grammars are compiled once"
+        assert await checker.check(GOOD) == "answer 2"
+    finally:
+        checker._kill()
 
 
 async def test_process_that_does_not_start_in_time_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.scheduler.messages.frontend import Submit, Tokens
+from pdserve.server.launch import http_protocol
 from pdserve.server.launch.http_protocol import without_upgrade
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
@@ -72,6 +73,33 @@ async def test_response_to_an_http_1_0_client_has_a_content_length(decode: Runni
     status, answer = await read_response(reader)
     assert (status, json.loads(answer)["status"]) == ("HTTP/1.1 200 OK", "ok")
     assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("head", ["POST /generate HTTP/1.0", "POST /generate HTTP/1.1\r\nConnection: close"])
+async def test_client_that_is_refused_while_it_sends_reads_the_response(decode: RunningServer, head: str) -> None:
+    """As nginx, urllib and others do: they read when they have sent the whole body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    size = 16 << 20
+    writer.write(f"{head}\r\nContent-Length: {size}\r\n\r\n".encode())
+    for _ in range(16):
+        writer.write(bytes(size // 16))
+        await writer.drain()
+    status, answer = await read_response(reader)
+    assert status == "HTTP/1.1 413 Request Entity Too Large"
+    assert json.loads(answer)["error"]["code"] == "too_large"
+    assert await reader.read() == b"", "the connection is closed"
+    writer.close()
+
+
+async def test_refused_client_that_stops_sending_is_disconnected(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: 16777216\r\n\r\nabc")
+    assert (await read_response(reader))[0] == "HTTP/1.1 413 Request Entity Too Large"
+    assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
 
 

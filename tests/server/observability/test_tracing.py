@@ -58,7 +58,7 @@ def test_stages_are_children_of_the_request(kept: tuple[Tracing, Kept]) -> None:
     tracing, exporter = kept
     began = time.time_ns()
     span = tracing.begin("r1", HEADERS)
-    tracing.end(span, Finished("r1", FinishReason("stop"), 100, 20, 7, TIMELINE, "gpu"), began)
+    tracing.end(span, Finished("r1", FinishReason("stop"), 100, 20, 7, TIMELINE, "device"), began)
     tracing.close()
     *children, root = exporter.spans
     assert root.parent is not None

@@ -47,6 +47,13 @@ async def test_conversation_has_history_and_system_message(decode: RunningServer
     ]
 
 
+async def test_bytes_that_are_not_utf_8_are_replaced(decode: RunningServer) -> None:
+    out = io.StringIO()
+    chatting = asyncio.create_task(start(decode, "caf\udce9\n", out, system="\udcff"))
+    assert await answer(decode, "Yes.") == "system: \ufffd\nuser: caf\ufffd\nassistant: "
+    assert await chatting == 0
+
+
 async def test_failed_message_is_reported_and_forgotten(
     decode: RunningServer, capfd: pytest.CaptureFixture[str]
 ) -> None:

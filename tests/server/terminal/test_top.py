@@ -54,7 +54,7 @@ async def test_frame_of_a_decode_server_has_rates_pools_peers_and_requests(decod
     posting = asyncio.create_task(decode.http.post("/generate", json={"text": "abc", "rid": "first"}))
     await decode.leader.expect(Submit)
     timeline = {"queue": 0.0, "prefill": 0.5, "transfer": 0.25, "decode": 1.25}
-    ended = Finished("first", FinishReason("stop", 256), 812, 64, 800, timeline, "gpu")
+    ended = Finished("first", FinishReason("stop", 256), 812, 64, 800, timeline, "device")
     await decode.leader.send(Tokens("first", (65,)), ended)
     await posting
     text = shown([await sample(decode, report(0, 0))], [await sample(decode, report(2, 100))])

@@ -23,7 +23,7 @@ RESIDENT = PathInputs(
 @pytest.mark.parametrize(
     ("changes", "choice"),
     [
-        ({}, ("gpu", "resident")),
+        ({}, ("device", "resident")),
         ({"peer_writes_both": False}, ("host", "peer")),
         ({"samples": 2}, ("host", "samples")),
         ({"new_tokens": 1}, ("host", "one_token")),
@@ -42,13 +42,13 @@ def test_rows_go_to_the_gpu_if_one_request_will_be_fully_resident(
 @pytest.mark.parametrize(
     ("free_slots", "ahead", "free_pages", "path"),
     [
-        (1, 0, 5, "gpu"),
+        (1, 0, 5, "device"),
         (1, 0, 4, "host"),
-        (2, 0, 5 + 3, "gpu"),
+        (2, 0, 5 + 3, "device"),
         (2, 0, 4 + 3, "host"),
-        (20, 0, 5 + 8 * 3, "gpu"),
+        (20, 0, 5 + 8 * 3, "device"),
         (20, 0, 4 + 8 * 3, "host"),
-        (20, 4, 5 + 12 * 3, "gpu"),
+        (20, 4, 5 + 12 * 3, "device"),
         (20, 4, 4 + 12 * 3, "host"),
     ],
 )

@@ -113,6 +113,18 @@ async def test_blocks_of_a_conversation_become_messages(
     assert counted.input_tokens == len(expected)
 
 
+async def test_context_management_of_claude_code_is_ignored(server: RunningServer) -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    body = {"messages": HELLO, "max_tokens": 5, "context_management": edits}
+    counting = await server.http.post("/v1/messages/count_tokens", json=body, headers=KEY)
+    assert counting.status_code == 200
+    asking = asyncio.create_task(server.http.post("/v1/messages?beta=true", json=body, headers=KEY))
+    submit = await server.leader.expect(Submit)
+    assert len(submit.prompt_ids) == counting.json()["input_tokens"]
+    await server.leader.send(make_finished(submit.rid, 0))
+    assert (await asking).status_code == 200
+
+
 async def test_last_message_of_the_assistant_is_continued(
     server: RunningServer, client: "anthropic.AsyncAnthropic"
 ) -> None:

@@ -86,7 +86,7 @@ async def test_items_of_a_conversation_become_messages(server: RunningServer, cl
     ]
     asking = asyncio.create_task(client.responses.create(model="any", input=items, tools=[WEATHER]))
     assert await generate(server, "Sunny.") == (
-        "tools: get_weather\ndeveloper: Be brief.\nuser: Weather?\n"
+        "tools: get_weather\nsystem: Be brief.\nuser: Weather?\n"
         'assistant: I look<tool_call>get_weather {"city": "Rome"} c1</tool_call> ~hm~\n'
         "tool: sunny (c1)\nuser: And?\nassistant: "
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from typing import Any, get_args
 
 import pytest
@@ -245,6 +246,34 @@ def test_text_after_a_call_is_content() -> None:
     events = parse("hermes", '<tool_call>{"name": "now"}</tool_call>\n\nDone. <tool_call> is a tag.')
     assert calls_of(events) == [("now", {})]
     assert content_of(events) == "Done. <tool_call> is a tag."
+
+
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [("hermes", '<tool_call>{"name": "now"}'), ("deepseek-v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}")],
+)
+def test_text_after_a_call_without_its_closing_tag_is_passed_on(family: str, call: str) -> None:
+    parser = FAMILIES[family].parser(TOOLS)
+    events = [event for piece in (call, *["text "] * 60) for event in parser.feed(piece)]
+    assert calls_of(events) == [("now", {})]
+    assert content_of(events).startswith("text text ")
+    assert content_of([*events, *parser.finish()]) == "text " * 60
+
+
+@pytest.mark.parametrize(
+    ("family", "beginning"),
+    [
+        ("hermes", '<tool_call>{"name": "now"}'),
+        ("qwen3-coder", "<function=now><parameter=a>"),
+        ("qwen3-coder", "<function=now>"),
+    ],
+)
+def test_parser_takes_linear_time(family: str, beginning: str) -> None:
+    parser, started = FAMILIES[family].parser(TOOLS), time.process_time()
+    for piece in (beginning, *["text"] * 100_000):
+        parser.feed(piece)
+    parser.finish()
+    assert time.process_time() - started < 8  # 1 s; with a search of the whole text for each piece 17 s and more
 
 
 def test_broken_arguments_end_the_call() -> None:

@@ -36,6 +36,10 @@ def test_mistral_has_tags_of_its_own() -> None:
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+JSON_FINAL = "<|channel|>final <|constrain|>json<|message|>"
+CLOSE = f"<|end|><|start|>assistant{FINAL}"
+UNFINISHED = "Hm.<|end|><|start|>assistant<|channel|>final json"
+LONG_HEADER = f"<|end|><|start|>assistant<|channel|>final{65 * 'x'}"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,12 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>
         (f"{ANALYSIS}Hm.<|end|><|start|>assistant{FINAL}Yes.", "Hm.", "Yes."),
         (f"{FINAL}Yes.", "", "Yes."),
         (f"{ANALYSIS}Hm.", "Hm.", ""),
+        (f"{ANALYSIS}Hm.\n<|end|><|start|>assistant{JSON_FINAL}{{}}", "Hm.", "{}"),
+        (f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>final<|constrain|>json<|message|>{{}}", "Hm.", "{}"),
+        (f"{JSON_FINAL}{{}}", "", "{}"),
+        (f"{ANALYSIS}{UNFINISHED}", UNFINISHED, ""),
+        (f"{ANALYSIS}{LONG_HEADER}<|message|>{{}}", f"{LONG_HEADER}<|message|>{{}}", ""),
+        (f"{ANALYSIS}{LONG_HEADER}{CLOSE}Yes.", LONG_HEADER, "Yes."),
         ("<|channel|>fin", "", "<|channel|>fin"),
         ("Yes.", "", "Yes."),
     ],

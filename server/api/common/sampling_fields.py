@@ -7,7 +7,7 @@
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import msgspec
 from annotated_types import MaxLen
@@ -104,8 +104,6 @@ class SamplingFields(DistributionFields, GrammarFields):
         "custom_params": ({},),
         "spaces_between_special_tokens": (True, False),  # our tokenizers make no difference
     }
-    default_new_tokens: ClassVar[int] = 128
-
     n: Annotated[Integer, Within(1, MAX_SAMPLES)] | None = optional(
         "Samples of each prompt. They share its prefill; sample i has seed + i. Default 1."
     )
@@ -135,6 +133,11 @@ class SamplingFields(DistributionFields, GrammarFields):
     @property
     def samples(self) -> int:
         return self.n or 1
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        """If the request sets no maximum, and if as many fit; None for all that fit."""
+        return 128
 
     @abstractmethod
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
@@ -184,7 +187,7 @@ class SamplingFields(DistributionFields, GrammarFields):
                 name, f"has no room after {prompt_tokens} prompt tokens: {limits.describe_total()}"
             )
         if asked is None:
-            return min(self.default_new_tokens, limits.max_new_tokens, room)
+            return min(self.default_new_tokens or room, limits.max_new_tokens, room)
         check_within(asked, name, 1, limits.max_new_tokens, limits.describe_output())
         if asked > room:
             raise ContextLengthError(

@@ -5,7 +5,7 @@ fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` 
 """
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
@@ -35,6 +35,8 @@ from ..native.models import MAX_TOP_LOGPROBS
 from .tool_models import MAX_TOOLS, EarlierCall, ToolCall, ToolCallDelta, ToolFields
 
 MAX_MESSAGES = 4096
+NEW_TOKENS_OF_SEVERAL = 1024
+"""Of each sample of a chat that asks for several and sets no maximum: they must fit the KV pool together."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -83,7 +85,9 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     }
 
     model: Annotated[Any, WithJsonSchema({"type": "string"})] = optional("Ignored: the server has one model.")
-    max_tokens: Annotated[Integer, Within(1)] | None = optional("Default 128, for chat 1024, or less where less fits.")
+    max_tokens: Annotated[Integer, Within(1)] | None = optional(
+        f"Default 128. For chat as many as fit, or {NEW_TOKENS_OF_SEVERAL} for each of several samples."
+    )
     max_completion_tokens: Annotated[Integer, Within(1)] | None = optional(
         "OpenAI's newer name of `max_tokens`; it takes precedence."
     )
@@ -230,7 +234,6 @@ class TemplateFields(ToolFields):
 
 
 class ChatBody(OpenAiBody, TemplateFields):
-    default_new_tokens: ClassVar[int] = 1024
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
         "add_special_tokens": (False,),
@@ -246,6 +249,10 @@ class ChatBody(OpenAiBody, TemplateFields):
         "Return reasoning in `reasoning_content`; false: in `content`, with its tags. Default true."
     )
     include_reasoning: Boolean | None = optional("Return `reasoning_content`. Default true.")
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        return None if self.samples == 1 else NEW_TOKENS_OF_SEVERAL
 
     @property
     def output_alternatives(self) -> int | None:

@@ -136,7 +136,7 @@ class ResponsesBody(RoutingFields, DistributionFields):
         Field(description="Text of the user, or the items of a conversation.")
     )
     instructions: Text | None = optional("A system message before the input.")
-    max_output_tokens: Annotated[Integer, Within(1)] | None = optional("Default 1024, or less where less fits.")
+    max_output_tokens: Annotated[Integer, Within(1)] | None = optional("Default: as many as fit.")
     seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("The same seed gives the same tokens.")
     tools: Annotated[list[FunctionTool], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
         "Functions that the model may call. Tools that OpenAI runs itself are refused."

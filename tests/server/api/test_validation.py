@@ -1,16 +1,20 @@
 """Wrong /generate bodies: the status, and the field, limit and value in the error."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from pdserve.configs.sampling import LogprobParams, SamplingParams
+from pdserve.configs.sampling import NEUTRAL_SAMPLING, LogprobParams, SamplingParams
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Submit
+from pdserve.server.api.common.fields import validate
+from pdserve.server.api.common.limits import Limits
+from pdserve.server.api.openai.models import ChatBody
 from tests.server.http_harness import RunningServer, load_byte_tokenizer, running_server
-from tests.server.scripted_leader import make_finished
+from tests.server.scripted_leader import make_finished, make_ready
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -346,6 +350,18 @@ async def test_logprob_fields_reach_the_leader(
 
 async def test_timeout_s_takes_precedence_over_timeout(server: RunningServer) -> None:
     assert (await submitted(server, {"text": "a", "timeout": 9, "timeout_s": 1})).timeout_s == 1.0
+
+
+async def test_answers_to_chats_may_be_as_long_as_fits() -> None:
+    """As in vLLM and SGLang: the answers of models that reason have many thousand tokens."""
+    limits = Limits.of(DecodeConfig(), make_ready(max_total_tokens=4000), NEUTRAL_SAMPLING)
+    limits = dataclasses.replace(limits, max_total_tokens=4000, max_new_tokens=3500)
+    messages = [{"role": "user", "content": "hello"}]
+    found = [
+        validate(ChatBody, {"messages": messages, **given}).sampling(limits, prompt_tokens, None, "")
+        for given, prompt_tokens in (({}, 1000), ({}, 100), ({"n": 2}, 100), ({"max_tokens": 7}, 100))
+    ]
+    assert [sampling.max_new_tokens for sampling in found] == [3000, 3500, 1024, 7]
 
 
 async def test_default_max_new_tokens_is_reduced_to_what_fits(server: RunningServer) -> None:

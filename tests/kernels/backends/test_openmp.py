@@ -17,6 +17,7 @@ from pdserve.kernels.attention.paged_attention import paged_attention, plan_atte
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.rms_norm import rms_norm
 from pdserve.kernels.linear.swiglu import swiglu
+from tests.cluster.servers import start_forked
 from tests.kernels.poison import poisoned
 
 numba = pytest.importorskip("numba", reason="needs Numba: it is not installed")
@@ -107,57 +108,27 @@ def count_up(arguments):
     for at in range(first, last):
         out[at] = at
 """
-COMPILE = """
-import os, torch
-import pdserve.kernels.numba.openmp
 
-def compile_in_another_process():
-    if pid := os.fork():
-        return pid
-    from small_kernel import count_up
-    out = torch.zeros(100)
-    count_up(out.data_ptr(), 100, threads=1)
-    assert out.equal(torch.arange(100.0))
-    os.write(1, f"{count_up._code.cache_hits}\\n".encode())  # in one piece: several processes write
-    os._exit(0)
 
-for count in (2, 1):
-    for pid in [compile_in_another_process() for _ in range(count)]:
-        assert os.waitpid(pid, 0) == (pid, 0)
-"""
+def compile_in_processes(function: str, cache: Path, modules: Path) -> list[str]:
+    """The lines that a function of compiling.py prints."""
+    process, stdin, stdout = start_forked(f"tests.kernels.backends.compiling:{function}", str(cache), str(modules))
+    with stdin, stdout:
+        lines = stdout.read().splitlines()
+    assert process.wait(timeout=120) == 0
+    return lines
 
 
 def test_processes_can_compile_at_the_same_time(tmp_path: Path) -> None:
-    """All compute correct results, and later processes use what they cached. They are forked from one process, which
-    has imported torch and Numba and has compiled nothing. Their kernel is small: it compiles quickly.
+    """All compute correct results, and later processes use what they cached. Their kernel is small: it compiles
+    quickly.
     """
     (tmp_path / "small_kernel.py").write_text(KERNEL)
-    path = f"{ROOT / '.dev'}{os.pathsep}{tmp_path}"
-    compiling = run_python(COMPILE, NUMBA_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=path)
-    *first, last = compiling.communicate(timeout=120)[0].splitlines()
-    assert compiling.returncode == 0
+    *first, last = compile_in_processes("compile_one", tmp_path / "cache", tmp_path)
     assert len(first) == 2
     assert set(first) <= {"0", "1"}
     assert last == "1"
     assert list((tmp_path / "cache").rglob("*.nbi"))
-
-
-DIVIDE = """
-import os
-import pdserve.kernels.numba.openmp as openmp
-
-def compile_in_another_process():
-    if pid := os.fork():
-        return pid
-    import many_kernels
-    openmp.compile_kernels()
-    hits = " ".join(str(each._code.cache_hits) for each in many_kernels.ALL)
-    os.write(1, f"{hits}\\n".encode())  # in one piece: several processes write
-    os._exit(0)
-
-for pid in [compile_in_another_process() for _ in range(3)]:
-    assert os.waitpid(pid, 0) == (pid, 0)
-"""
 
 
 def test_processes_divide_the_kernels_among_themselves(tmp_path: Path) -> None:
@@ -165,10 +136,8 @@ def test_processes_divide_the_kernels_among_themselves(tmp_path: Path) -> None:
     kernels = [KERNEL.replace("count_up", f"count_{number}") for number in range(4)]
     names = ", ".join(f"count_{number}" for number in range(4))
     (tmp_path / "many_kernels.py").write_text("\n".join((*kernels, f"ALL = {names}")))
-    path = f"{ROOT / '.dev'}{os.pathsep}{tmp_path}"
-    compiling = run_python(DIVIDE, NUMBA_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=path)
-    hits = [[int(number) for number in line.split()] for line in compiling.communicate(timeout=120)[0].splitlines()]
-    assert compiling.returncode == 0
+    lines = compile_in_processes("compile_all", tmp_path / "cache", tmp_path)
+    hits = [[int(number) for number in line.split()] for line in lines]
     assert [sum(of_kernel) for of_kernel in zip(*hits, strict=True)] == [2] * 4
 
 

@@ -7,18 +7,20 @@ process.
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from tests.cluster.forkserver import ForkedProcess
+from tests.cluster.servers import fork_server
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
+PROGRAM = "tests.server.launch.up_program"
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
 
 # A fake server: `starting` for the first probes, then healthy; it generates on the second try; GET /die ends it.
@@ -45,17 +47,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
-DRIVER = """
-import sys
-from pdserve.server.launch import up
-from pdserve.server.launch.pair import load_pair_config
-ports = dict(zip(("port", "prefill_port", "bootstrap_port"), sys.argv[2:5]))
-unready = {"prefill": sys.argv[5], "decode": "0"}
-up.PROGRESS_LINE_S = 0.0
-up.server_command = lambda server: [
-    sys.executable, "-P", "-c", sys.argv[1], server.role, str(server.port), unready[server.role]]
-sys.exit(up.run_up(load_pair_config(None, ports, {})))
-"""
+
+class RunningUp:
+    """`pdserve up` in a forked process, with its output."""
+
+    def __init__(self, process: ForkedProcess, output: IO[str]) -> None:
+        self.process = process
+        self.output = output
 
 
 @pytest.fixture
@@ -64,19 +62,23 @@ def ports() -> list[int]:
 
 
 @pytest.fixture
-def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[RunningUp]:
     """`run_up` in its own process; the parameter is the number of probes before prefill is healthy."""
-    command = [sys.executable, "-P", "-c", DRIVER, SERVER, *map(str, ports), str(getattr(request, "param", 2))]
-    with subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        yield process
+    arguments = [SERVER, *map(str, ports), str(getattr(request, "param", 2))]
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as output, Path(os.devnull).open("rb") as null:
+        try:
+            process = fork_server().run(f"{PROGRAM}:main", arguments, ENVIRON, (null, writer, writer))
+        finally:
+            os.close(writer)
+        yield RunningUp(process, output)
         process.terminate()  # not kill: a failed test must not leave the fake servers behind
         process.wait(timeout=20)
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    assert process.stdout is not None
+def read_until(up: RunningUp, text: str) -> list[str]:
     lines = []
-    for line in process.stdout:
+    for line in up.output:
         lines.append(line.rstrip())
         if text in line:
             return lines
@@ -90,7 +92,7 @@ def listening(port: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_waits_for_both_servers_and_serves_until_a_signal(
-    up: subprocess.Popen[str], ports: list[int], number: signal.Signals
+    up: RunningUp, ports: list[int], number: signal.Signals
 ) -> None:
     lines = read_until(up, "Ctrl-C stops both.")
     assert "[prefill] prefill is starting" in lines
@@ -103,37 +105,35 @@ def test_up_waits_for_both_servers_and_serves_until_a_signal(
     assert listening(ports[0])
     assert listening(ports[1])
     begun = time.monotonic()
-    up.send_signal(number)
-    assert up.wait(timeout=10) == 0
+    up.process.send_signal(number)
+    assert up.process.wait(timeout=10) == 0
     assert time.monotonic() - begun < 3.0
     assert not listening(ports[0])
     assert not listening(ports[1])
 
 
-def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: subprocess.Popen[str], ports: list[int]) -> None:
+def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: RunningUp, ports: list[int]) -> None:
     read_until(up, "Ctrl-C stops both.")
     with pytest.raises(OSError, match="closed"):
         urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/die", timeout=5)
     lines = read_until(up, "pdserve: error: prefill ended with exit code 7 after")
-    assert up.wait(timeout=10) == 1
+    assert up.process.wait(timeout=10) == 1
     assert "its last line: prefill is starting" in lines[-1]
     assert not listening(ports[0])
 
 
 @pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])
-def test_up_ends_with_the_reason_when_a_server_cannot_start(
-    up: subprocess.Popen[str], code: int, ports: list[int]
-) -> None:
+def test_up_ends_with_the_reason_when_a_server_cannot_start(up: RunningUp, code: int, ports: list[int]) -> None:
     """The exit code is 2 when the settings are wrong."""
     lines = read_until(up, "prefill ended with exit code ")
     assert lines[-1].endswith("its last line: pdserve: error: no such model")
-    assert up.wait(timeout=10) == code
+    assert up.process.wait(timeout=10) == code
     assert not listening(ports[0])
 
 
 @pytest.mark.parametrize("up", [1_000_000], indirect=True)
-def test_signal_ends_up_while_it_waits(up: subprocess.Popen[str], ports: list[int]) -> None:
+def test_signal_ends_up_while_it_waits(up: RunningUp, ports: list[int]) -> None:
     read_until(up, "waiting for prefill (starting)")
-    up.send_signal(signal.SIGINT)
-    assert up.wait(timeout=10) == 0
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(timeout=10) == 0
     assert not listening(ports[0])

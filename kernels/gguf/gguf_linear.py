@@ -1,12 +1,13 @@
-"""Linear layers with weights in GGUF blocks (blocks.py), on the CPU. Few rows and many are computed in different ways:
+"""Linear layers with weights in GGUF blocks (blocks.py), on the CPU. They are computed in three ways:
 
-    few     Numba: blocks are multiplied as they are read or, for several rows, unpacked into the cache
-    many    some rows of the weights at a time are unpacked for torch's product
+    interleaved blocks        Numba: multiplied as integers (interleaved.py)
+    others, few rows of x     Numba: multiplied as they are read or, for several rows, unpacked into the cache
+    others, many rows of x    some rows of the weights at a time are unpacked for torch's product
 
-Both are x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
-Weights are not rounded. For few rows and interleaved blocks (interleaved.py), x is: each 32 elements to 16-bit integers
-with a common scale (`round_x`), an error of at most 1.6e-5 of the largest of them. Otherwise results differ from those
-of expanded weights by the order of sums only.
+All are x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
+Weights are not rounded. For interleaved blocks, x is: each 32 elements to 16-bit integers with a common scale
+(`round_x`), an error of at most 1.6e-5 of the largest of them. Otherwise results differ from those of expanded weights
+by the order of sums only.
 `gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
 
 Lower bound for a row: the packed weights read once, a seventh of float32 for Q4_0. The arithmetic takes 13 vector
@@ -19,15 +20,12 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from ...configs.arithmetic import round_up
-from ..backends.dispatch import NEON, Impl, launcher, use_numba
+from ..backends.dispatch import Impl, launcher, use_numba
 from .blocks import GgufBlocks, GgufRows
-from .interleaved import GROUP_ROWS, LARGEST, SMALLEST, TILE_COLUMNS, plain_rows
+from .interleaved import LARGEST, SMALLEST, TILE_COLUMNS, plain_rows
 
 FEW_ROWS = 32
-"""Up to this many rows of x are few: at 32, the Numba kernel takes three quarters of the time (AVX-512). On NEON, all
-numbers are few for interleaved blocks: 32 rows take half of the time, 512 four fifths (Neoverse-N1).
-"""
+"""Up to this many rows of x are few: at 32, the Numba kernel takes three quarters of the time (AVX-512)."""
 SCRATCH_BYTES = 4 << 20
 """Unpacked weights in memory at a time: the cache holds them, and torch's products of them are efficient."""
 
@@ -37,7 +35,7 @@ def gguf_linear_reference(x: torch.Tensor, weight: GgufBlocks, bias: torch.Tenso
 
 
 def round_x(x: torch.Tensor) -> torch.Tensor:
-    """The x that interleaved blocks are multiplied with, if it has few rows."""
+    """The x that interleaved blocks are multiplied with."""
     parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
     largest = parts.abs().amax(-1, keepdim=True)
     # `LARGEST / x` would be rounded twice; below SMALLEST it would be infinite
@@ -67,17 +65,19 @@ def gguf_linear(
 def gguf_gated_linear(
     x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
 ) -> torch.Tensor | None:
-    """swiglu(gguf_linear(x)) in one kernel; None if there is none: for many rows, and for gate and up of two types."""
+    """swiglu(gguf_linear(x)) in one kernel; None if there is none: for many rows and blocks that are not interleaved,
+    and for gate and up of two types.
+    """
     rows = x.shape[0]
     if (
         not rows
         or len(weight.parts) > 1
-        or not _are_few(rows, weight.parts[0])
+        or not _is_multiplied_packed(rows, weight.parts[0])
         or not _numba_fits(x, weight, bias, impl)
     ):
         return None
     out = x.new_empty(rows, len(weight) // 2)
-    _launcher(weight.parts[0], "launch_linear")(x, weight.parts[0], bias, out, gated=True, gelu=gelu)
+    _linear_launcher(weight.parts[0])(x, weight.parts[0], bias, out, gated=True, gelu=gelu)
     return out
 
 
@@ -98,37 +98,33 @@ def gguf_rows(weight: GgufBlocks, indices: torch.Tensor, *, impl: Impl = "auto")
     return out
 
 
-def _are_few(rows: int, weight: GgufRows) -> bool:
-    return rows <= FEW_ROWS or (NEON and weight.interleaved)
+def _is_multiplied_packed(rows: int, weight: GgufRows) -> bool:
+    return weight.interleaved or rows <= FEW_ROWS
 
 
 def _part_product(x: torch.Tensor, weight: GgufRows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if not _are_few(x.shape[0], weight):
+    if not _is_multiplied_packed(x.shape[0], weight):
         _many_rows(x, weight, bias, out)
     elif x.shape[0]:
-        _launcher(weight, "launch_linear")(x, weight, bias, out, gated=False)
+        _linear_launcher(weight)(x, weight, bias, out, gated=False)
 
 
-def _launcher(weight: GgufRows, name: str) -> Callable[..., None]:
-    return launcher("numba.interleaved_linear" if weight.interleaved else "numba.gguf_linear", name)
+def _linear_launcher(weight: GgufRows) -> Callable[..., None]:
+    return launcher("numba.interleaved_linear" if weight.interleaved else "numba.gguf_linear", "launch_linear")
 
 
 def _many_rows(x: torch.Tensor, weight: GgufRows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     count, columns = weight.blocks.shape[0], weight.columns
     step = min(count, max(1, SCRATCH_BYTES // (4 * columns)))
-    if weight.interleaved:
-        step = round_up(step, GROUP_ROWS)
-    scratch, unpack = torch.empty(step * columns), _launcher(weight, "launch_unpack")
+    scratch, unpack = torch.empty(step, columns), launcher("numba.gguf_linear", "launch_unpack")
     for first in range(0, count, step):
         part = slice(first, min(first + step, count))
-        size, blocks = part.stop - first, GgufRows(weight.blocks[part], weight.type_name, weight.interleaved)
-        unpacked = scratch[: size * columns].view((columns, size) if weight.interleaved else (size, columns))
-        unpack(blocks, unpacked)
-        factor = unpacked if weight.interleaved else unpacked.t()
+        unpacked = scratch[: part.stop - first]
+        unpack(GgufRows(weight.blocks[part], weight.type_name), unpacked)
         if bias is None:
-            torch.mm(x, factor, out=out[:, part])
+            torch.mm(x, unpacked.t(), out=out[:, part])
         else:
-            torch.addmm(bias[part], x, factor, out=out[:, part])
+            torch.addmm(bias[part], x, unpacked.t(), out=out[:, part])
 
 
 def _numba_fits(x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None, impl: Impl) -> bool:

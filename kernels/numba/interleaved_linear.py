@@ -7,7 +7,7 @@ import torch
 from ..backends.dispatch import NEON
 from ..gguf.blocks import GgufRows, ggml_number
 from ..gguf.interleaved import GROUP_ROWS, TILE_COLUMNS
-from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row, unpack_group
+from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for, wait_for_team
 from .swiglu import activate
 
@@ -100,15 +100,6 @@ def _linear(arguments):
     )
 
 
-@kernel("blocks type row_bytes in_size out out_stride groups")
-def _unpack(arguments):
-    a = fields(arguments)
-    first, last = share(a.groups)
-    for group in range(first, last):
-        source, target = a.blocks + group * GROUP_ROWS * a.row_bytes, a.out + 4 * GROUP_ROWS * group
-        unpack_group(a.type, source, a.in_size // TILE_COLUMNS, target, 4 * a.out_stride)
-
-
 def launch_linear(
     x: torch.Tensor,
     weight: GgufRows,
@@ -141,19 +132,4 @@ def launch_linear(
         gated,
         gelu,
         threads=threads,
-    )
-
-
-def launch_unpack(weight: GgufRows, out: torch.Tensor) -> None:
-    """Unpack to `out` [columns, rows]."""
-    columns, rows = out.shape
-    _unpack(
-        weight.blocks.data_ptr(),
-        ggml_number(weight.type_name),
-        weight.blocks.shape[1],
-        columns,
-        out.data_ptr(),
-        out.stride(0),
-        rows // GROUP_ROWS,
-        threads=threads_for(out.numel()),
     )

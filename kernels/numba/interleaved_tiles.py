@@ -1,5 +1,5 @@
-"""Reads interleaved GGUF blocks (../gguf/interleaved.py) in LLVM instructions: to unpack them, or to multiply them by
-rows of x whose elements are 16-bit integers with a scale per 32 of them.
+"""Multiplies interleaved GGUF blocks (../gguf/interleaved.py), in LLVM instructions, by rows of x whose elements are
+16-bit integers with a scale per 32 of them.
 
     sum of a tile  =  scale * x_scale * sum(integer * x_integer)  +  offset * x_sum
 
@@ -103,39 +103,6 @@ def make_multiply(x_rows: int, weight_rows: int) -> Any:
         return types.void(number, source, first_row, tiles, x, x_bytes, rows, target), generate
 
     return multiply
-
-
-@intrinsic
-def unpack_group(_context, number, source, tiles, target, column_bytes):
-    """In a kernel: unpack the group of rows at `source` into columns of 16 floats, `column_bytes` apart."""
-
-    def generate(_context, builder, _signature, arguments):
-        number, source, tiles, target, column_bytes = arguments
-        with cases(builder, number, HALVES) as (before, done, types_):
-            for name in types_:
-                at, out, left = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
-                body = builder.block
-                scale, offset = _scales(builder, name, at, lanes=GROUP_ROWS)
-                column = out
-                for pairs in _pairs(builder, name, at):
-                    words, high = builder.bitcast(pairs, _INTS), _filled(_INTS, 16)
-                    for integers in (builder.ashr(builder.shl(words, high), high), builder.ashr(words, high)):
-                        weights = builder.fmul(builder.sitofp(integers, _FLOATS), scale, flags=_FUSED)
-                        if offset is not None:
-                            weights = builder.fadd(weights, offset, flags=_FUSED)
-                        _store(builder, weights, column, 0)
-                        column = builder.add(column, column_bytes)
-                remaining = builder.sub(left, _LONG(1))
-                for phi, first, last in (
-                    (at, source, builder.add(at, _LONG(_tile_bytes(name)))),
-                    (out, target, column),
-                    (left, tiles, remaining),
-                ):
-                    phi.add_incoming(first, before)
-                    phi.add_incoming(last, body)
-                builder.cbranch(builder.icmp_signed(">", remaining, _LONG(0)), body, done)
-
-    return types.void(number, source, tiles, target, column_bytes), generate
 
 
 @intrinsic
@@ -283,17 +250,15 @@ def _add_dot(builder: ir.IRBuilder, total: ir.Value, weights: ir.Value, factors:
     return builder.asm(kind, code, "=w,0,w,w", (total, weights, factors), side_effect=False)
 
 
-def _scales(
-    builder: ir.IRBuilder, name: str, address: ir.Value, part: int = 0, lanes: int = _SUM_LANES
-) -> tuple[ir.Value, ir.Value | None]:
-    """Scales of a tile and, if its type has them, offsets, of the part'th `lanes` rows."""
-    stored, floats = ir.VectorType(ir.HalfType(), lanes), ir.VectorType(_FLOAT, lanes)
+def _scales(builder: ir.IRBuilder, name: str, address: ir.Value, part: int = 0) -> tuple[ir.Value, ir.Value | None]:
+    """Scales of a tile and, if its type has them, offsets, of the part'th _SUM_LANES rows."""
+    stored = ir.VectorType(ir.HalfType(), _SUM_LANES)
     halves = [
-        builder.fpext(_load(builder, stored, address, 2 * (at * GROUP_ROWS + part * lanes)), floats)
+        builder.fpext(_load(builder, stored, address, 2 * (at * GROUP_ROWS + part * _SUM_LANES)), _SUMS)
         for at in range(HALVES[name])
     ]
     if name == "Q4_0":
-        return halves[0], builder.fmul(halves[0], _filled(floats, -8.0))
+        return halves[0], builder.fmul(halves[0], _filled(_SUMS, -8.0))
     return halves[0], (halves[1] if len(halves) > 1 else None)
 
 

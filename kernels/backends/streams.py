@@ -15,6 +15,9 @@ import torch
 _Result = TypeVar("_Result")
 _thread = threading.local()
 _FEW_ROWS = 128
+"""Up to so many rows of x, as a decode step has them, products are computed beside others. Those of a prompt use the
+whole GPU.
+"""
 
 
 def use_own_stream(device: torch.device) -> None:

@@ -1,10 +1,10 @@
 // Attention over selected packed rows (512 fp8, 4 scales, 64 bf16; kernels/mla/packed_rows.py) for up to 16 heads; see
 // kernels/mla/sparse_mla.py for the formula.
 //
-// A block has a token and a share of its rows, 64 of them at a time. Its 8 warps first compute scores: each multiplies 32
-// rows and one of the four groups of 128 elements. Then all threads turn the scores into weights, once for every group,
-// times the group's scale of the row. Last, each warp adds 64 columns of the values. Meanwhile the next 64 rows are copied.
-// With several shares, results are partial (kernels/mla/sparse_mla_triton.py combines them).
+// A block has a token and a share of its rows, 64 of them at a time. Its 8 warps first compute scores: each multiplies
+// 32 rows and one of the four groups of 128 elements. Then all threads turn the scores into weights, once for every
+// group, times the group's scale of the row. Last, each warp adds 64 columns of the values. Meanwhile the next 64 rows
+// are copied. With several shares, results are partial (kernels/mla/sparse_mla_triton.py combines them).
 //
 // One instruction converts two fp8 to float16, none to bfloat16. So queries and weights are float16 too: the query of a
 // head and group is divided by a power of two, and weights are multiplied by 2^8. They are as precise as bfloat16 if
@@ -23,7 +23,7 @@ constexpr int kScalesAt = kValues, kRestAt = kScalesAt + 4 * kGroups, kRowBytes 
 constexpr int kBlockRows = 64;  // rows that are multiplied together
 constexpr int kThreads = 256, kThreadsOfHead = kThreads / kHeads;
 constexpr int kStages = 2;
-constexpr int kSteps = kGroupBytes / 16;                          // products of a group, in a warp
+constexpr int kSteps = kGroupBytes / 16;  // products of a group, in a warp
 constexpr int kScorePitch = kBlockRows + 8, kWeightPitch = kBlockRows + 8;  // without bank conflicts
 constexpr float kLowest = -1e30f;  // below every score, but finite
 constexpr float kWeightFactor = 256.0f, kLargestHalf = 65504.0f;
@@ -31,9 +31,9 @@ constexpr unsigned kAll = 0xffffffffu;
 
 struct Shared {
     unsigned char stages[kStages][kBlockRows * kRowBytes];
-    float scores[kGroups][kHeads][kScorePitch];              // the part of each group
+    float scores[kGroups][kHeads][kScorePitch];  // the part of each group
     unsigned short weights[kGroups][kHeads][kWeightPitch];
-    float scales[kGroups][kBlockRows];                       // times kWeightFactor
+    float scales[kGroups][kBlockRows];  // times kWeightFactor
     int exists[kStages][kBlockRows];
     float shrink[kHeads];
     float2 totals[kHeads];  // reference and sum of all weights of a head, when all rows are done
@@ -153,7 +153,8 @@ struct Query {
         }
     }
 
-    // The power of two that makes the greatest element of a head and group at least 1 and less than 2; `factor` is its inverse.
+    // The power of two that makes the greatest element of a head and group at least 1 and less than 2; `factor` is its
+    // inverse.
     static __device__ __forceinline__ float scale_down(const uint4 (&words)[kSteps / 2], float& factor) {
         float most = 0.0f;
 #pragma unroll
@@ -278,7 +279,8 @@ __device__ __forceinline__ void add(Shared& shared, Sums& sums, int stage) {
         }
     }
     const unsigned weights = shared_address(&shared.weights[warp() / 2][lane() % 16][lane() / 16 * 8]);
-    const unsigned values = shared_address(shared.stages[stage]) + lane() % 16 * kRowBytes + warp() * 64 + lane() / 16 * 16;
+    const unsigned values =
+        shared_address(shared.stages[stage]) + lane() % 16 * kRowBytes + warp() * 64 + lane() / 16 * 16;
 #pragma unroll
     for (int step = 0; step < kBlockRows / 16; ++step) {
         unsigned own[4];
@@ -299,7 +301,7 @@ __device__ __forceinline__ void add(Shared& shared, Sums& sums, int stage) {
     }
 }
 
-// Stores a warp's 64 columns of all heads: what is left is the sum over the shares, unless there is only one.
+// Stores a warp's 64 columns of all heads: the result, or the part of a share in it.
 __device__ __forceinline__ void store(const Shared& shared, const Sums& sums, int heads, char* out, float* partial) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -313,7 +315,8 @@ __device__ __forceinline__ void store(const Shared& shared, const Sums& sums, in
             const float* const odd = sums[i][1] + 2 * half;
             const float4 four = make_float4(even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor);
 #if ALONE
-            *reinterpret_cast<uint2*>(out + place * 2) = make_uint2(round_pair(four.x, four.y), round_pair(four.z, four.w));
+            *reinterpret_cast<uint2*>(out + place * 2) =
+                make_uint2(round_pair(four.x, four.y), round_pair(four.z, four.w));
 #else
             *reinterpret_cast<float4*>(partial + place) = four;
 #endif
@@ -335,8 +338,8 @@ __device__ __forceinline__ int count_blocks(Shared& shared, const Rows& rows) {
 
 }  // namespace
 
-// query [T, heads, 576], out [T, heads, 512]; or partial [T, shares, heads, 512] and log_sum [T, shares, heads], in powers
-// of two. A block of kThreads for every token and share.
+// query [T, heads, 576], out [T, heads, 512]; or partial [T, shares, heads, 512] and log_sum [T, shares, heads], a binary
+// logarithm. A block of kThreads for every token and share.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 packed_mla(const char* query, long long token_bytes, long long head_bytes, const char* pages, long long page_bytes,
            long long slot_bytes, const int* rows, long long rows_stride, long long num_rows, long long share_rows,
@@ -385,7 +388,8 @@ packed_mla(const char* query, long long token_bytes, long long head_bytes, const
     }
     softmax.finish(shared);
     __syncthreads();
-    store(shared, sums, static_cast<int>(heads), out + token * heads * kValues * 2, partial + blockIdx.x * heads * kValues);
+    store(shared, sums, static_cast<int>(heads), out + token * heads * kValues * 2,
+          partial + blockIdx.x * heads * kValues);
     if (!ALONE && threadIdx.x < heads) {
         const float2 total = shared.totals[threadIdx.x];
         log_sum[blockIdx.x * heads + threadIdx.x] = total.x + log2f(total.y);  // minus infinity if there was no row

@@ -129,6 +129,9 @@ class CountTokensBody(RoutingFields, DistributionFields):
     thinking: Thinking | None = optional(
         "Sets `enable_thinking` of the model's chat template. Default: the template's."
     )
+    output_config: OutputConfig | None = optional(
+        "`effort`, for chat templates that have one; `format` constrains the output."
+    )
     chat_template_kwargs: dict[str, Any] | None = optional("Variables of the model's chat template.")
 
 
@@ -137,8 +140,9 @@ class MessagesBody(CountTokensBody):
     stop_sequences: Annotated[
         list[str] | None, PlainValidator(stop_strings, json_schema_input_type=list[str] | None)
     ] = optional("Strings that end the output.")
-    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("The same seed gives the same tokens.")
-    output_config: OutputConfig | None = optional("`format` constrains the output.")
+    seed: Annotated[Integer, Within(-1, MAX_SEED)] | None = optional(
+        "The same seed gives the same tokens. Default, and -1: random."
+    )
     stream: Boolean | None = optional("Reply with server-sent events. Default false.")
 
 

@@ -39,11 +39,7 @@ OTHER_NAMES = (FLAT_TOOL, ("continue_final_message", "messages"))
 
 def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
     fields = parse_body(MessagesBody, body)
-    others = {
-        "stop": fields.stop_sequences,
-        "response_format": _response_format(fields),
-        "reasoning_effort": None if fields.output_config is None else fields.output_config.effort,
-    }
+    others = {"stop": fields.stop_sequences, "response_format": _response_format(fields)}
     same = {name: getattr(fields, name) for name in SAME_FIELDS}
     with fields_named(*OTHER_NAMES):
         body_of_chat = validate(ChatBody, _chat_fields(fields) | same | others, limits.vocab_size)
@@ -80,6 +76,7 @@ def _chat_fields(fields: CountTokensBody) -> dict[str, Any]:
         "tool_choice": _choice(fields),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "chat_template_kwargs": {**thinking, **(fields.chat_template_kwargs or {})} or None,
+        "reasoning_effort": None if fields.output_config is None else fields.output_config.effort,
     }
 
 

@@ -65,7 +65,6 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "top_a": (0,),  # this and the next two: clients of several servers send the samplers of all of them
         "encoder_repetition_penalty": (1,),
         "temperature_last": (False, True),
-        "reasoning_format": ("auto", "parsed", "deepseek"),  # llama.cpp's and Groq's names for separate reasoning
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "bad_words": ([],),
@@ -237,6 +236,7 @@ class ChatBody(OpenAiBody, TemplateFields):
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
         "add_special_tokens": (False,),
+        "reasoning_format": ("auto", "parsed", "deepseek"),  # llama.cpp's and Groq's names for separate reasoning
         "echo": (False,),
     }
 

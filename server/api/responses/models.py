@@ -137,7 +137,9 @@ class ResponsesBody(RoutingFields, DistributionFields):
     )
     instructions: Text | None = optional("A system message before the input.")
     max_output_tokens: Annotated[Integer, Within(1)] | None = optional("Default: as many as fit.")
-    seed: Annotated[Integer, Within(0, MAX_SEED)] | None = optional("The same seed gives the same tokens.")
+    seed: Annotated[Integer, Within(-1, MAX_SEED)] | None = optional(
+        "The same seed gives the same tokens. Default, and -1: random."
+    )
     tools: Annotated[list[FunctionTool], FirstError(), MaxLen(MAX_TOOLS)] | None = optional(
         "Functions that the model may call. Tools that OpenAI runs itself are refused."
     )

@@ -349,6 +349,29 @@ async def test_reasoning_effort_is_a_variable_of_the_template(tmp_path: Path, pa
         assert await prompt_of(server, path, **body, **kwargs) == "effort high\nuser: Hello\nassistant: "
 
 
+async def test_effort_of_messages_counts_as_in_their_prompt(tmp_path: Path) -> None:
+    body = {"messages": HELLO, "output_config": {"effort": "low"}}
+    async with running_server(tokenizer_with("{{ reasoning_effort }}\n" + CHAT_TEMPLATE, tmp_path)) as server:
+        counting = await post(server, "/v1/messages/count_tokens", **body)
+        prompt = await prompt_of(server, "/v1/messages", **body, max_tokens=9)
+    assert prompt == "low\nuser: Hello\nassistant: "
+    assert counting.json()["input_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "seed": -1, "reasoning_effort": "low"}),
+        ("/v1/responses", {"input": "a", "seed": -1}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "seed": -1}),
+    ],
+)
+async def test_random_seed_and_effort_without_a_template_are_accepted(
+    decode: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    assert await prompt_of(decode, path, **body)
+
+
 async def test_developer_is_system_unless_the_template_has_it(tmp_path: Path) -> None:
     """Qwen's templates have branches for the roles they know and write nothing for others."""
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO]

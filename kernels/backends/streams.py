@@ -73,11 +73,10 @@ def start_beside(device: torch.device, compute: Callable[[], _Result]) -> Callab
 
 
 def beside_if_few(x: torch.Tensor, compute: Callable[[], _Result]) -> Callable[[], _Result]:
-    """`start_beside` if x has so few rows that their kernels leave most of the GPU idle; otherwise computes at once."""
-    if len(x) <= _FEW_ROWS:
-        return start_beside(x.device, compute)
-    result = compute()
-    return lambda: result
+    """`start_beside` if x has so few rows that their kernels leave most of the GPU idle. Otherwise the result is
+    computed when it is requested, so that copies which are started before that run meanwhile. Request it once.
+    """
+    return start_beside(x.device, compute) if len(x) <= _FEW_ROWS else compute
 
 
 def is_beside() -> bool:

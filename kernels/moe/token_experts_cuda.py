@@ -95,8 +95,8 @@ def launch_token_experts(
     gated = x.new_empty(experts.numel(), down.shape[-1])
     numbers = experts.data_ptr()
     _launch("expert_gates", x, gate_up, (numbers, gated.data_ptr()), experts, gated.shape[1], first, bias=0)
-    added = (out if shared is None else shared()).data_ptr()
-    pointers = numbers, weights.data_ptr(), added, out.data_ptr()
+    added = out if shared is None else shared()
+    pointers = numbers, weights.data_ptr(), added.data_ptr(), out.data_ptr()
     _launch("expert_sums", gated, down, pointers, experts, out.shape[1], first, bias=0 if shared is None else 2)
 
 

@@ -26,8 +26,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 def counters_of(device: torch.device) -> torch.Tensor:
-    """Zeros, which every kernel leaves as zeros. Kernels that use the same ones run one after another: those of a
-    model's steps, and those that run beside them (streams.py).
+    """Counters that are zero before and after every kernel that uses them. Kernels on the side stream (streams.py)
+    have their own, because kernels that use the same counters must run one after another.
     """
     return _counters(device, is_beside())
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ....configs.words import whole_characters
 from .events import CallArguments, CallBegin, CallEnd, Content
-from .text_parser import EndOfTextError, Steps, TextParser, held_back, partial_marker
+from .text_parser import EndOfTextError, HeldSpace, Steps, TextParser, partial_marker
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The parameters of each function, a JSON schema, by its name."""
@@ -70,15 +70,16 @@ class CallParser(TextParser):
 
     def _content_and_calls(self) -> Steps[None]:
         """Content up to the next marker, and the calls that follow it."""
+        space = HeldSpace()
         while (found := find_first(self._buffer, self.markers)) is None:
-            held = 0 if self._final else held_back(self._buffer, self.markers)
-            self._emit_content(self._take(len(self._buffer) - held))
+            partial = 0 if self._final else partial_marker(self._buffer, self.markers)
+            self._emit_content(space.add(self._take(len(self._buffer) - partial)))
+            if self._final:
+                self._emit_content(space.take())
             yield from self._more()
         at, marker = found
-        text = self._take(at)
-        shown = text.rstrip()
-        self._emit_content(shown)
-        self._unsure = text[len(shown) :]
+        self._emit_content(space.add(self._take(at)))
+        self._unsure = space.take()
         self._consume(len(marker))
         yield from self._parse_calls(marker)
 

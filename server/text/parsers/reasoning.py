@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from .events import Content, Event, Reasoning
-from .text_parser import Steps, TextParser, partial_marker
+from .text_parser import HeldSpace, Steps, TextParser, partial_marker
 
 LONGEST_CONTENT_TYPE = 64
 
@@ -130,13 +130,13 @@ class ReasoningParser(TextParser):
         self._buffer = rest
 
     def _reasoning(self) -> Steps[None]:
-        tag = _Tag(self._style.close, self._style.header_end)
+        tag, space = _Tag(self._style.close, self._style.header_end), HeldSpace()
         while (found := tag.pattern.search(self._buffer)) is None:
-            shown = len(self._buffer)
-            if not self._final:  # what may be the tag waits, with the white space before it
-                shown = len(self._buffer[: shown - tag.partial(self._buffer)].rstrip())
-            self._events.append(Reasoning(self._take(shown)))
+            partial = 0 if self._final else tag.partial(self._buffer)  # what may be the tag waits
+            self._events.append(Reasoning(space.add(self._take(len(self._buffer) - partial))))
+            if self._final:
+                self._events.append(Reasoning(space.take()))
             yield from self._more()
-        self._events.append(Reasoning(self._buffer[: found.start()].rstrip()))
+        self._events.append(Reasoning(space.add(self._buffer[: found.start()])))
         self._buffer = self._buffer[found.end() :]
         self.is_open = False

@@ -27,9 +27,26 @@ def partial_marker(text: str, markers: tuple[str, ...]) -> int:
     return len(tail) - next(beginnings, len(tail))
 
 
-def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """The same, with the white space before it."""
-    return len(text) - len(text[: len(text) - partial_marker(text, markers)].rstrip())
+class HeldSpace:
+    """Holds back white space that may stand before a marker. Each character is looked at once."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def add(self, text: str) -> str:
+        """More text; returns what is not held back."""
+        shown = text.rstrip()
+        space = text[len(shown) :]
+        if not shown:
+            self._held.append(space)
+            return ""
+        shown, self._held = "".join((*self._held, shown)), [space]
+        return shown
+
+    def take(self) -> str:
+        """The white space that was held back."""
+        space, self._held = "".join(self._held), []
+        return space
 
 
 class TextParser(ABC):

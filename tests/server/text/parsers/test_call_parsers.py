@@ -276,6 +276,15 @@ def test_parser_takes_linear_time(family: str, beginning: str) -> None:
     assert time.process_time() - started < 8  # 1 s; with a search of the whole text for each piece 17 s and more
 
 
+def test_white_space_takes_linear_time() -> None:
+    """A model that repeats white space until the context is full: it may stand before a call, so it is held back."""
+    parser, started = FAMILIES["hermes"].parser(TOOLS), time.process_time()
+    events = [event for piece in ("a", *[16 * " "] * 40_000) for event in parser.feed(piece)]
+    assert content_of(events) == "a"
+    assert content_of(parser.finish()) == 640_000 * " "
+    assert time.process_time() - started < 8  # 1 s; with a copy of the held white space for each piece 19 s
+
+
 def test_broken_arguments_end_the_call() -> None:
     events = parse("hermes", '<tool_call>{"name": "now", "arguments": {"a": ]}}</tool_call>')
     assert events[:3] == [CallBegin(0, "now"), CallArguments(0, '{"a": '), CallEnd(0)]

@@ -112,6 +112,7 @@ __device__ __forceinline__ void fetch(Shared& shared, const Pages& pages, int ro
         copy_bulk_async(shared_address(to), pages.row(row), kRowBytes, barrier);
     } else {
         for (int i = 0; i < kRowBytes; i += 16) *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+        fence_async();  // a later copy of this thread overwrites the zeros
         arrive(barrier);
     }
 }

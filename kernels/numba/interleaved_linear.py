@@ -111,7 +111,7 @@ def launch_linear(
 ) -> None:
     """`out` may be some columns of a matrix."""
     (rows, in_size), out_size = x.shape, out.shape[1]
-    threads = threads_for(out_size * in_size)
+    threads = threads_for(rows * out_size * in_size)
     own_bytes, x_bytes = 2 * products_bytes(rows), rows * packed_bytes(in_size)
     scratch = torch.empty(threads * own_bytes + x_bytes, dtype=torch.uint8)
     own = scratch.data_ptr()

@@ -175,13 +175,17 @@ def check_conversation(decode: Server, source: Source) -> None:
 
 def check_retraction(decode: Server, source: Source) -> None:
     """One of two requests is retracted before either has finished. It resumes when the other one ends: fully resident,
-    with a hot buffer that has none of its rows yet.
+    with a hot buffer that has none of its rows yet. On a busy machine, one may end before the other begins: then again.
     """
     assert 2 * TWO_BEGUN <= ALL_PAGES < TWO_BEGUN + TWO_ENDED
     assert decode.count("retractions") == 0
-    answers = HTTP.post(f"{decode.url}/generate", json=body(source.two, NEW_TOKENS), timeout=60).raise_for_status()
-    assert [answer["output_ids"] for answer in answers.json()] == source.expected_of_two
-    assert decode.count("retractions") > 0
+    for _ in range(5):
+        HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
+        answers = HTTP.post(f"{decode.url}/generate", json=body(source.two, NEW_TOKENS), timeout=60).raise_for_status()
+        assert [answer["output_ids"] for answer in answers.json()] == source.expected_of_two
+        if decode.count("retractions"):
+            return
+    raise AssertionError("no request was retracted")
     decode.check_clean()
 
 

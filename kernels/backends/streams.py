@@ -15,9 +15,7 @@ import torch
 _Result = TypeVar("_Result")
 _thread = threading.local()
 _FEW_ROWS = 128
-"""Up to so many rows of x, as a decode step has them, products are computed beside others. Those of a prompt use the
-whole GPU.
-"""
+"""Products of up to this many rows, as in decode steps, run on the side stream. Those of prompts use the whole GPU."""
 
 
 def use_own_stream(device: torch.device) -> None:

@@ -118,6 +118,14 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned fro
                  : "memory");
 }
 
+// The same, each of them transposed.
+__device__ __forceinline__ void load_transposed(unsigned (&words)[4], unsigned from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(from)
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&words)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
                  "r"(words[1]), "r"(words[2]), "r"(words[3])

@@ -94,14 +94,6 @@ __device__ __forceinline__ unsigned round_halves(float low, float high) {
 __device__ __forceinline__ float low_float(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Four 8 x 8 matrices, transposed; otherwise as load_matrices.
-__device__ __forceinline__ void load_transposed(unsigned (&words)[4], unsigned from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(from)
-                 : "memory");
-}
-
 // The first 64 threads copy a row each; zeros if it does not exist.
 __device__ __forceinline__ void fetch(Shared& shared, const Pages& pages, int row, int stage) {
     const unsigned barrier = shared_address(&shared.fetched[stage]);

@@ -14,6 +14,7 @@ THREADS, SHARED_BYTES = 384, 227 << 10
 """Of a block of csrc/latent_attention.cuh."""
 _DIM, _VALUE_DIM = 576, 512
 _WORD_BYTES = 16
+_FEW_PACKED_BLOCKS = 4
 PACKED_HEADS = 16
 """The most heads that csrc/packed_mla.cu supports."""
 _PACKED_THREADS = 256
@@ -106,9 +107,9 @@ def num_packed_shares(tokens: int, blocks: int, sms: int) -> int:
     """Shares to split the `blocks` of rows of each token into: one per SM if a share then has few blocks, otherwise two
     per SM. Partial results cost time, too: 8 tokens with 2,048 rows took 14.8 us in 16 shares on an H200, 21.0 in 32.
     """
-    few = 4
-    alone = ceil_div(blocks, max(sms // tokens, 1))
-    of_share = alone if alone <= few else ceil_div(blocks, max(2 * sms // tokens, 1))
+    of_share = ceil_div(blocks, max(sms // tokens, 1))
+    if of_share > _FEW_PACKED_BLOCKS:
+        of_share = ceil_div(blocks, max(2 * sms // tokens, 1))
     return ceil_div(blocks, of_share)
 
 

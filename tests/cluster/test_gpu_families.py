@@ -134,7 +134,7 @@ def start(servers: Cluster, model: Path, layout: Layout, dtype: Dtype) -> tuple[
 
 
 def draw_prompts(seed: int) -> list[list[int]]:
-    """A random prompt of each length in LENGTHS, and one that shares a prefix with the longest: a hit in the caches."""
+    """A random prompt of each length in LENGTHS, and one whose prefix is cached: it is that of the longest."""
     draw = random.Random(seed)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     return [*prompts, prompts[-1][:SHARED_TOKENS] + draw.choices(range(VOCAB_SIZE), k=MORE_TOKENS)]

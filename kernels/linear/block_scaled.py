@@ -20,6 +20,7 @@ from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, launch_few_rows
+from ..backends.fp8_at_once_cuda import launch_at_once, suits_at_once
 from .block_format import BLOCK, BlockScaled, supports_fp8
 from .quantise import QuantisedRows, quantise, quantise_reference, swiglu_quantise
 from .swiglu import swiglu, swiglu_reference
@@ -129,8 +130,13 @@ def _as_computed(x: torch.Tensor | QuantisedRows, method: Method) -> torch.Tenso
 
 
 def _exact(x: torch.Tensor, weight: BlockScaled, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool) -> None:
-    """Fill `out`: on CUDA very few rows by csrc/linear/fp8_linear.cu, others by Triton."""
+    """Fill `out`: by csrc/linear/fp8_at_once.cu where it suits, very few rows by csrc/linear/fp8_linear.cu, others by
+    Triton.
+    """
     values = weight.values
+    if suits_at_once(x, values):
+        launch_at_once(x, values, weight.scales, bias, out, row_group=weight.row_group, gated=gated)
+        return
     whole = values.shape[1] % BLOCK == 0 and values.is_contiguous()
     aligned = values.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
     if x.is_cuda and x.itemsize == 2 and len(x) <= ROW_TILE and whole and aligned:

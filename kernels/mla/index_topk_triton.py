@@ -48,10 +48,10 @@ _STAGES_OF_FEW = {1: 5, 2: 3, 4: 2}
 _KEYS_AT_ONCE = 128
 _PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
 _FEW_TOKENS = 64
-_PROGRAMS_PER_SM_OF_FEW = 2
+_PROGRAMS_PER_SM_OF_FEW = {1: 3, 2: 2, 4: 2}  # by bytes of an element: as many as fit
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
-_SELECT_THREADS = 1024
+_SELECT_THREADS, _SELECT_SHARED_BYTES = 1024, 65 << 10
 _SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # scores that a block of select_top holds in registers
 
 
@@ -294,7 +294,7 @@ def launch_scores(
     page_stride, _, token_stride, _ = key_pages.stride()
     sms = multiprocessors(device)
     if tokens <= _FEW_TOKENS:
-        launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW * sms,)]
+        launch = _index_scores_of_few[(_PROGRAMS_PER_SM_OF_FEW[query.dtype.itemsize] * sms,)]
         stages = _STAGES_OF_FEW[query.dtype.itemsize]
         shape = ScoreShape(triton.next_power_of_2(tokens), _KEYS_AT_ONCE, warps=4, stages=stages)
     else:
@@ -356,7 +356,7 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
     if torch.cuda.get_device_capability(out.device) >= (9, 0):
         cluster = blocks_per_row(len(out), scores.shape[1], multiprocessors(out.device))
     constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
-    load_kernel("select_top.cu", "select_top", out.device, constants).launch(
+    load_kernel("select_top.cu", "select_top", out.device, constants, _SELECT_SHARED_BYTES).launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),
@@ -364,6 +364,7 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
         out.data_ptr(),
         blocks=cluster * len(out),
         threads=_SELECT_THREADS,
+        shared_bytes=_SELECT_SHARED_BYTES,
         overlap_previous=True,
     )
 

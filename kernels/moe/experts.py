@@ -40,6 +40,7 @@ from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference
 from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
+from .expert_tiles_cuda import TILE_ROWS, launch_expert_tiles, suits_expert_tiles
 from .routing import route_tokens
 from .token_experts_cuda import launch_token_experts, suits_token_experts
 
@@ -101,7 +102,9 @@ def grouped_experts(
     if plain and suits_token_experts(x, weights, experts, gate_up, down):
         launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
         return out
-    rows = tile_rows(experts.numel(), num_experts)
+    average = ceil_div(experts.numel(), num_experts)
+    tiled = plain and suits_expert_tiles(x, gate_up, down, average)
+    rows = TILE_ROWS if tiled else tile_rows(experts.numel(), num_experts)
     if isinstance(gate_up, GroupScaled):
         rows = min(rows, 64 if shared_memory(x.device) >= _WIDE_BYTES else 32)
     routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
@@ -113,6 +116,12 @@ def grouped_experts(
             results = expanded_results(_sorted_rows(x, routing), routing.ends, gate_up, down, *options)
         else:
             results = _packed_results(x, routing, gate_up, down, *options)
+    elif tiled:
+        assert isinstance(gate_up, BlockScaled)
+        assert isinstance(down, BlockScaled)
+        numbers = experts.numel()
+        gated, results = x.new_empty(numbers, down.shape[2]), x.new_empty(numbers, x.shape[1])
+        launch_expert_tiles(x, gate_up, down, gated, results, routing)
     elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)

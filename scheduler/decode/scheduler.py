@@ -293,6 +293,7 @@ class DecodeScheduler:
 
     def use_waiting_time(self) -> None:
         """Do what can wait until no step can start."""
+        self.memory.send_write_backs()
         self.arrivals.insert_some()
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:

@@ -39,24 +39,8 @@ __device__ __forceinline__ void store_tile(
             total += to_float(bias[output]);
             if (GATED) up += to_float(bias[shape.out_size + output]);
         }
-        if (GATED) {
-            const float gate = rounded(total);
-            total = rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
-        }
-        out[row * shape.out_size + output] = to_bits(total);
+        out[row * shape.out_size + output] = to_bits(GATED ? swiglu(total, up) : total);
     }
-}
-
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // Compute `tiles` tiles; `store(number, sums)` stores the results of one.

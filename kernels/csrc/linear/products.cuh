@@ -16,37 +16,14 @@
 
 #pragma once
 
-#if HALF
-#define ELEMENT "f16"
-#else
-#define ELEMENT "bf16"
-#endif
+#include "linear/elements.cuh"
 
 namespace {
 
-typedef unsigned short Bits;  // of a float16 or bfloat16
 typedef float Sums[OUTPUT_TILES][ROW_TILES][4];  // of a thread, as products have them
 
 constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
 constexpr int kRows = 8 * ROW_TILES;
-
-__device__ __forceinline__ float to_float(Bits bits) {
-#if HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float(static_cast<unsigned>(bits) << 16);
-#endif
-}
-
-__device__ __forceinline__ Bits to_bits(float value) {
-    Bits bits;
-    asm("cvt.rn." ELEMENT ".f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-
-__device__ __forceinline__ float rounded(float value) { return to_float(to_bits(value)); }
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(char* to, const void* from) {

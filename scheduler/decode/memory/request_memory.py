@@ -52,6 +52,8 @@ class RequestMemory:
         self._page_size = page_size
         self._window = window
         self._outbox = outbox
+        self._write_backs: list[WriteBackRows] = []
+        """Not sent yet."""
 
     @property
     def idle(self) -> bool:
@@ -141,8 +143,8 @@ class RequestMemory:
         self._outbox.append(_opened(buffer, copy, pages, cached, exact=True))
 
     def receive_rows(self, prompt: Prompt, attempt: Attempt, request: Request) -> None:
-        """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run, and copy
-        the rows to host memory.
+        """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run. The rows
+        are copied to host memory after `send_write_backs`.
         """
         assert self.hot is not None, "only HiSparse has hot buffers"
         self.hot.pass_on(prompt.prompt_id, request.rid)
@@ -151,7 +153,15 @@ class RequestMemory:
         self.hot.of(request.rid).unsaved = True
         copy = self.copies.begin("write_back", request)
         pages = tuple(request.pages[: len(attempt.hot_pages)])
-        self._outbox.append(WriteBackRows(copy.number, attempt.hot_pages, pages, attempt.prefix_tokens, prompt.tokens))
+        rows = attempt.prefix_tokens, prompt.tokens
+        self._write_backs.append(WriteBackRows(copy.number, attempt.hot_pages, pages, *rows))
+
+    def send_write_backs(self) -> None:
+        """Copy the rows of arrived requests to host memory. Call it when the ranks have their next step: the copy would
+        delay the first step of a request.
+        """
+        self._outbox += self._write_backs
+        self._write_backs.clear()
 
     def unsaved(self, request: Request) -> bool:
         """Whether rows of a request are in its hot buffer only, on their way to host memory."""

@@ -8,7 +8,7 @@ import torch
 
 from pdserve.kernels.attention import paged_prefill_cuda
 from pdserve.kernels.attention.attention_plan import make_work_plan
-from pdserve.kernels.backends import few_rows_cuda
+from pdserve.kernels.backends import few_rows_cuda, fp8_at_once_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse import write_back
@@ -21,7 +21,9 @@ from pdserve.kernels.linear.block_format import BlockScaled, Weight
 from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
+from pdserve.kernels.moe import expert_tiles_cuda
 from pdserve.kernels.moe.experts import grouped_experts
+from pdserve.kernels.moe.routing import route_reference
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -114,6 +116,27 @@ def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyP
     assert launched == ["fp8_linear"] * 2
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    for module in (expert_tiles_cuda, fp8_at_once_cuda):
+        monkeypatch.setattr(module, "load_kernel", cuda_sources.load_kernel)
+        monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
+    allocate = BlockScaled.allocate_by_row if by_row else BlockScaled.allocate
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        weight = allocate(96, 2048, device=DEVICE)
+        x, out = (torch.zeros(9, size, dtype=torch.bfloat16, device=DEVICE) for size in (2048, 48))
+        fp8_at_once_cuda.launch_at_once(
+            x, weight.values, weight.scales, None, out, row_group=weight.row_group, gated=True
+        )
+        experts = allocate(6, 256, 2048, device=DEVICE), allocate(6, 2048, 128, device=DEVICE)
+        routing = route_reference(torch.zeros(9, 2, dtype=torch.int64), 0, 6, expert_tiles_cuda.TILE_ROWS)
+        results = (torch.zeros(18, size, dtype=torch.bfloat16, device=DEVICE) for size in (128, 2048))
+        expert_tiles_cuda.launch_expert_tiles(x, *experts, *results, routing)
+    assert launched == ["fp8_at_once", "expert_tiles", "expert_tiles"]
+
+
 def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     hopper(monkeypatch)
@@ -198,7 +221,8 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
     kernels |= {"packed_mla", "swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
-    sources |= {name: f"linear/{name}.cu" for name in ("fp8_linear", "int4_linear", "plain_linear")}
+    linears = ("expert_tiles", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
+    sources |= {name: f"linear/{name}.cu" for name in linears}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")
     assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())
     for name, source in sources.items():

@@ -1,0 +1,116 @@
+"""Launcher of csrc/linear/fp8_at_once.cu: fp8 linear layers whose weights fit the shared memory of the GPU."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ...configs.arithmetic import ceil_div
+from .nvrtc import load_kernel
+from .occupancy import multiprocessors
+
+MOST_ROWS = 32
+"""Rows of x that the kernel supports."""
+_ROW_TILE, _UNIT = 8, 16
+"""Rows of x and of the weights that one product has."""
+_COLUMNS, _MOST_BLOCKS = 128, 16
+"""Columns that a warp multiplies at a time, and how many such groups a block has at most."""
+_MOST_UNITS, _MOST_PRODUCTS = 6, 16
+"""Units of a block, and units times tiles of rows. More sums do not fit the registers of a thread."""
+_SMALL_BYTES, _FEW_COLUMNS = 8 << 20, 2048
+"""Smaller layers of up to 8 rows take as long with few_rows_cuda.py, or longer here if rows are short."""
+_LEAST_COLUMNS = 512
+_WARPS, _PAD = 8, 64
+_GPC = 16
+"""Multiprocessors of a GPC, at least: the blocks of a cluster run in one."""
+
+
+class Division(NamedTuple):
+    """How blocks divide a layer."""
+
+    units: int  # groups of 16 weight rows of a block
+    cluster: int  # blocks that divide the columns
+    tiles: int  # clusters
+
+    def shared_bytes(self, columns: int, row_tiles: int) -> int:
+        own = ceil_div(columns // _COLUMNS, self.cluster) * _COLUMNS
+        weights = _UNIT * self.units * (own + _PAD)
+        return max(weights, _WARPS * self.units * row_tiles * 4 * 128)
+
+
+@functools.cache
+def divide(weight_rows: int, columns: int, sms: int) -> Division | None:
+    """A division in which all blocks run at once, one per multiprocessor; None if there is none."""
+    blocks = columns // _COLUMNS
+    for cluster in (1, 2, 4):
+        if ceil_div(blocks, cluster) > _MOST_BLOCKS:
+            continue
+        most = sms if cluster == 1 else sms // _GPC * (_GPC // cluster)
+        units = max(2, ceil_div(ceil_div(weight_rows, most), _UNIT))
+        if units <= _MOST_UNITS:
+            return Division(units, cluster, ceil_div(weight_rows, _UNIT * units))
+    return None
+
+
+def suits_at_once(x: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the kernel supports these rows and fp8 weights, and is faster than others."""
+    if not x.is_cuda or x.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    weight_rows, columns = values.shape
+    if not 1 <= len(x) <= MOST_ROWS or columns % _COLUMNS or not values.is_contiguous():
+        return False
+    if values.data_ptr() % 16 or x.data_ptr() % 16:
+        return False
+    if columns < (_LEAST_COLUMNS if len(x) > _ROW_TILE or values.nbytes >= _SMALL_BYTES else _FEW_COLUMNS):
+        return False
+    division = divide(weight_rows, columns, multiprocessors(x.device))
+    return division is not None and division.units * _row_tiles(x) <= _MOST_PRODUCTS
+
+
+def _row_tiles(x: torch.Tensor) -> int:
+    tiles = 1
+    while tiles * _ROW_TILE < len(x):
+        tiles *= 2
+    return tiles
+
+
+def launch_at_once(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    row_group: int,
+    gated: bool,
+) -> None:
+    """Fill `out` [rows, outputs], for tensors that `suits_at_once` accepts. `row_group` is that of BlockScaled."""
+    division = divide(*values.shape, multiprocessors(x.device))
+    assert division is not None, f"weights {list(values.shape)} do not fit the shared memory"
+    row_tiles = _row_tiles(x)
+    constants = (
+        ("UNITS", division.units),
+        ("ROW_TILES", row_tiles),
+        ("CLUSTER", division.cluster),
+        ("GATED", int(gated)),
+        ("BIAS", int(bias is not None)),
+        ("HALF", int(x.dtype == torch.float16)),
+    )
+    shared_bytes = division.shared_bytes(x.shape[1], row_tiles)
+    load_kernel("linear/fp8_at_once.cu", "fp8_at_once", x.device, constants, shared_bytes).launch(
+        x.data_ptr(),
+        values.data_ptr(),
+        scales.data_ptr(),
+        (out if bias is None else bias).data_ptr(),
+        out.data_ptr(),
+        len(x),
+        out.shape[1],
+        x.shape[1],
+        row_group.bit_length() - 1,
+        scales.stride(0),
+        0 if scales.shape[1] == 1 else 1,
+        blocks=division.cluster * division.tiles,
+        threads=32 * _WARPS,
+        shared_bytes=shared_bytes,
+        overlap_previous=True,
+    )

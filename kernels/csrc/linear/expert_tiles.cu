@@ -1,0 +1,328 @@
+// Experts with fp8 weights and few tokens each, for Hopper: the products of tiles of tokens (kernels/moe/routing.py).
+//
+//     GATED    out[place]   =  swiglu(gate_up[expert] @ x[token])       places in the order of experts
+//     else     out[number]  =  down[expert] @ x[place]
+//
+// Products are those of fp8_halves.cuh. A warp copies weights into a ring in shared memory, several stages ahead, also
+// across tiles. The others multiply them. A stage has two units of 16 weight rows, and 1,024 columns, of which each warp
+// multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a unit
+// has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows. A block has a range of
+// the units of all tiles, so that blocks have equal shares.
+//
+// Constants: GATED; WHOLE_ROWS; HALF, 1 if x is float16, 0 if it is bfloat16.
+
+#include "linear/fp8_halves.cuh"
+
+namespace {
+
+constexpr int kWarps = 8;  // that multiply
+constexpr int kStageColumns = kWarps * kBlock, kMostWholeColumns = 256;
+constexpr int kStageBytes = 32 << 10, kStages = 3;
+constexpr int kUnitRows = WHOLE_ROWS ? 16 * kWarps : 16;
+constexpr int kUnits = WHOLE_ROWS ? 1 : kStageBytes / kStageColumns / kUnitRows;  // of a stage
+constexpr int kOutputs = kUnitRows / (GATED ? 2 : 1);  // of a unit
+constexpr int kRows = 8;  // of x, in a tile
+constexpr int kSums = kUnits * 4;  // of a thread
+static_assert(!(GATED && WHOLE_ROWS), "the columns of gate and up are those of the model");
+
+struct Shared {
+    unsigned char stages[kStages][kStageBytes];
+    float sums[WHOLE_ROWS ? 1 : kWarps][kSums][32];
+    unsigned long long filled[kStages], read[kStages];
+};
+static_assert(2 * (sizeof(Shared) + 1024) <= 228 << 10, "two blocks run on a multiprocessor");
+
+struct Matrices {
+    const unsigned char* values;
+    const float* scales;
+    int row_shift, scale_rows, scale_stride, scale_step;  // 2^row_shift rows share scales; a step is 0: a scale per row
+
+    // The scales of a weight row, by block of columns.
+    __device__ __forceinline__ const float* scales_of(int expert, int row) const {
+        return scales + static_cast<long long>(expert * scale_rows + (row >> row_shift)) * scale_stride;
+    }
+};
+
+// Tiles of tokens: those that exist come first.
+struct Tiles {
+    const int *experts, *firsts, *ends, *order;
+    int per_token;
+
+    __device__ __forceinline__ int used(int tiles) const {
+        int count = 0;
+        for (int first = 0; first < tiles; first += 32) {
+            const int tile = first + lane();
+            count += __popc(__ballot_sync(kAll, tile < tiles && experts[tile] >= 0));
+        }
+        return count;
+    }
+};
+
+// What a thread knows of its tile.
+struct Tile {
+    int number = -1, expert = 0;
+    int row = 0;               // of x; instead of one that does not exist, the last one
+    int results[2] = {-1, -1};  // rows of the result, -1 if there is none
+
+    // Returns whether it was another one.
+    __device__ __forceinline__ bool move_to(int to, const Tiles& tiles) {
+        if (to == number) return false;
+        number = to;
+        expert = tiles.experts[to];
+        const int first = tiles.firsts[to], count = min(tiles.ends[expert] - first, kRows);
+        const int place = first + min(quad(), count - 1);
+        row = GATED ? tiles.order[place] / tiles.per_token : place;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int other = 2 * part() + i;
+            results[i] = other >= count ? -1 : GATED ? first + other : tiles.order[first + other];
+        }
+        return true;
+    }
+};
+
+struct Sizes {
+    int out, in;
+    int units, steps;  // of a tile: groups of weight rows, and ranges of columns
+
+    __device__ __forceinline__ int first_output(int unit) const { return unit % units * kOutputs; }
+
+    // Of the rows of a stage that begins with `unit`. Those of the gate and of up alternate in groups of 8.
+    __device__ __forceinline__ int weight_row(int unit, int row) const {
+        if (!GATED) return min(first_output(unit) + row, out - 1);
+        return min(first_output(unit) + row / 16 * 8 + row % 8, out - 1) + (row % 16 >= 8 ? out : 0);
+    }
+
+    // Units of a stage that begins with `unit`: those of one tile.
+    __device__ __forceinline__ int count(int unit, int end) const {
+        return min(min(kUnits, end - unit), units - unit % units);
+    }
+};
+
+struct Ring {
+    Shared& shared;
+    int stage = 0;
+    unsigned round = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage < kStages) return;
+        stage = 0;
+        ++round;
+    }
+    __device__ __forceinline__ unsigned filled() const { return shared_address(&shared.filled[stage]); }
+    __device__ __forceinline__ unsigned read() const { return shared_address(&shared.read[stage]); }
+    __device__ __forceinline__ void wait_for_room() const {
+        if (round > 0) wait_phase(read(), round - 1);
+    }
+    __device__ __forceinline__ const unsigned char* wait_for_weights() const {
+        wait_phase(filled(), round);
+        return shared.stages[stage];
+    }
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (lane() == 0) arrive(read());
+    }
+};
+
+__device__ __forceinline__ void copy_weights(
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, int begin, int end
+) {
+    int tile = -1, expert = 0;
+    for (int unit = begin; unit < end; unit += sizes.count(unit, end)) {
+        if (unit / sizes.units != tile) {
+            tile = unit / sizes.units;
+            expert = tiles.experts[tile];
+        }
+        const int rows = kUnitRows * sizes.count(unit, end);
+        const char* const matrix = reinterpret_cast<const char*>(all.values) +
+                                   static_cast<long long>(expert) * (GATED ? 2 : 1) * sizes.out * sizes.in;
+        for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
+            const unsigned to = shared_address(ring.shared.stages[ring.stage]), barrier = ring.filled();
+            ring.wait_for_room();
+            if (WHOLE_ROWS) {
+                const int first = sizes.first_output(unit), bytes = min(sizes.out - first, rows) * sizes.in;
+                if (lane() == 0) {
+                    expect_bytes(barrier, bytes);
+                    copy_bulk_async(to, matrix + static_cast<long long>(first) * sizes.in, bytes, barrier);
+                }
+            } else {
+                const int bytes = min(sizes.in - step * kStageColumns, kStageColumns);
+                if (lane() == 0) expect_bytes(barrier, rows * bytes);
+                __syncwarp();
+                if (lane() < rows) {
+                    const long long row = sizes.weight_row(unit, lane());
+                    const char* const from = matrix + row * sizes.in + step * kStageColumns;
+                    copy_bulk_async(to + lane() * kStageColumns, from, bytes, barrier);
+                }
+            }
+        }
+    }
+}
+
+// Add the sums of all warps, and store the results.
+__device__ __forceinline__ void store_sums(
+    Shared& shared, const float (&sums)[kUnits][4], int units, const Tile& tile, Bits* out, int first, int out_size
+) {
+    sync_threads<1, 32 * kWarps>();  // the sums before have been read
+#pragma unroll
+    for (int sum = 0; sum < kSums; ++sum) shared.sums[warp()][sum][lane()] = sums[sum / 4][sum % 4];
+    sync_threads<1, 32 * kWarps>();
+    constexpr int kStored = GATED ? 2 : 4;  // of four sums; with a gate, the last two are of up
+    for (int number = warp(); number < units * kStored; number += kWarps) {
+        const int i = number % kStored, unit = number / kStored;
+        const int row = i % 2 ? tile.results[1] : tile.results[0];
+        const int output = first + quad() + (GATED ? 8 * unit : 16 * unit + i / 2 * 8);
+        if (row < 0 || output >= out_size) continue;
+        float total = 0.0f, up = 0.0f;
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) {
+            total += shared.sums[other][4 * unit + i][lane()];
+            if (GATED) up += shared.sums[other][4 * unit + i + 2][lane()];
+        }
+        out[static_cast<long long>(row) * out_size + output] = to_bits(GATED ? swiglu(total, up) : total);
+    }
+}
+
+__device__ __forceinline__ void multiply_columns(
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, int begin, int end
+) {
+    Tile tile;
+    for (int first = begin; first < end; first += sizes.count(first, end)) {
+        const int count = sizes.count(first, end);
+        tile.move_to(first / sizes.units, tiles);
+        const Bits* const own_x = x + static_cast<long long>(tile.row) * sizes.in;
+        const float* scales[kUnits][2];
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                scales[unit][half] =
+                    all.scales_of(tile.expert, sizes.weight_row(first, 16 * unit + 8 * half + quad()));
+        float sums[kUnits][4] = {};
+        for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
+            const int column_block = step * kWarps + warp();
+            const bool exists = column_block * kBlock < sizes.in;
+            Row<kBlock> row;
+            float own_scales[kUnits][2];
+            if (exists) {
+                row.load(own_x + column_block * kBlock);
+#pragma unroll
+                for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+                        own_scales[unit][half] = scales[unit][half][column_block * all.scale_step];
+            }
+            const unsigned char* const stage = ring.wait_for_weights();
+            if (exists) {
+                row.convert();
+                const float factors[2] = {row.factor_of_result(0), row.factor_of_result(1)};
+#pragma unroll
+                for (int unit = 0; unit < kUnits; ++unit) {
+                    if (unit >= count) break;
+                    float parts[4] = {};
+                    const unsigned char* const lower =
+                        stage + (16 * unit + quad()) * kStageColumns + warp() * kBlock + part() * 16;
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        Weights weights;
+                        weights.load(lower + half * 64, lower + 8 * kStageColumns + half * 64);
+                        add_products(parts, weights, row, half);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sums[unit][i] += parts[i] * (own_scales[unit][i / 2] * factors[i % 2]);
+                }
+            }
+            ring.release();
+        }
+        store_sums(ring.shared, sums, count, tile, out, sizes.first_output(first), sizes.out);
+    }
+}
+
+__device__ __forceinline__ void multiply_whole_rows(
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, int begin, int end
+) {
+    constexpr int kMostBlocks = kMostWholeColumns / kBlock;
+    Tile tile;
+    Row<kMostWholeColumns> row;
+    float factors[2];
+    for (int unit = begin; unit < end; ++unit, ring.advance()) {
+        if (tile.move_to(unit / sizes.units, tiles)) {
+            row.load(x + static_cast<long long>(tile.row) * sizes.in, sizes.in);
+            row.convert();
+            factors[0] = row.factor_of_result(0);
+            factors[1] = row.factor_of_result(1);
+        }
+        float scales[kMostBlocks][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* const own =
+                all.scales_of(tile.expert, sizes.weight_row(unit, 16 * warp() + 8 * half + quad()));
+#pragma unroll
+            for (int column_block = 0; column_block < kMostBlocks; ++column_block)
+                if (column_block * kBlock < sizes.in) scales[column_block][half] = own[column_block * all.scale_step];
+        }
+        const unsigned char* const stage = ring.wait_for_weights() + (16 * warp() + quad()) * sizes.in + part() * 16;
+        float sums[4] = {};
+#pragma unroll
+        for (int column_block = 0; column_block < kMostBlocks; ++column_block) {
+            if (column_block * kBlock >= sizes.in) continue;
+            float parts[4] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned char* const lower = stage + column_block * kBlock + half * 64;
+                Weights weights;
+                weights.load(lower, lower + 8 * sizes.in);
+                add_products(parts, weights, row, 2 * column_block + half);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[i] += parts[i] * scales[column_block][i / 2];
+        }
+        ring.release();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int output = sizes.first_output(unit) + 16 * warp() + quad() + i / 2 * 8;
+            if (tile.results[i % 2] >= 0 && output < sizes.out)
+                out[static_cast<long long>(tile.results[i % 2]) * sizes.out + output] =
+                    to_bits(sums[i] * factors[i % 2]);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
+    const Bits* x, const unsigned char* values, const float* scales, const int* tile_experts, const int* tile_firsts,
+    const int* ends, const int* order, Bits* out, long long all_tiles, long long per_token, long long out_size,
+    long long in_size, long long row_shift, long long scale_rows, long long scale_stride, long long scale_step
+) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < kStages; ++stage) {
+            init_barrier(shared_address(&shared.filled[stage]), 1);
+            init_barrier(shared_address(&shared.read[stage]), kWarps);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    if (GATED) wait_for_previous();  // for the tiles, which the second product reads before the first one ends
+    start_next();
+    const Matrices all = {values, scales, static_cast<int>(row_shift), static_cast<int>(scale_rows),
+                          static_cast<int>(scale_stride), static_cast<int>(scale_step)};
+    const Tiles tiles = {tile_experts, tile_firsts, ends, order, static_cast<int>(per_token)};
+    const Sizes sizes = {static_cast<int>(out_size), static_cast<int>(in_size),
+                         static_cast<int>((out_size + kOutputs - 1) / kOutputs),
+                         WHOLE_ROWS ? 1 : static_cast<int>((in_size + kStageColumns - 1) / kStageColumns)};
+    const long long units = static_cast<long long>(tiles.used(static_cast<int>(all_tiles))) * sizes.units;
+    const int begin = static_cast<int>(units * blockIdx.x / gridDim.x);
+    const int end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
+    if (warp() == kWarps) {
+        copy_weights({shared}, all, tiles, sizes, begin, end);
+        return;
+    }
+    if (!GATED) wait_for_previous();  // for x
+    if (WHOLE_ROWS)
+        multiply_whole_rows({shared}, all, tiles, sizes, x, out, begin, end);
+    else
+        multiply_columns({shared}, all, tiles, sizes, x, out, begin, end);
+}

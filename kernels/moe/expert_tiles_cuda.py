@@ -1,0 +1,75 @@
+"""Launcher of csrc/linear/expert_tiles.cu: experts with fp8 weights and few tokens each, on Hopper."""
+
+import torch
+
+from ..backends.nvrtc import load_kernel
+from ..backends.occupancy import multiprocessors
+from ..linear.block_format import BLOCK, BlockScaled, Weight
+from ..linear.row_tiles import RowTiles
+
+TILE_ROWS = 8
+"""Tokens of a tile."""
+_MOST_AVERAGE = 4
+"""Tokens per expert, on average, up to which the kernel is used: most experts then have one tile."""
+_THREADS, _SHARED_BYTES, _BLOCKS_PER_PROCESSOR = 288, 113 << 10, 2
+_WHOLE_COLUMNS = 256
+"""Weight rows of up to so many columns are multiplied by one warp each."""
+
+
+def suits_expert_tiles(x: torch.Tensor, gate_up: Weight, down: Weight, average: int) -> bool:
+    """Whether the kernel supports these tensors, and so many tokens per expert on `average`."""
+    if not x.is_cuda or x.dtype.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled) or average > _MOST_AVERAGE:
+        return False
+    matrices = gate_up.values, down.values
+    whole = all(matrix.shape[-1] % BLOCK == 0 and matrix.is_contiguous() for matrix in matrices)
+    return whole and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *matrices))
+
+
+def launch_expert_tiles(
+    x: torch.Tensor,
+    gate_up: BlockScaled,
+    down: BlockScaled,
+    gated: torch.Tensor,
+    results: torch.Tensor,
+    tiles: RowTiles,
+) -> None:
+    """Fill `gated` [numbers, size] and `results` [numbers, hidden], for tensors that `suits_expert_tiles` accepts and
+    tiles of TILE_ROWS. Both launches together: the second one reads the tiles while the first one runs.
+    """
+    _launch(x, gate_up, gated, tiles, gated=True)
+    _launch(gated, down, results, tiles, gated=False)
+
+
+def _launch(x: torch.Tensor, weight: BlockScaled, out: torch.Tensor, tiles: RowTiles, *, gated: bool) -> None:
+    whole_rows = not gated and x.shape[1] <= _WHOLE_COLUMNS
+    constants = (
+        ("GATED", int(gated)),
+        ("WHOLE_ROWS", int(whole_rows)),
+        ("HALF", int(x.dtype == torch.float16)),
+    )
+    kernel = load_kernel("linear/expert_tiles.cu", "expert_tiles", x.device, constants, _SHARED_BYTES)
+    scales = weight.scales
+    kernel.launch(
+        x.data_ptr(),
+        weight.values.data_ptr(),
+        scales.data_ptr(),
+        tiles.expert.data_ptr(),
+        tiles.first.data_ptr(),
+        tiles.ends.data_ptr(),
+        tiles.order.data_ptr(),
+        out.data_ptr(),
+        len(tiles.expert),
+        tiles.per_token,
+        out.shape[1],
+        x.shape[1],
+        weight.row_group.bit_length() - 1,
+        scales.shape[-2],
+        scales.shape[-1],
+        0 if weight.by_row else 1,
+        blocks=_BLOCKS_PER_PROCESSOR * multiprocessors(x.device),
+        threads=_THREADS,
+        shared_bytes=_SHARED_BYTES,
+        overlap_previous=True,
+    )

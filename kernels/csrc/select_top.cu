@@ -1,11 +1,10 @@
 // The k largest of each row of scores, by position: the second half of index_topk.py.
 //
 // A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th
-// largest is found digit by digit from the top (13, 13 and 6 bits): a histogram of the keys that share the digits known
-// so far gives the next digit. Most rows need two: the keys that share 26 bits with the k-th largest are then all
-// selected. Every block counts its part of the row and adds up the histograms of all blocks. At the end the positions of
-// the larger keys, and of as many equal ones as needed, are written in order. A row that fits the registers of the
-// cluster is read once; a longer one is read for every digit, from the L2 cache.
+// largest is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits
+// known so far gives the next digit. Every block counts its part of the row and adds up the histograms of all blocks. At
+// the end the positions of the larger keys, and of as many equal ones as needed, are written in order. A row that fits
+// the registers of the cluster is read once; a longer one is read for every digit, from the L2 cache.
 
 namespace {
 
@@ -15,13 +14,12 @@ constexpr int kBlocks = CLUSTER;
 constexpr int kQuads = 4;  // float4 values per thread and round
 constexpr int kRoundQuads = kBlocks * kThreads * kQuads;
 constexpr int kDigits = 3;
-constexpr int kOwnBins = 8;  // of a thread
-constexpr int kBins = kOwnBins * kThreads, kLastBins = 64;
+constexpr int kBins = 2 * kThreads;  // of the longest digit
 constexpr unsigned kAll = 0xffffffffu;
-static_assert(kThreads == 1024, "8192 bins; 32 warps, one per lane");
+static_assert(kThreads == 1024, "2048 bins, two per thread; 32 warps, one per lane");
 
 struct Shared {
-    unsigned histograms[2][kBins];  // the last digit has that of the first one again
+    unsigned histograms[kDigits][kBins];
     unsigned counts[2];  // of selected keys in a round; double-buffered, to write the next while others read
     unsigned warp_sums[kWarps];
     unsigned found_bin, found_needed, found_count;
@@ -111,16 +109,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #endif
 select_top(const float* scores, long long stride, const int* visible, long long k, int* out) {
-    extern __shared__ __align__(16) unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    __shared__ Shared shared;
     const int thread = threadIdx.x, rank = block_rank();
+    for (int bin = thread; bin < kBins; bin += kThreads) {
+        for (int digit = 0; digit < kDigits; ++digit) shared.histograms[digit][bin] = 0;
+    }
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    uint4* const bins = reinterpret_cast<uint4*>(shared.histograms);
-    for (int i = thread; i < kBins / 2; i += kThreads) bins[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
     const long long row = blockIdx.x / kBlocks;
@@ -134,15 +129,16 @@ select_top(const float* scores, long long stride, const int* visible, long long 
     const int rounds = (n + 4 * kRoundQuads - 1) / (4 * kRoundQuads);
     const int first = 4 * kQuads * (rank * kThreads + thread);  // of this thread in round 0
     Keys keys = load_keys(scores, first, n);
+    __syncthreads();
 
     unsigned known = 0;                          // the digits of the k-th largest key that are known, zeros below them
     unsigned known_bits = 0;                     // mask of these bits
     unsigned needed = static_cast<unsigned>(k);  // its rank among the keys that share them
     bool all_chosen = false;                     // whether all keys that share them are among the k largest
     for (int digit = 0; digit < kDigits && !all_chosen; ++digit) {
-        const int shift = digit == 0 ? 19 : digit == 1 ? 6 : 0;
-        const unsigned mask = digit == 2 ? kLastBins - 1 : kBins - 1;
-        unsigned* const histogram = shared.histograms[digit % 2];
+        const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
+        const unsigned mask = digit == 2 ? 1023 : 2047;
+        unsigned* const histogram = shared.histograms[digit];
         for (int round = 0; round < rounds; ++round) {
             if (rounds > 1) keys = load_keys(scores, first + 4 * kRoundQuads * round, n);
 #pragma unroll
@@ -152,39 +148,19 @@ select_top(const float* scores, long long stride, const int* visible, long long 
             }
         }
         sync_cluster();
-        if (digit == 1 && thread < kLastBins) shared.histograms[0][thread] = 0;  // all blocks have read it
-        // From the largest bin down: `first_bin` is the smallest one of this thread. Counts are of all blocks.
-        const int first_bin = static_cast<int>(mask) + 1 - kOwnBins * (thread + 1);
-        unsigned own = 0;
-        if (first_bin >= 0) {
-            for (int block = 0; block < kBlocks; ++block) {
-                const auto theirs =
-                    reinterpret_cast<const uint4*>(shared_of(&shared, block)->histograms[digit % 2] + first_bin);
-                const uint4 lower = theirs[0], upper = theirs[1];
-                own += lower.x + lower.y + lower.z + lower.w + upper.x + upper.y + upper.z + upper.w;
-            }
+        unsigned larger = 0, smaller = 0;  // of all blocks, in the two bins of this thread, from the largest bin down
+        for (int block = 0; block < kBlocks; ++block) {
+            const unsigned* const theirs = shared_of(&shared, block)->histograms[digit];
+            larger += theirs[kBins - 1 - 2 * thread];
+            smaller += theirs[kBins - 2 - 2 * thread];
         }
         unsigned total;
-        const unsigned before = sum_before(own, shared.warp_sums, total);
-        if (before < needed && needed <= before + own) {
-            unsigned counts[kOwnBins] = {};
-            for (int block = 0; block < kBlocks; ++block) {
-                const unsigned* const theirs = shared_of(&shared, block)->histograms[digit % 2] + first_bin;
-#pragma unroll
-                for (int i = 0; i < kOwnBins; ++i) counts[i] += theirs[i];
-            }
-            unsigned above = before;
-            bool found = false;
-#pragma unroll
-            for (int i = kOwnBins - 1; i >= 0; --i) {
-                if (!found && needed <= above + counts[i]) {
-                    found = true;
-                    shared.found_bin = first_bin + i;
-                    shared.found_needed = needed - above;
-                    shared.found_count = counts[i];
-                }
-                above += counts[i];
-            }
+        const unsigned before = sum_before(larger + smaller, shared.warp_sums, total);
+        if (before < needed && needed <= before + larger + smaller) {
+            const bool in_larger = needed <= before + larger;
+            shared.found_bin = kBins - 1 - 2 * thread - !in_larger;
+            shared.found_needed = needed - before - (in_larger ? 0 : larger);
+            shared.found_count = in_larger ? larger : smaller;
         }
         __syncthreads();
         known |= shared.found_bin << shift;

@@ -51,7 +51,7 @@ _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = {1: 3, 2: 2, 4: 2}  # by bytes of an element: as many as fit
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
 _POSITIONS_AT_ONCE = 1024
-_SELECT_THREADS, _SELECT_SHARED_BYTES = 1024, 65 << 10
+_SELECT_THREADS = 1024
 _SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # scores that a block of select_top holds in registers
 
 
@@ -356,7 +356,7 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
     if torch.cuda.get_device_capability(out.device) >= (9, 0):
         cluster = blocks_per_row(len(out), scores.shape[1], multiprocessors(out.device))
     constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
-    load_kernel("select_top.cu", "select_top", out.device, constants, _SELECT_SHARED_BYTES).launch(
+    load_kernel("select_top.cu", "select_top", out.device, constants).launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),
@@ -364,7 +364,6 @@ def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Te
         out.data_ptr(),
         blocks=cluster * len(out),
         threads=_SELECT_THREADS,
-        shared_bytes=_SELECT_SHARED_BYTES,
         overlap_previous=True,
     )
 

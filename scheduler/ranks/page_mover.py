@@ -1,8 +1,9 @@
 """The copies that a rank makes beside its steps: pages to host memory and back, rows into hot buffers and out of them.
 
 They run on their own thread and, on a GPU, on their own stream. A copy begins when the steps enqueued before it are
-done: these may write what it reads, or read what it overwrites. Later steps do not write its memory before the end of
-the copy is reported (scheduler/decode/memory/background_copies.py).
+done: these may write what it reads, or read what it overwrites. Rows that prefill has written to a hot buffer are
+copied to host memory at once: no step writes them. Later steps do not write the memory of a copy before its end is
+reported (scheduler/decode/memory/background_copies.py).
 """
 
 import logging
@@ -50,9 +51,11 @@ class PageMover:
         self._thread.start()
 
     def enqueue(self, command: CopyCommand) -> None:
-        """Queue a copy that begins after the work that this thread has enqueued so far. Returns at once."""
+        """Queue a copy that begins after the work that this thread has enqueued so far, if it depends on steps. Returns
+        at once.
+        """
         enqueued: torch.cuda.Event | None = None
-        if self._cache.device.type == "cuda":
+        if self._cache.device.type == "cuda" and not isinstance(command, WriteBackRows):
             wait_for_arrivals(self._cache.device)  # a page may be saved right after it was received
             enqueued = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             enqueued.record(torch.cuda.current_stream(self._cache.device))
@@ -93,6 +96,7 @@ class PageMover:
                 self._cache.load_rows(hot_pages, pages, tokens, exact=exact)
             case WriteBackRows(hot_pages=hot_pages, pages=pages, start=start, end=end):
                 assert isinstance(self._cache, HiSparseCache), "only a HiSparse cache has hot buffers"
+                wait_for_arrivals(self._cache.device)
                 self._cache.write_back_rows(hot_pages, pages, start, end)
         wait_for_stream(self._cache.device)
         if command.copy is not None:

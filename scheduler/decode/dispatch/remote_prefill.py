@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ....memory.pages import pages_for
 from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from ...messages.effects import SendToPeer
+from ...messages.ranks import OpenHot
 from ..memory.hot_buffers import HotBuffers
 from ..memory.resources import Resources
 from ..requests.request import Attempt, Prompt
@@ -64,12 +65,13 @@ class RemotePrefill:
             self._memory.release_grant(reservation.copied)
         destinations: list[Sequence[int]] = [new_pages]
         to_host = False
+        opened: OpenHot | None = None
         if (hot := self._memory.hot) is not None:
             choice = choose_path(self._path_inputs(prompt, peer, hot))
             self._counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
             to_host = choice.path == "host"
             if not to_host:
-                self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
+                opened = self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
                 destinations.append(hot.announced(attempt.hot_pages[first_new:]))
         if within:
             count = prompt.tokens - reservation.prefix_tokens
@@ -95,6 +97,8 @@ class RemotePrefill:
         )
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
         self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
+        if opened is not None:
+            self._outbox.append(opened)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
         """Prompts that this prefill server has and has not finished."""

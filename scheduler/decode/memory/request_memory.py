@@ -129,9 +129,10 @@ class RequestMemory:
         self._outbox.append(_opened(buffer, copy, local.pages, local.cached))
         return copy is None
 
-    def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> None:
+    def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> OpenHot:
         """Allocate the hot buffer that prefill writes the rows of a prompt to. Enough hot pages are free and `settled`.
-        The rows of its cached prefix are copied from `pages` meanwhile.
+        The rows of its cached prefix are copied from `pages` meanwhile. Returns the command that opens the buffer,
+        which is sent after the request to prefill: that should not wait.
         """
         assert self.hot is not None, "only HiSparse has hot buffers"
         buffer, shrunk = self.hot.open_for_prompt(prompt.prompt_id, prompt.tokens + 1)
@@ -140,7 +141,7 @@ class RequestMemory:
         cached = attempt.prefix_tokens
         copy = self.copies.begin("prefix", attempt) if cached else None
         buffer.loading = copy is not None
-        self._outbox.append(_opened(buffer, copy, pages, cached, exact=True))
+        return _opened(buffer, copy, pages, cached, exact=True)
 
     def receive_rows(self, prompt: Prompt, attempt: Attempt, request: Request) -> None:
         """Prefill has written the rows of a prompt to its hot buffer: give it to this request, which can run. The rows

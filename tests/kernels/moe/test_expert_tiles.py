@@ -51,8 +51,9 @@ def test_equals_the_reference(
 ) -> None:
     """With all experts on this rank, some, and none of the chosen ones."""
     x, weights, chosen, gate_up, down = draw(tokens, size, dtype, row_group=row_group)
-    x[0] *= 2.0**10
-    x[1] *= 2.0**-10
+    if dtype == torch.bfloat16:
+        x[0] *= 2.0**10
+        x[1] *= 2.0**-10
     for first, own in ((0, slice(0, size[0])), (2, slice(2, 5)), (size[0], slice(0, 2))):
         part = gate_up[own], down[own]
         average = -(-chosen.numel() // size[0])

@@ -4,10 +4,10 @@
 //     else     out[number]  =  down[expert] @ x[place]
 //
 // Products are those of fp8_halves.cuh. A warp copies weights into a ring in shared memory, several stages ahead, also
-// across tiles. The others multiply them. A stage has two units of 16 weight rows, and 1,024 columns, of which each warp
-// multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a unit
-// has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows. A block has a range of
-// the units of all tiles, so that blocks have equal shares.
+// across tiles. The others multiply them. A stage has two units of 16 weight rows, and 1,024 columns, of which each
+// warp multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a
+// unit has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows. A block has a
+// range of the units of all tiles, so that blocks have equal shares.
 //
 // Constants: GATED; WHOLE_ROWS; HALF, 1 if x is float16, 0 if it is bfloat16.
 
@@ -17,9 +17,10 @@ namespace {
 
 constexpr int kWarps = 8;  // that multiply
 constexpr int kStageColumns = kWarps * kBlock, kMostWholeColumns = 256;
-constexpr int kStageBytes = 32 << 10, kStages = 3;
+constexpr int kStages = 3;
 constexpr int kUnitRows = WHOLE_ROWS ? 16 * kWarps : 16;
-constexpr int kUnits = WHOLE_ROWS ? 1 : kStageBytes / kStageColumns / kUnitRows;  // of a stage
+constexpr int kUnits = WHOLE_ROWS ? 1 : 2;  // of a stage
+constexpr int kStageBytes = kUnits * kUnitRows * (WHOLE_ROWS ? kMostWholeColumns : kStageColumns);
 constexpr int kOutputs = kUnitRows / (GATED ? 2 : 1);  // of a unit
 constexpr int kRows = 8;  // of x, in a tile
 constexpr int kSums = kUnits * 4;  // of a thread
@@ -37,9 +38,10 @@ struct Matrices {
     const float* scales;
     int row_shift, scale_rows, scale_stride, scale_step;  // 2^row_shift rows share scales; a step is 0: a scale per row
 
-    // The scales of a weight row, by block of columns.
-    __device__ __forceinline__ const float* scales_of(int expert, int row) const {
-        return scales + static_cast<long long>(expert * scale_rows + (row >> row_shift)) * scale_stride;
+    // The scale of a weight row and a block of columns.
+    __device__ __forceinline__ const float* scale(int expert, int row, int block) const {
+        const long long scale_row = expert * scale_rows + (row >> row_shift);
+        return scales + scale_row * scale_stride + block * scale_step;
     }
 };
 
@@ -85,17 +87,30 @@ struct Sizes {
     int out, in;
     int units, steps;  // of a tile: groups of weight rows, and ranges of columns
 
-    __device__ __forceinline__ int first_output(int unit) const { return unit % units * kOutputs; }
-
     // Of the rows of a stage that begins with `unit`. Those of the gate and of up alternate in groups of 8.
     __device__ __forceinline__ int weight_row(int unit, int row) const {
-        if (!GATED) return min(first_output(unit) + row, out - 1);
-        return min(first_output(unit) + row / 16 * 8 + row % 8, out - 1) + (row % 16 >= 8 ? out : 0);
+        if (!GATED) return min(unit * kOutputs + row, out - 1);
+        return min(unit * kOutputs + row / 16 * 8 + row % 8, out - 1) + (row % 16 >= 8 ? out : 0);
+    }
+};
+
+// What a block has still to compute: `left` units from `unit` of `tile` on.
+struct Range {
+    int tile, unit, left;
+
+    // Units of the next stage: those of one tile.
+    __device__ __forceinline__ int count(const Sizes& sizes) const {
+        return min(min(kUnits, left), sizes.units - unit);
     }
 
-    // Units of a stage that begins with `unit`: those of one tile.
-    __device__ __forceinline__ int count(int unit, int end) const {
-        return min(min(kUnits, end - unit), units - unit % units);
+    __device__ __forceinline__ void advance(const Sizes& sizes) {
+        const int done = count(sizes);
+        left -= done;
+        unit += done;
+        if (unit == sizes.units) {
+            unit = 0;
+            ++tile;
+        }
     }
 };
 
@@ -125,22 +140,22 @@ struct Ring {
 };
 
 __device__ __forceinline__ void copy_weights(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, int begin, int end
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, Range range
 ) {
     int tile = -1, expert = 0;
-    for (int unit = begin; unit < end; unit += sizes.count(unit, end)) {
-        if (unit / sizes.units != tile) {
-            tile = unit / sizes.units;
+    for (; range.left > 0; range.advance(sizes)) {
+        if (range.tile != tile) {
+            tile = range.tile;
             expert = tiles.experts[tile];
         }
-        const int rows = kUnitRows * sizes.count(unit, end);
+        const int rows = kUnitRows * range.count(sizes);
         const char* const matrix = reinterpret_cast<const char*>(all.values) +
                                    static_cast<long long>(expert) * (GATED ? 2 : 1) * sizes.out * sizes.in;
         for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
             const unsigned to = shared_address(ring.shared.stages[ring.stage]), barrier = ring.filled();
             ring.wait_for_room();
             if (WHOLE_ROWS) {
-                const int first = sizes.first_output(unit), bytes = min(sizes.out - first, rows) * sizes.in;
+                const int first = range.unit * kOutputs, bytes = min(sizes.out - first, rows) * sizes.in;
                 if (lane() == 0) {
                     expect_bytes(barrier, bytes);
                     copy_bulk_async(to, matrix + static_cast<long long>(first) * sizes.in, bytes, barrier);
@@ -150,7 +165,7 @@ __device__ __forceinline__ void copy_weights(
                 if (lane() == 0) expect_bytes(barrier, rows * bytes);
                 __syncwarp();
                 if (lane() < rows) {
-                    const long long row = sizes.weight_row(unit, lane());
+                    const long long row = sizes.weight_row(range.unit, lane());
                     const char* const from = matrix + row * sizes.in + step * kStageColumns;
                     copy_bulk_async(to + lane() * kStageColumns, from, bytes, barrier);
                 }
@@ -184,12 +199,12 @@ __device__ __forceinline__ void store_sums(
 }
 
 __device__ __forceinline__ void multiply_columns(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, int begin, int end
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, Range range
 ) {
     Tile tile;
-    for (int first = begin; first < end; first += sizes.count(first, end)) {
-        const int count = sizes.count(first, end);
-        tile.move_to(first / sizes.units, tiles);
+    for (; range.left > 0; range.advance(sizes)) {
+        const int count = range.count(sizes);
+        tile.move_to(range.tile, tiles);
         const Bits* const own_x = x + static_cast<long long>(tile.row) * sizes.in;
         const float* scales[kUnits][2];
 #pragma unroll
@@ -197,22 +212,22 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 scales[unit][half] =
-                    all.scales_of(tile.expert, sizes.weight_row(first, 16 * unit + 8 * half + quad()));
+                    all.scale(tile.expert, sizes.weight_row(range.unit, 16 * unit + 8 * half + quad()), 0);
         float sums[kUnits][4] = {};
         for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
-            const int column_block = step * kWarps + warp();
-            const bool exists = column_block * kBlock < sizes.in;
+            const int block = step * kWarps + warp();
+            const bool exists = block * kBlock < sizes.in;
             Row<kBlock> row;
             float own_scales[kUnits][2];
             if (exists) {
-                row.load(own_x + column_block * kBlock);
+                row.load(own_x + block * kBlock);
 #pragma unroll
                 for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
-                        own_scales[unit][half] = scales[unit][half][column_block * all.scale_step];
+                        own_scales[unit][half] = scales[unit][half][block * all.scale_step];
             }
-            const unsigned char* const stage = ring.wait_for_weights();
+            const unsigned char* const stage = ring.wait_for_weights() + warp() * kBlock + part() * 16;
             if (exists) {
                 row.convert();
                 const float factors[2] = {row.factor_of_result(0), row.factor_of_result(1)};
@@ -220,8 +235,7 @@ __device__ __forceinline__ void multiply_columns(
                 for (int unit = 0; unit < kUnits; ++unit) {
                     if (unit >= count) break;
                     float parts[4] = {};
-                    const unsigned char* const lower =
-                        stage + (16 * unit + quad()) * kStageColumns + warp() * kBlock + part() * 16;
+                    const unsigned char* const lower = stage + (16 * unit + quad()) * kStageColumns;
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
                         Weights weights;
@@ -234,56 +248,68 @@ __device__ __forceinline__ void multiply_columns(
             }
             ring.release();
         }
-        store_sums(ring.shared, sums, count, tile, out, sizes.first_output(first), sizes.out);
+        store_sums(ring.shared, sums, count, tile, out, range.unit * kOutputs, sizes.out);
     }
 }
 
 __device__ __forceinline__ void multiply_whole_rows(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, int begin, int end
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, Range range
 ) {
     constexpr int kMostBlocks = kMostWholeColumns / kBlock;
     Tile tile;
     Row<kMostWholeColumns> row;
     float factors[2];
-    for (int unit = begin; unit < end; ++unit, ring.advance()) {
-        if (tile.move_to(unit / sizes.units, tiles)) {
+    float next_scales[kMostBlocks][2];  // loaded while the unit before is multiplied, if it is of the same tile
+    bool loaded = false;
+    const auto load_scales = [&](int unit) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int block = 0; block < kMostBlocks; ++block)
+                if (block * kBlock < sizes.in)
+                    next_scales[block][half] =
+                        *all.scale(tile.expert, sizes.weight_row(unit, 16 * warp() + 8 * half + quad()), block);
+    };
+    for (; range.left > 0; ring.advance()) {
+        const int unit = range.unit;
+        if (tile.move_to(range.tile, tiles)) {
             row.load(x + static_cast<long long>(tile.row) * sizes.in, sizes.in);
             row.convert();
             factors[0] = row.factor_of_result(0);
             factors[1] = row.factor_of_result(1);
         }
+        range.advance(sizes);
+        if (!loaded) load_scales(unit);
         float scales[kMostBlocks][2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float* const own =
-                all.scales_of(tile.expert, sizes.weight_row(unit, 16 * warp() + 8 * half + quad()));
+        for (int block = 0; block < kMostBlocks; ++block)
 #pragma unroll
-            for (int column_block = 0; column_block < kMostBlocks; ++column_block)
-                if (column_block * kBlock < sizes.in) scales[column_block][half] = own[column_block * all.scale_step];
-        }
+            for (int half = 0; half < 2; ++half) scales[block][half] = next_scales[block][half];
+        loaded = range.left > 0 && range.tile == tile.number;
+        if (loaded) load_scales(range.unit);
         const unsigned char* const stage = ring.wait_for_weights() + (16 * warp() + quad()) * sizes.in + part() * 16;
-        float sums[4] = {};
+        float parts[kMostBlocks][4] = {};
 #pragma unroll
-        for (int column_block = 0; column_block < kMostBlocks; ++column_block) {
-            if (column_block * kBlock >= sizes.in) continue;
-            float parts[4] = {};
+        for (int block = 0; block < kMostBlocks; ++block) {
+            if (block * kBlock >= sizes.in) continue;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const unsigned char* const lower = stage + column_block * kBlock + half * 64;
+                const unsigned char* const lower = stage + block * kBlock + half * 64;
                 Weights weights;
                 weights.load(lower, lower + 8 * sizes.in);
-                add_products(parts, weights, row, 2 * column_block + half);
+                add_products(parts[block], weights, row, 2 * block + half);
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[i] += parts[i] * scales[column_block][i / 2];
         }
         ring.release();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int output = sizes.first_output(unit) + 16 * warp() + quad() + i / 2 * 8;
+            const int output = unit * kOutputs + 16 * warp() + quad() + i / 2 * 8;
+            float total = 0.0f;
+#pragma unroll
+            for (int block = 0; block < kMostBlocks; ++block)
+                if (block * kBlock < sizes.in) total += parts[block][i] * scales[block][i / 2];
             if (tile.results[i % 2] >= 0 && output < sizes.out)
-                out[static_cast<long long>(tile.results[i % 2]) * sizes.out + output] =
-                    to_bits(sums[i] * factors[i % 2]);
+                out[static_cast<long long>(tile.results[i % 2]) * sizes.out + output] = to_bits(total * factors[i % 2]);
         }
     }
 }
@@ -316,13 +342,14 @@ extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
     const long long units = static_cast<long long>(tiles.used(static_cast<int>(all_tiles))) * sizes.units;
     const int begin = static_cast<int>(units * blockIdx.x / gridDim.x);
     const int end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
+    const Range range = {begin / sizes.units, begin % sizes.units, end - begin};
     if (warp() == kWarps) {
-        copy_weights({shared}, all, tiles, sizes, begin, end);
+        copy_weights({shared}, all, tiles, sizes, range);
         return;
     }
     if (!GATED) wait_for_previous();  // for x
     if (WHOLE_ROWS)
-        multiply_whole_rows({shared}, all, tiles, sizes, x, out, begin, end);
+        multiply_whole_rows({shared}, all, tiles, sizes, x, out, range);
     else
-        multiply_columns({shared}, all, tiles, sizes, x, out, begin, end);
+        multiply_columns({shared}, all, tiles, sizes, x, out, range);
 }

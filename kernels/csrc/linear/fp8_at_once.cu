@@ -2,11 +2,11 @@
 //
 // A block has a tile of weight rows, and a range of columns if CLUSTER blocks divide them. It copies all its weights to
 // shared memory before the previous kernel has ended, and multiplies them (fp8_halves.cuh) when x is there. Each of its
-// warps has 128 of 1,024 columns. Then the sums of warps are added, and those of the blocks of a cluster, which are sent
-// to the block that stores them; always in the same order.
+// warps has 128 of 1,024 columns. Then the sums of warps are added, and those of the blocks of a cluster, which are
+// sent to the block that stores them; always in the same order.
 //
-// Constants: UNITS of 16 weight rows of a tile; ROW_TILES of 8 rows of x; CLUSTER; GATED, 1 if the lower 8 rows of a unit
-// are of the gate and the upper 8 of up; BIAS, 1 if there is one; HALF, 1 if x is float16, 0 if it is bfloat16.
+// Constants: UNITS of 16 weight rows of a tile; ROW_TILES of 8 rows of x; CLUSTER; GATED, 1 if the lower 8 rows of a
+// unit are of the gate and the upper 8 of up; BIAS, 1 if there is one; HALF, 1 if x is float16, 0 if it is bfloat16.
 
 #include "linear/fp8_halves.cuh"
 
@@ -102,7 +102,8 @@ __device__ __forceinline__ void multiply_weights(
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) scales[unit][half] = *layer.scale(16 * unit + 8 * half + quad(), block);
+            for (int half = 0; half < 2; ++half)
+                scales[unit][half] = *layer.scale(16 * unit + 8 * half + quad(), block);
         float factors[ROW_TILES][2];
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
@@ -148,7 +149,9 @@ __device__ __forceinline__ void store_pair(const Layer& layer, int pair, float2 
 }
 
 // Add the sums of all warps, and of all blocks of the cluster.
-__device__ __forceinline__ void add_sums(const Layer& layer, unsigned char* memory, Exchange& exchange, const Sums& sums) {
+__device__ __forceinline__ void add_sums(
+    const Layer& layer, unsigned char* memory, Exchange& exchange, const Sums& sums
+) {
     auto all_sums = reinterpret_cast<float2(*)[kPairs][32]>(memory);
     __syncthreads();  // weights have been read
 #pragma unroll

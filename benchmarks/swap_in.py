@@ -4,8 +4,9 @@
 
 Each step selects 2,048 tokens per request, of which the given share is new and not in the hot buffer. A step is timed
 with events around one `swap_in`, while earlier work keeps the GPU busy, as in a serving step: launch times from Python
-do not count. `gather` is the time of a plain Triton gather of as many random rows, without planning. Before timing,
-every selected row of several steps is compared with host memory, read by that gather.
+do not count. `gather` is the time of a plain Triton gather of as many random rows into adjacent ones, without planning;
+`scatter` the same into random rows of the hot pool, as swap-in has to write them. Before timing, every selected row of
+several steps is compared with host memory, read by that gather.
 
 All times but the bulk copy depend on what the host's cores did last: a gather took 10 to 20 % longer after two idle
 seconds, and 60 % longer after they had filled half a gigabyte. So the CPU compares nothing, and three rounds over the
@@ -42,11 +43,11 @@ SGLANG_US = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gather_rows(host, sources, hot, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    row = tl.program_id(0).to(tl.int64)
+def gather_rows(host, sources, hot, targets, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    row = tl.program_id(0)
     word = tl.arange(0, BLOCK)
-    source = tl.load(sources + row).to(tl.int64)
-    tl.store(hot + row * WORDS + word, tl.load(host + source * WORDS + word, mask=word < WORDS), mask=word < WORDS)
+    source, target = tl.load(sources + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
+    tl.store(hot + target * WORDS + word, tl.load(host + source * WORDS + word, mask=word < WORDS), mask=word < WORDS)
 
 
 def timed_us(run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -148,18 +149,22 @@ class Trace:
             assert held.equal(expected_rows)
 
 
-def gather(pools: Pools, sources: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy host rows [n] to the first n of `out`."""
+def gather(pools: Pools, sources: torch.Tensor, out: torch.Tensor, targets: torch.Tensor | None = None) -> None:
+    """Copy host rows [n] to these rows of `out`, by default the first n."""
     words = pools.host.shape[2] // 4
+    if targets is None:
+        targets = torch.arange(len(sources), device=DEVICE, dtype=torch.int32)
     host, target = (memory.view(-1).view(torch.int32) for memory in (pools.host, out))
-    gather_rows[(len(sources),)](host, sources, target, words, triton.next_power_of_2(words), num_warps=1)
+    gather_rows[(len(sources),)](host, sources, target, targets, words, triton.next_power_of_2(words), num_warps=1)
 
 
-def gather_us(pools: Pools, rows: int) -> float:
+def gather_us(pools: Pools, rows: int, *, scatter: bool) -> float:
     times = []
     for _ in range(8):
         sources = torch.randint(pools.host.shape[0] * PAGE_SIZE, (rows,), device=DEVICE, dtype=torch.int32)
-        times.append(timed_us(lambda: gather(pools, sources, pools.hot)))  # noqa: B023
+        order = torch.randperm if scatter else torch.arange
+        targets = order(pools.hot.shape[0] * PAGE_SIZE, device=DEVICE)[:rows].int()
+        times.append(timed_us(lambda: gather(pools, sources, pools.hot, targets)))  # noqa: B023
     return statistics.median(times[2:])
 
 
@@ -174,14 +179,18 @@ def verify(pools: Pools) -> None:
 
 
 def measure(pools: Pools, batch: int, share: int) -> dict[str, float]:
-    """One round: a fresh trace, and the gather right after it."""
+    """One round: a fresh trace, and the gathers right after it."""
     trace = Trace(pools, batch, share)
     for _ in range(WARM_UP_STEPS):
         trace.select()
         trace.swap_in()
     swap_us = statistics.median(timed_us(trace.swap_in, before=trace.select) for _ in range(STEPS))
     rows = trace.misses * batch
-    return {"swap_us": swap_us, "gather_us": gather_us(pools, rows) if rows else 0.0}
+    gathers = {
+        name: gather_us(pools, rows, scatter=name == "scatter_us") if rows else 0.0
+        for name in ("gather_us", "scatter_us")
+    }
+    return {"swap_us": swap_us, **gathers}
 
 
 def bulk_rate(pools: Pools) -> float:
@@ -212,20 +221,21 @@ def main() -> None:
         print(
             f"\nrows of {row_bytes} B; bulk copy from pinned memory {rate:.1f} GB/s; median (lowest) of {ROUNDS} rounds"
         )
-        print("batch  new       swap-in us  SGLang us   PCIe us       gather us  of gather   GB/s      MB")
+        print("batch  new       swap-in us  SGLang us   PCIe us       gather us  of gather  of scatter   GB/s      MB")
         for (batch, share), *measured in zip(cases, *rounds, strict=True):
-            swap_us, gather = ([one[key] for one in measured] for key in ("swap_us", "gather_us"))
+            times = {key: [one[key] for one in measured] for key in measured[0]}
+            swap_us, gather = times["swap_us"], times["gather_us"]
             megabytes = batch * (TOP_K * share // 100) * row_bytes / 1e6
             swap_median = statistics.median(swap_us)
             sglang = SGLANG_US.get((batch, share), "-") if row_bytes == 1152 else "-"
             print(
                 f"{batch:5d} {share:3d}% {swap_median:8.1f} ({min(swap_us):6.1f}) {sglang:>9} "
                 f"{megabytes * 1e3 / rate:9.1f} {statistics.median(gather):7.1f} ({min(gather):5.1f}) "
-                f"{statistics.median(gather) / swap_median:9.2f} {megabytes * 1e3 / swap_median:6.1f} {megabytes:7.2f}"
+                f"{statistics.median(gather) / swap_median:9.2f} "
+                f"{statistics.median(times['scatter_us']) / swap_median:10.2f} "
+                f"{megabytes * 1e3 / swap_median:6.1f} {megabytes:7.2f}"
             )
-            results.append(
-                {"row_bytes": row_bytes, "batch": batch, "share": share, "swap_us": swap_us, "gather_us": gather}
-            )
+            results.append({"row_bytes": row_bytes, "batch": batch, "share": share, **times})
         del pools
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")

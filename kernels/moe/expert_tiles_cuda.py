@@ -20,7 +20,7 @@ def suits_expert_tiles(x: torch.Tensor, gate_up: Weight, down: Weight, average: 
     """Whether the kernel supports these tensors, and so many tokens per expert on `average`."""
     if not x.is_cuda or x.dtype.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
-    if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled) or average > _MOST_AVERAGE:
+    if not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled) and 1 <= average <= _MOST_AVERAGE):
         return False
     matrices = gate_up.values, down.values
     whole = all(matrix.shape[-1] % BLOCK == 0 and matrix.is_contiguous() for matrix in matrices)

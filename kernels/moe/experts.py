@@ -13,9 +13,9 @@ with quantised ones otherwise, as in linear/block_scaled.py; with exact ones als
 CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
 device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
 if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product,
-and 4-bit weights are expanded for it (expanded_experts.py). Up to 4 tokens are not sorted: two kernels compute all
-(token_experts_cuda.py), which do not round the results of experts before they are added, and whose order of sums
-depends on the number of tokens.
+and 4-bit weights are expanded for it (expanded_experts.py). On Hopper, fp8 experts with few tokens have a CUDA kernel
+(expert_tiles_cuda.py). Up to 4 tokens are not sorted: two kernels compute all (token_experts_cuda.py), which do not
+round the results of experts before they are added, and whose order of sums depends on the number of tokens.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -117,11 +117,7 @@ def grouped_experts(
         else:
             results = _packed_results(x, routing, gate_up, down, *options)
     elif tiled:
-        assert isinstance(gate_up, BlockScaled)
-        assert isinstance(down, BlockScaled)
-        numbers = experts.numel()
-        gated, results = x.new_empty(numbers, down.shape[2]), x.new_empty(numbers, x.shape[1])
-        launch_expert_tiles(x, gate_up, down, gated, results, routing)
+        results = _tiled_results(x, routing, gate_up, down)
     elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)
@@ -140,6 +136,16 @@ def _exact_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: We
     launch(x, gate_up, gated, gated=True, tiles=routing, gather=True)
     results = x.new_empty(numbers, x.shape[1])
     launch(gated, down, results, gated=False, tiles=routing, gather=False)
+    return results
+
+
+def _tiled_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight) -> torch.Tensor:
+    """The same by CUDA on Hopper."""
+    assert isinstance(gate_up, BlockScaled)
+    assert isinstance(down, BlockScaled)
+    numbers = len(routing.order)
+    gated, results = x.new_empty(numbers, down.shape[2]), x.new_empty(numbers, x.shape[1])
+    launch_expert_tiles(x, gate_up, down, gated, results, routing)
     return results
 
 

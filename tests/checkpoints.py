@@ -23,16 +23,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.weights import hf_name
+from tests.chat_template import CHAT_TEMPLATE
 
 TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
 
 VOCAB_SIZE = 320
 EOS_ID = 258
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def make_checkpoint(

@@ -92,7 +92,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = chat_template if tool_template is None else tool_template
         self._template, self._tool_template = (
-            None if text is None else _compile_template(text) for text in (self.chat_template, self.tool_template)
+            None if text is None else compile_template(text) for text in (self.chat_template, self.tool_template)
         )
         token_bytes = TokenBytes(backend)
         self._special = token_bytes.special
@@ -265,7 +265,8 @@ def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-def _compile_template(text: str) -> jinja2.Template:
+@cache
+def compile_template(text: str) -> jinja2.Template:
     try:
         return _template_environment().from_string(text)
     except jinja2.TemplateError as error:

@@ -444,8 +444,8 @@ def _prepare_frontends() -> None:
 
 
 def _leave_out_mooncake_store() -> None:
-    """`import mooncake` loads the library of the KV store for a class that nothing here uses: a third of the CPU time of
-    the import. Servers with a KV store still import `mooncake.store`.
+    """`import mooncake` loads the library of the KV store for a class that nothing here uses: a third of the CPU time
+    of the import. Servers with a KV store still import `mooncake.store`.
     """
     assert "mooncake" not in sys.modules, "Mooncake does not survive a fork"
     unused = types.ModuleType("mooncake.buffer_pool")

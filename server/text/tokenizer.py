@@ -22,7 +22,7 @@ import tokenizers
 
 from ...configs.errors import ClientError, StartupError
 from ...configs.words import whole_characters
-from ...models.formats.gguf_file import GgufFile
+from ...models.formats.gguf_file import open_gguf
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
 from ...models.formats.token_bytes import TokenBytes
@@ -42,7 +42,7 @@ ChatMessage = Mapping[str, Any]
 def load_tokenizer(source: ModelSource) -> "Tokenizer":
     """The tokenizer of a located model; raises StartupError when it cannot be built."""
     if source.format == "gguf":
-        file = GgufFile(source.path)
+        file = open_gguf(source.path)
         named = {name: file.metadata.get(key) for name, key in _GGUF_TEMPLATES.items()}
         return Tokenizer(
             gguf_tokenizer(file),

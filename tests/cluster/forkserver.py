@@ -436,9 +436,10 @@ def _main() -> int:
 def _prepare_frontends() -> None:
     """What every frontend does with the same result, or fills a cache with."""
     cli = importlib.import_module("pdserve.server.cli")
-    cli.make_parser = functools.cache(cli.make_parser)
+    parsers = functools.cache(vars(cli)["make_parser"])
     for role in ("prefill", "decode", "serve"):
-        cli.make_parser(role)
+        parsers(role)
+    setattr(cli, "make_parser", parsers)  # noqa: B010 - mypy knows no attributes of modules that are imported by name
     importlib.import_module("pdserve.server.observability.metrics").Metrics()
     importlib.import_module("pdserve.server.text.tokenizer").compile_template(CHAT_TEMPLATE)
 

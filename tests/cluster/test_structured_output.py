@@ -207,7 +207,7 @@ def test_refused_grammars(decode: Server, sampling: dict[str, Any], param: str, 
 
 
 def test_hostile_schema_is_refused_in_time(decode: Server) -> None:
-    properties = {f"k{index}": {} for index in range(8000)}  # take 13 s to compile
+    properties: dict[str, Any] = {f"k{index}": {} for index in range(8000)}  # take 13 s to compile
     response = HTTP.post(
         f"{decode.url}/generate",
         json={"text": "a", "sampling_params": {"json_schema": {"type": "object", "properties": properties}}},

@@ -223,7 +223,7 @@ class GreedyTokens(Sequence[int]):
         self._model = model
         self._prompt = list(prompt)
         self._new_tokens = new_tokens
-        self._known: list[int] | None = None
+        self._known: list[int] | None = None if new_tokens else []
 
     def __len__(self) -> int:
         return self._new_tokens

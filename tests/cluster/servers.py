@@ -224,7 +224,7 @@ class Server:
         return found[0]
 
     def info(self) -> dict[str, Any]:
-        """/server_info. It is the state at `taken_at`, up to half a second ago (a tenth, if forked)."""
+        """/server_info. It is the state at `taken_at`, up to half a second ago (a quarter, if forked)."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 

@@ -273,7 +273,7 @@ def test_parser_takes_linear_time(family: str, beginning: str) -> None:
     for piece in (beginning, *[16 * "text"] * 25_000):
         parser.feed(piece)
     parser.finish()
-    assert time.process_time() - started < 8  # 0.3 s; with a search of the whole text for each piece 17 s and more
+    assert time.process_time() - started < 5  # 0.5 s; with a search of the whole text for each piece 8 s and more
 
 
 def test_white_space_takes_linear_time() -> None:
@@ -282,7 +282,7 @@ def test_white_space_takes_linear_time() -> None:
     events = [event for piece in ("a", *[256 * " "] * 10_000) for event in parser.feed(piece)]
     assert content_of(events) == "a"
     assert content_of(parser.finish()) == 2_560_000 * " "
-    assert time.process_time() - started < 8  # 0.3 s; with a copy of the held white space for each piece 19 s
+    assert time.process_time() - started < 8  # 0.3 s; with a copy of the held white space for each piece 20 s
 
 
 def test_broken_arguments_end_the_call() -> None:

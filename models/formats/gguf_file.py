@@ -4,6 +4,7 @@ The header is parsed here instead of with `gguf.GGUFReader`, which makes a numpy
 for SmolLM2 against 0.1 s, in each process of a server. The `gguf` library dequantises block formats.
 """
 
+import functools
 import math
 import mmap
 import struct
@@ -38,6 +39,20 @@ class GgufTensor:
     type_name: str
     offset: int
     size_bytes: int
+
+
+def open_gguf(path: Path) -> "GgufFile":
+    """As `GgufFile`. The processes of a server need several parts of the header, and parse it once."""
+    try:
+        found = path.stat()
+    except OSError:
+        return GgufFile(path)  # which raises
+    return _open_version(path, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_version(path: Path, _mtime_ns: int, _size_bytes: int) -> "GgufFile":
+    return GgufFile(path)
 
 
 class GgufFile:

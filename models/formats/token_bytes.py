@@ -9,6 +9,8 @@ import tokenizers
 
 from .byte_level import BYTE_LEVEL
 
+_BYTE_LEVEL_CHARACTERS = frozenset(BYTE_LEVEL)
+_BYTES_AS_CHARACTERS = {ord(character): byte[0] for character, byte in BYTE_LEVEL.items()}
 _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -30,6 +32,8 @@ class TokenBytes:
         if piece is None:
             return b""
         if "ByteLevel" in self._decoder_kinds:
+            if _BYTE_LEVEL_CHARACTERS.issuperset(piece):  # nearly all: ten times faster than one by one
+                return str(piece).translate(_BYTES_AS_CHARACTERS).encode("latin-1")
             return b"".join(BYTE_LEVEL.get(character) or character.encode() for character in piece)
         if "ByteFallback" in self._decoder_kinds and _FALLBACK_BYTE.fullmatch(piece):
             return bytes([int(piece[3:-1], 16)])

@@ -10,7 +10,7 @@ import msgspec
 from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..config.model import ModelConfig, read_config_file, read_gguf_config
-from ..formats.gguf_file import GgufFile
+from ..formats.gguf_file import open_gguf
 
 EMBEDDED_MODEL = "smollm2"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -122,7 +122,7 @@ def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:
 
 
 def _gguf_source(name: str, file: Path) -> ModelSource:
-    return ModelSource(name, file, "gguf", read_gguf_config(GgufFile(file)))
+    return ModelSource(name, file, "gguf", read_gguf_config(open_gguf(file)))
 
 
 def _embedded_file() -> Path:

@@ -16,7 +16,7 @@ import xxhash
 
 from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
-from ..formats.gguf_file import GgufFile
+from ..formats.gguf_file import open_gguf
 from .catalog import ModelSource, safetensors_files
 
 _SAMPLE_BYTES = 4096
@@ -60,7 +60,7 @@ def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
 
 
 def _gguf_records(path: Path) -> Iterator[TensorRecord]:
-    file = GgufFile(path)
+    file = open_gguf(path)
     for tensor in file.tensors.values():
         sample = file.read_bytes(tensor, tensor.size_bytes // 2, _SAMPLE_BYTES)
         yield tensor.name, list(tensor.shape), tensor.type_name, sample

@@ -11,7 +11,7 @@ from ...kernels.backends.dispatch import numba_computes
 from ...kernels.gguf.blocks import PACKED_TYPES, block_size
 from ...memory.sizing import GIB
 from ..decoders.slots import Slot
-from ..formats.gguf_file import GgufFile
+from ..formats.gguf_file import open_gguf
 from .catalog import ModelSource
 from .weights import GgufCheckpoint
 
@@ -29,7 +29,7 @@ def gguf_types(source: ModelSource, load_format: LoadFormat) -> dict[str, str]:
     """The matrices in types that can stay as they are, with their types; none if the weights are random."""
     if source.format != "gguf" or load_format == "dummy":
         return {}
-    types = GgufCheckpoint(GgufFile(source.path), source.config).types
+    types = GgufCheckpoint(open_gguf(source.path), source.config).types
     return {name: type_name for name, type_name in types.items() if type_name in PACKED_TYPES}
 
 

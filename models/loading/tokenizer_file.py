@@ -5,14 +5,14 @@ from pathlib import Path
 import tokenizers
 
 from ...configs.errors import StartupError
-from ..formats.gguf_file import GgufFile
+from ..formats.gguf_file import open_gguf
 from ..formats.gguf_tokenizer import gguf_tokenizer
 from .catalog import ModelSource
 
 
 def read_tokenizer(source: ModelSource) -> tokenizers.Tokenizer:
     """The tokenizer of a located model; raises StartupError when it cannot be built."""
-    return gguf_tokenizer(GgufFile(source.path)) if source.format == "gguf" else hf_tokenizer(source.path)
+    return gguf_tokenizer(open_gguf(source.path)) if source.format == "gguf" else hf_tokenizer(source.path)
 
 
 def hf_tokenizer(directory: Path) -> tokenizers.Tokenizer:

@@ -16,7 +16,7 @@ from ...kernels.gguf.interleaved import interleave
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
 from ..decoders.slots import Slot
-from ..formats.gguf_file import GgufFile, GgufTensor
+from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource, safetensors_files
 from .checkpoint import Checkpoint
@@ -68,7 +68,7 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
-        return GgufCheckpoint(GgufFile(source.path), source.config)
+        return GgufCheckpoint(open_gguf(source.path), source.config)
     files: Checkpoint = SafetensorsCheckpoint(source.path)
     if source.config.int4 is not None:
         files = int4_checkpoint(source)

@@ -22,7 +22,7 @@ import tokenizers
 
 from ...configs.errors import ClientError, StartupError
 from ...configs.words import whole_characters
-from ...models.formats.gguf_file import GgufFile
+from ...models.formats.gguf_file import open_gguf
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
 from ...models.formats.json_fields import read_json
 from ...models.formats.token_bytes import TokenBytes
@@ -42,7 +42,7 @@ ChatMessage = Mapping[str, Any]
 def load_tokenizer(source: ModelSource) -> "Tokenizer":
     """The tokenizer of a located model; raises StartupError when it cannot be built."""
     if source.format == "gguf":
-        file = GgufFile(source.path)
+        file = open_gguf(source.path)
         named = {name: file.metadata.get(key) for name, key in _GGUF_TEMPLATES.items()}
         return Tokenizer(
             gguf_tokenizer(file),
@@ -92,7 +92,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = chat_template if tool_template is None else tool_template
         self._template, self._tool_template = (
-            None if text is None else _compile_template(text) for text in (self.chat_template, self.tool_template)
+            None if text is None else compile_template(text) for text in (self.chat_template, self.tool_template)
         )
         token_bytes = TokenBytes(backend)
         self._special = token_bytes.special
@@ -265,7 +265,8 @@ def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return environment
 
 
-def _compile_template(text: str) -> jinja2.Template:
+@cache
+def compile_template(text: str) -> jinja2.Template:
     try:
         return _template_environment().from_string(text)
     except jinja2.TemplateError as error:

@@ -45,26 +45,21 @@ def _is_same(reference: Any, prompt: list[int], got: list[int], new_tokens: int,
     return False
 
 
-def masked_greedy(reference: Any, model: str, prompt: list[int], grammar: Grammar, new_tokens: int) -> list[int]:
-    """Greedy tokens of transformers whose logits are masked with llguidance directly."""
+def is_masked_greedy(
+    reference: Any, model: str, prompt: list[int], grammar: Grammar, output: list[int], new_tokens: int
+) -> bool:
+    """Whether `output` has the greedy tokens of transformers whose logits are masked with llguidance directly, up to an
+    end token or `new_tokens`. One pass of transformers.
+    """
     source = locate_model(model)
+    ends = [index for index, token in enumerate(output, 1) if token in source.config.eos_token_ids]
+    if ends[:1] != [len(output)] and (ends or len(output) != new_tokens):
+        return False
     matcher = GrammarCompiler.of(source).new_matcher(grammar)
-
-    def mask(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if ids.shape[1] > len(prompt):
-            assert matcher.consume_token(int(ids[0, -1]))
+    for logits, token in zip(reference_logits(reference, prompt + output[:-1])[len(prompt) - 1 :], output, strict=True):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return scores.masked_fill(~torch.from_numpy(bits[: scores.shape[1]].astype(bool)), -torch.inf)
-
-    ids = torch.tensor([prompt])
-    made = reference.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=list(source.config.eos_token_ids),
-        pad_token_id=0,
-        logits_processor=[mask],
-    )
-    found: list[int] = made[0, len(prompt) :].tolist()
-    return found
+        allowed = torch.from_numpy(bits[: len(logits)].astype(bool))
+        if int(logits.masked_fill(~allowed, -torch.inf).argmax()) != token:
+            return False
+        assert matcher.consume_token(token)
+    return True

@@ -22,7 +22,7 @@ from tests.processes import stop_process
 
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
-REPORT_S = 0.05
+REPORT_S = 0.1
 """Between two reports of a forked server (INTERVALS of forkserver.py)."""
 HTTP = httpx.Client(
     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False
@@ -80,7 +80,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
     while not condition():
         waited_s = time.monotonic() - started
         assert waited_s < timeout_s, f"{what}: not within {timeout_s} s"
-        time.sleep(min(0.02 + waited_s / 10, REPORT_S))  # most conditions ask a server, which takes CPU time
+        time.sleep(min(0.02 + waited_s / 5, REPORT_S))  # most conditions ask a server, which takes CPU time
     return time.monotonic() - started
 
 
@@ -224,7 +224,7 @@ class Server:
         return found[0]
 
     def info(self) -> dict[str, Any]:
-        """/server_info. It is the state at `taken_at`, up to half a second ago (a tenth, if forked)."""
+        """/server_info. It is the state at `taken_at`, up to half a second ago (a quarter, if forked)."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 

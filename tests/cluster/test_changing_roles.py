@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference
 from tests.cluster.servers import HTTP, Cluster, Server, body, wait_until
 from tests.cluster.test_routers import Router
 
@@ -48,7 +48,7 @@ def become(server: Server, role: str, **body: Any) -> None:
 def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(servers: Cluster, llama: Path) -> None:
     reference, draw = load_reference(llama), random.Random(17)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (20, 150, 300)]
-    expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
     switching = servers.add("prefill", llama, *POOL, "--chunk-size", "64", leaders=3)
     staying = servers.add("prefill", llama, *POOL)
     decode = servers.add("decode", llama, "--prefill", f"{switching.endpoint},{staying.endpoint}", *POOL)

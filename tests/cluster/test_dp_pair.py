@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.checkpoints import is_reference_greedy, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import GreedyTokens, is_reference_greedy, load_reference, make_dsa_checkpoint
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 
 TOPK, PAGE = 16, 8
@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
     parallel: Server
     """With data-parallel attention."""
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
     reference: Any
 
     def decode(self, *flags: str) -> Server:
@@ -65,7 +65,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
         draw = random.Random(7)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
         reference = load_reference(model)
-        expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+        expected = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
         for server in (plain, parallel):
             server.wait_ready()
         yield Pairs(servers, model, plain, parallel, prompts, expected, reference)

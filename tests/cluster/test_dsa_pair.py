@@ -16,11 +16,11 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import (
     DsaArchitecture,
+    GreedyTokens,
     LatentArchitecture,
     is_reference_greedy,
     load_reference,
     make_dsa_checkpoint,
-    reference_greedy,
 )
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 
@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
     model: Path
     sources: dict[Layout, Server]
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
     reference: Any
 
     def decode(self, layout: Layout, *flags: str) -> Server:
@@ -75,7 +75,7 @@ def serving(
         draw = random.Random(7)
         prompts = [draw.choices(range(256), k=length) for length in LENGTHS]
         reference = load_reference(model)
-        expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+        expected = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
         for server in sources.values():
             server.wait_ready()
         yield Pairs(servers, model, sources, prompts, expected, reference)

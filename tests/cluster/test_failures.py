@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from pdserve.scheduler.shutdown import exit_s
-from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.processes import gone, stop_process
 
@@ -58,8 +58,8 @@ class Client(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[int]:
-    return reference_greedy(load_reference(llama), SHORT_PROMPT, 8)
+def expected(llama: Path) -> GreedyTokens:
+    return GreedyTokens(load_reference(llama), SHORT_PROMPT, 8)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def wait_for_transfers(prefill: Server) -> None:
 
 
 def test_killed_prefill_fails_its_requests_in_time_and_can_restart(
-    pair: tuple[Server, Server], expected: list[int]
+    pair: tuple[Server, Server], expected: GreedyTokens
 ) -> None:
     prefill, decode = pair
     clients = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
@@ -140,7 +140,7 @@ def test_request_moves_to_another_prefill_when_its_own_is_killed(servers: Cluste
     decode.check_clean()
 
 
-def test_pages_stay_in_quarantine_while_prefill_is_stopped(pair: tuple[Server, Server], expected: list[int]) -> None:
+def test_pages_stay_in_quarantine_while_prefill_is_stopped(pair: tuple[Server, Server], expected: GreedyTokens) -> None:
     """A stopped prefill may still write: its pages stay in quarantine until it continues and acknowledges the abort."""
     prefill, decode = pair
     client = Client(decode, LONG_PROMPT, 4)
@@ -158,7 +158,7 @@ def test_pages_stay_in_quarantine_while_prefill_is_stopped(pair: tuple[Server, S
     prefill.check_clean()
 
 
-def test_prefill_frees_pages_of_a_killed_decode_server(pair: tuple[Server, Server], expected: list[int]) -> None:
+def test_prefill_frees_pages_of_a_killed_decode_server(pair: tuple[Server, Server], expected: GreedyTokens) -> None:
     prefill, decode = pair
     prefilling = [Client(decode, LONG_PROMPT, 4) for _ in range(2)]
     in_state(prefill, "computing")
@@ -258,7 +258,7 @@ def test_requests_wait_for_the_restart_of_the_only_prefill_without_failing(serve
 
 
 def test_request_timeout_holds_while_the_decode_leader_is_stopped(
-    pair: tuple[Server, Server], expected: list[int]
+    pair: tuple[Server, Server], expected: GreedyTokens
 ) -> None:
     prefill, decode = pair
     stop_process(decode.leader_pid())

@@ -11,9 +11,9 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from tests.checkpoints import (
     VOCAB_SIZE,
+    GreedyTokens,
     load_reference,
     make_checkpoint,
-    reference_greedy,
 )
 from tests.cluster.servers import Server, cluster, wait_until
 from tests.fp8_reference import rounded_greedy
@@ -49,7 +49,7 @@ def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
         reference = load_reference(model)
         got = [decode.generate(prompt, NEW_TOKENS) for prompt in prompts()]
         assert got == [rounded_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
-        assert got != [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()], "rounding must matter"
+        assert got != [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts()], "rounding must matter"
         token_bytes = 3 * 2 * 2 * 32  # layers, keys and values, heads, dim
         assert decode.count("transfer_bytes") == sum(map(len, prompts())) * token_bytes
         plain = started.add("decode", model, "--prefill", prefill.endpoint, *FLAGS)
@@ -67,7 +67,7 @@ def test_int4_weights_give_the_tokens_of_the_dequantised_model(tmp_path: Path) -
     with cluster(tmp_path) as started:
         prefill, decode = started.pair(model, (*FLAGS, "--chunk-size", "48"), (*FLAGS, "--tp", "2"))
         got = [decode.generate(prompt, NEW_TOKENS) for prompt in prompts()]
-        assert got == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
+        assert got == [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts()]
         prefill.check_clean()
         decode.check_clean()
 
@@ -94,4 +94,4 @@ def test_dummy_weights_are_the_same_on_both_servers(tmp_path: Path) -> None:
         files / "model.safetensors",
     )
     reference = load_reference(files)
-    assert got == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
+    assert got == [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts()]

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, Welcome
-from tests.checkpoints import is_reference_greedy, load_reference, reference_greedy
+from tests.checkpoints import GreedyTokens, is_reference_greedy
 from tests.cluster.forkserver import FIRST_SCRIPT
 from tests.cluster.servers import HTTP, Server, python_path, wait_until
 from tests.cluster.test_hisparse_pair import (
@@ -77,7 +77,7 @@ def test_short_prompts_go_to_the_gpu_and_long_ones_to_host_memory(source: Source
     # again, all at once: cached prefixes, which came on either path, are copied into hot buffers
     assert generate_all(decode, source) == source.expected
     assert decode.count("prefix_tokens_reused") > 0
-    assert answer(decode, source.prompts[3] + source.expected[3])["meta_info"]["kv_path"] == "device"
+    assert answer(decode, [*source.prompts[3], *source.expected[3]])["meta_info"]["kv_path"] == "device"
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -94,7 +94,7 @@ def test_requests_of_both_paths_become_evicting_retract_and_end_with_the_right_t
         assert [other.result(90)["output_ids"] for other in others] == source.expected
         tokens = long.result(90)["output_ids"]
     assert len(tokens) == many
-    assert is_reference_greedy(load_reference(source.model), source.prompts[3], tokens)
+    assert is_reference_greedy(source.reference, source.prompts[3], tokens)
     assert long.result()["meta_info"]["kv_path"] == "device"
     assert {other.result()["meta_info"]["kv_path"] for other in others} >= {"host"}
     counters = decode.settled_info()["counters"]
@@ -107,8 +107,7 @@ def test_prefix_that_ends_inside_a_page_is_kept_and_only_the_rest_is_sent(source
     """Its rows are copied from a cached page, and prefill gets one index for each other token; on both paths."""
     shared = (5 * PAGE + 5, 25 * PAGE + 3)
     prompts = [[*source.prompts[-1][:length], 3, 1, 4, 1, 5, 9] for length in shared]
-    reference = load_reference(source.model)
-    expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    expected = [GreedyTokens(source.reference, prompt, NEW_TOKENS) for prompt in prompts]
     decode = start_decode(source)
     assert decode.generate(source.prompts[-1], 2) == source.expected[-1][:2]
     wait_until(lambda: decode.idle() and decode.info()["gauges"]["cached_pages"] >= 37, 10, "the prompt is cached")

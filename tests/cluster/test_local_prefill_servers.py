@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import VOCAB_SIZE, LatentArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, LatentArchitecture, load_reference, make_dsa_checkpoint
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.cluster.test_random_mix import REQUESTS, send_all
 
@@ -31,7 +31,7 @@ PREFILL = ("--page-size", "16", "--chunk-size", "16", "--kv-tokens", "16384")
 
 class Model(NamedTuple):
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
 
 
 class Servers(NamedTuple):
@@ -47,7 +47,7 @@ class Servers(NamedTuple):
 def model(llama: Path) -> Model:
     draw, reference = random.Random(11), load_reference(llama)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
-    return Model(prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+    return Model(prompts, [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def test_no_request_fails_when_all_prefill_servers_are_killed_and_long_prompts_r
     counters = decode.settled_info()["counters"]
     assert counters["local_prefill_absent"] > 0
     for prompt, response in zip(prompts, responses, strict=True):
-        assert response.json()["output_ids"] == reference_greedy(reference, prompt, NEW_TOKENS)
+        assert response.json()["output_ids"] == GreedyTokens(reference, prompt, NEW_TOKENS)
     prefill.start().wait_ready()
     decode.wait_ready(peers=1)
     before = decode.count("transfers")
@@ -193,7 +193,7 @@ def test_tokens_of_a_latent_attention_model_equal_transformers(
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (1, 16, 17, 49, 150)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         outputs = list(pool.map(lambda prompt: server.generate(prompt, NEW_TOKENS), prompts))
-    assert outputs == [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    assert outputs == [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
     server.check_clean()
 
 
@@ -215,7 +215,7 @@ def test_random_requests_leave_the_server_clean(small: Server, requests: list[di
 def test_server_gives_correct_tokens_after_random_requests(small: Server, llama: Path) -> None:
     reference, draw = load_reference(llama), random.Random(1)
     prompt = [draw.randrange(256) for _ in range(70)]  # a family of the random requests
-    assert small.generate(prompt, 20) == reference_greedy(reference, prompt, 20)
+    assert small.generate(prompt, 20) == GreedyTokens(reference, prompt, 20)
     counters = small.settled_info()["counters"]
     for event in ("retractions", "retractions_recomputed", "requests_aborted", "prefix_tokens_reused"):
         assert counters[event] > 0, event

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference, make_checkpoint
 from tests.cluster.servers import HTTP, Server, body, cluster
 
 NEW_TOKENS = 12
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
     prefill: Server
     decode: Server
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
 
 
 @pytest.fixture(
@@ -80,7 +80,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         reference = load_reference(model)
         draw = random.Random(7)
         prompts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-        yield Pair(prefill, decode, prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+        yield Pair(prefill, decode, prompts, [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts])
         prefill.check_clean()
         decode.check_clean()
         counters = decode.info()["counters"]

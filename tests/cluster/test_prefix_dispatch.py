@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference
 from tests.cluster.servers import HTTP, Server, cluster, wait_until
 from tests.ports import free_ports
 from tests.scheduler.engine.kv_event_subscribers import Follower
@@ -55,7 +55,7 @@ def test_conversations_stay_where_their_prefix_is(started: Servers, llama: Path)
         for number, history in enumerate(histories):
             history += draw.choices(range(VOCAB_SIZE), k=20)
             reply = decode.post(history, NEW_TOKENS).json()
-            assert reply["output_ids"] == reference_greedy(reference, history, NEW_TOKENS)
+            assert reply["output_ids"] == GreedyTokens(reference, history, NEW_TOKENS)
             if turn:
                 assert reply["meta_info"]["cached_tokens"] >= len(history) - 20 - NEW_TOKENS - 16, number
             history += reply["output_ids"]

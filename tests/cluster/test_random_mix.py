@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import load_reference, reference_greedy
+from tests.checkpoints import GreedyTokens, load_reference
 from tests.cluster.servers import HTTP, Server, body, cluster
 
 
@@ -140,7 +140,7 @@ def test_pair_gives_correct_tokens_after_random_requests(pair: Pair, llama: Path
         draw = random.Random(family)
         prompt = [draw.randrange(256) for _ in range(70)]
         answer = HTTP.post(f"{pair.decode.url}/generate", json=body(prompt, 20), timeout=60).json()
-        assert answer["output_ids"] == reference_greedy(reference, prompt, 20)
+        assert answer["output_ids"] == GreedyTokens(reference, prompt, 20)
     counters = pair.decode.settled_info()["counters"]
     assert counters["checksum_errors"] == 0
     for event in ("retractions", "requests_aborted", "requests_finished", "prefix_tokens_reused"):

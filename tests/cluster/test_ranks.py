@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference, make_checkpoint
 from tests.cluster.servers import Cluster, Server, cluster, wait_until
 from tests.ports import free_port
 from tests.processes import gone
@@ -35,7 +35,7 @@ PAGE_SIZES = {(1, 1): 16, (2, 1): 8, (4, 1): 16, (1, 2): 64, (2, 2): 1}
 class Model(NamedTuple):
     directory: Path
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     rng = random.Random(4)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     reference = load_reference(directory)
-    return Model(directory, prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+    return Model(directory, prompts, [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts])
 
 
 def flags(layout: Layout, page_size: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.checkpoints import is_reference_greedy, load_reference, reference_greedy, reference_logits
+from tests.checkpoints import GreedyTokens, is_reference_greedy, load_reference, reference_logits
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 PAGE = 16
@@ -88,7 +88,7 @@ def test_second_request_with_the_same_prefix_transfers_only_new_pages(pair: Pair
     answer = pair.post(**body(second, 8))
     after = pair.decode.settled_info()["counters"]
     assert answer["meta_info"]["cached_tokens"] == 10 * PAGE
-    assert answer["output_ids"] == reference_greedy(pair.reference, second, 8)
+    assert answer["output_ids"] == GreedyTokens(pair.reference, second, 8)
     assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 10 * PAGE
     page_bytes = 3 * 2 * 2 * PAGE * 16 * 4  # layers, k and v, heads, tokens, dim, fp32
     assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, "one page for the seven new tokens"
@@ -111,7 +111,7 @@ def test_next_turn_of_a_conversation_reuses_generated_tokens(pair: Pair) -> None
     answer = pair.post(**body(prompt, 40))["output_ids"]
     following = prompt + answer + prompt_of(3, seed=6)
     before = pair.decode.count("prefix_tokens_reused")
-    assert pair.decode.generate(following, 8) == reference_greedy(pair.reference, following, 8)
+    assert pair.decode.generate(following, 8) == GreedyTokens(pair.reference, following, 8)
     assert pair.decode.count("prefix_tokens_reused") - before == (20 + 40 - 1) // PAGE * PAGE
 
 
@@ -130,7 +130,7 @@ def test_logprobs_equal_transformers(pair: Pair, length: int) -> None:
     prompt = prompt_of(length, seed=length)
     pair.post(**body(prompt, 1))  # caches its prefix
     meta = pair.post(**body(prompt, 6), return_logprob=True, top_logprobs_num=3, logprob_start_len=0)["meta_info"]
-    tokens = prompt + reference_greedy(pair.reference, prompt, 6)
+    tokens = [*prompt, *GreedyTokens(pair.reference, prompt, 6)]
     expected = torch.log_softmax(reference_logits(pair.reference, tokens), dim=-1)
     got = meta["input_token_logprobs"] + meta["output_token_logprobs"]
     tops = meta["input_top_logprobs"] + meta["output_top_logprobs"]

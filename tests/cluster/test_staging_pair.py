@@ -12,7 +12,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference, make_checkpoint
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 NEW_TOKENS = 8
@@ -35,7 +35,7 @@ SMALL_RING = ["--staging-ring-mib", "0.03", "--page-size", "8", "--no-prefix-cac
 class Model(NamedTuple):
     directory: Path
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     rng = random.Random(4)
     prompts = [rng.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     reference = load_reference(directory)
-    return Model(directory, prompts, [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts])
+    return Model(directory, prompts, [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference
 from tests.clients.sglang_contracts import matched_stops, models, prefilled_answers, regexes
-from tests.cluster.greedy import masked_greedy
+from tests.cluster.greedy import is_masked_greedy
 from tests.cluster.servers import HTTP, Server, cluster
 
 PERSON: dict[str, Any] = {
@@ -175,10 +175,10 @@ def test_greedy_output_equals_transformers_with_masked_logits(decode: Server, to
     """The reference masks the logits of transformers with llguidance directly."""
     prompt = tokenizer.encode(tokenizer.render_chat(QUESTION), add_special_tokens=False)
     grammar = Grammar("json_schema", json.dumps(PERSON))
-    expected = masked_greedy(load_smollm2_reference(), "smollm2", prompt, grammar, 80)
     params = {"max_new_tokens": 80, "temperature": 0, "json_schema": json.dumps(PERSON)}
     response = HTTP.post(f"{decode.url}/generate", json={"input_ids": prompt, "sampling_params": params}, timeout=120)
-    assert response.json()["output_ids"] == expected
+    output = response.json()["output_ids"]
+    assert is_masked_greedy(load_smollm2_reference(), "smollm2", prompt, grammar, output, 80)
     jsonschema.validate(json.loads(response.json()["text"]), PERSON)
 
 
@@ -207,7 +207,7 @@ def test_refused_grammars(decode: Server, sampling: dict[str, Any], param: str, 
 
 
 def test_hostile_schema_is_refused_in_time(decode: Server) -> None:
-    properties = {f"k{index}": {"type": "string"} for index in range(4800)}
+    properties: dict[str, Any] = {f"k{index}": {} for index in range(8000)}  # take 13 s to compile
     response = HTTP.post(
         f"{decode.url}/generate",
         json={"text": "a", "sampling_params": {"json_schema": {"type": "object", "properties": properties}}},

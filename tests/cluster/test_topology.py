@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import GreedyTokens, load_reference, make_checkpoint
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 
 PROMPTS = [[index, 2 * index + 1, 7] for index in range(8)]
@@ -16,9 +16,9 @@ POOL = ("--kv-tokens", "2048")
 
 
 @pytest.fixture(scope="module")
-def expected(llama: Path) -> list[list[int]]:
+def expected(llama: Path) -> list[GreedyTokens]:
     reference = load_reference(llama)
-    return [reference_greedy(reference, prompt, 6) for prompt in PROMPTS]
+    return [GreedyTokens(reference, prompt, 6) for prompt in PROMPTS]
 
 
 def peer_details(server: Server) -> list[tuple[str, str | None]]:
@@ -43,7 +43,9 @@ def square(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
             server.check_clean()
 
 
-def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
+def test_every_decode_uses_every_prefill(
+    square: tuple[list[Server], list[Server]], expected: list[GreedyTokens]
+) -> None:
     prefills, decodes = square
     for decode in decodes:  # one request, so that several prompts wait at the same time
         answers = HTTP.post(f"{decode.url}/generate", json=body(PROMPTS, 6), timeout=60).raise_for_status().json()
@@ -52,7 +54,7 @@ def test_every_decode_uses_every_prefill(square: tuple[list[Server], list[Server
 
 
 def test_bootstrap_fields_pin_the_prefill_server(
-    square: tuple[list[Server], list[Server]], expected: list[list[int]]
+    square: tuple[list[Server], list[Server]], expected: list[GreedyTokens]
 ) -> None:
     """A router sends the same body, with the room, to both sides at once."""
     prefills, decodes = square
@@ -71,7 +73,7 @@ def test_bootstrap_fields_pin_the_prefill_server(
         assert prefill.count("requests_finished") == before + 1, "pinned"
 
 
-def test_batch_takes_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[list[int]]) -> None:
+def test_batch_takes_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[GreedyTokens]) -> None:
     (prefill, _), (decode, _) = square
     rooms = {
         "bootstrap_host": ["127.0.0.1"] * len(PROMPTS),
@@ -163,7 +165,7 @@ def knows_reason(outsider: Server) -> bool:
     return "cluster_key" in str(peer_details(outsider))
 
 
-def test_cluster_key_is_required_and_checked(servers: Cluster, llama: Path, expected: list[list[int]]) -> None:
+def test_cluster_key_is_required_and_checked(servers: Cluster, llama: Path, expected: list[GreedyTokens]) -> None:
     key = {"PDSERVE_CLUSTER_KEY": "a-secret-of-32-characters-or-more"}
     wrong = {"PDSERVE_CLUSTER_KEY": "another secret of another cluster"}
     prefill = servers.add("prefill", llama, *POOL, env=key)

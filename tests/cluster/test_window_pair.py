@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_greedy
+from tests.checkpoints import VOCAB_SIZE, GreedyTokens, load_reference, make_checkpoint
 from tests.cluster.servers import HTTP, Server, body, cluster
 
 WINDOW = 32
@@ -44,22 +44,22 @@ class Pair(NamedTuple):
     decode: Server
     page: int
     prompts: list[list[int]]
-    expected: list[list[int]]
+    expected: list[GreedyTokens]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[list[int]]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]], list[GreedyTokens]]:
     directory = make_checkpoint(tmp_path_factory.mktemp("window-model"), "mistral", sliding_window=WINDOW)
     draw = random.Random(5)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     reference = load_reference(directory)
-    return directory, prompts, [reference_greedy(reference, prompt, NEW_TOKENS + MORE_TOKENS) for prompt in prompts]
+    return directory, prompts, [GreedyTokens(reference, prompt, NEW_TOKENS + MORE_TOKENS) for prompt in prompts]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS if FULL else ["tp2 to pp2"])
 def pair(
     request: pytest.FixtureRequest,
-    model: tuple[Path, list[list[int]], list[list[int]]],
+    model: tuple[Path, list[list[int]], list[GreedyTokens]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     directory, prompts, expected = model

@@ -113,7 +113,7 @@ class StreamClient(threading.Thread):
 class Bystander(threading.Thread):
     """Sends one request after the other until `stop()`; keeps outcomes and wrong tokens."""
 
-    def __init__(self, server: Server, prompt: Sequence[int], expected: list[int]) -> None:
+    def __init__(self, server: Server, prompt: Sequence[int], expected: Sequence[int]) -> None:
         super().__init__(daemon=True)
         self._server, self._body, self._expected = server, body(prompt, len(expected), priority=1), expected
         self._stopping = threading.Event()

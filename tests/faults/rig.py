@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import GreedyTokens, load_reference, make_checkpoint, make_dsa_checkpoint
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
@@ -44,7 +44,7 @@ class Work:
     """A request and its tokens according to transformers."""
 
     prompt: list[int]
-    expected: list[int]
+    expected: Sequence[int]
 
     @property
     def new_tokens(self) -> int:
@@ -84,7 +84,7 @@ class Rig:
 
         def work(length: int, new_tokens: int, first: int) -> Work:
             prompt = [(first + 7 * index) % 251 for index in range(length)]
-            return Work(prompt, reference_greedy(reference, prompt, new_tokens))
+            return Work(prompt, GreedyTokens(reference, prompt, new_tokens))
 
         self.request, self.filler, self._bystander = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
         self._long = work(97, 100, 4)
@@ -148,7 +148,7 @@ class Rig:
         self.wait_ready()
         self.begin_log()
         decode = self.servers["decode"]
-        bystander = Bystander(decode, self._bystander.prompt, self._bystander.expected)
+        bystander = Bystander(decode, self._bystander.prompt, list(self._bystander.expected))
         try:
             wait_until(lambda: bool(bystander.outcomes), 20, "the bystander has an answer")
             lost = self._peers_lost() if cell.fault.loses_peer else 0

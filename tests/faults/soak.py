@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class Traffic(threading.Thread):
             return str(answer.status_code)
         return self._check(answer, work.expected[:tokens] if greedy else None)
 
-    def _check(self, answer: httpx.Response, expected: list[int] | None) -> str:
+    def _check(self, answer: httpx.Response, expected: Sequence[int] | None) -> str:
         """Compare greedy tokens; a stream ends with one terminal event and [DONE]."""
         if "text/event-stream" not in answer.headers["content-type"]:
             return self._compare(answer.json(), expected)
@@ -133,7 +134,7 @@ class Traffic(threading.Thread):
             return {"unavailable": "503", "deadline": "504", "aborted": "499"}.get(parts[-1]["error"]["code"], "500")
         return self._compare(parts[-1], expected)
 
-    def _compare(self, result: Any, expected: list[int] | None) -> str:
+    def _compare(self, result: Any, expected: Sequence[int] | None) -> str:
         """`expected` is None if the request was not greedy; several samples are a list. An aborted request has the
         first of its tokens.
         """
@@ -194,6 +195,8 @@ class Growth:
 
 def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[str]:
     """Run traffic and faults; returns what was wrong."""
+    for work in rig.works:
+        list(work.expected)  # generates it: later, that would count as time of a request
     rig.wait_ready()
     stopping = threading.Event()
     growth = Growth(rig)

@@ -42,12 +42,17 @@ class GgufTensor:
 
 
 def open_gguf(path: Path) -> "GgufFile":
-    """As `GgufFile`. The processes of a server need several parts of the header, and parse it once."""
+    """As `GgufFile`. While it starts, a process of a server needs the header several times, and parses it once."""
     try:
         found = path.stat()
     except OSError:
         return GgufFile(path)  # which raises
     return _open_version(path, found.st_mtime_ns, found.st_size)
+
+
+def forget_gguf() -> None:
+    """Release the header that `open_gguf` keeps, with its vocabulary. Call it when all is loaded."""
+    _open_version.cache_clear()
 
 
 @functools.lru_cache(maxsize=1)

@@ -27,6 +27,7 @@ from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, most_visible_pages
 from ...memory.sizing import GIB
+from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import locate_model
 from ...models.loading.fingerprint import fingerprint
 from ...transfer.control.curve import ClusterKeys
@@ -344,6 +345,7 @@ class Leader:
                 kv_store_problem=loop.kv_store_problem(),
             )
 
+        forget_gguf()
         keep_for_good()
         try:
             for control in controls:

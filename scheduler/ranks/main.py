@@ -24,6 +24,7 @@ from ...configs.errors import PdserveError, StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
 from ...configs.logs import configure_logging
+from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import locate_model
 from ...transfer.control.curve import ClusterKeys
 from ...transfer.control.wakeup import ConnectionMonitor
@@ -157,6 +158,7 @@ def main() -> int:
         source = locate_model(config.model, config.load_format)
         engine = RankEngine(config, source, rank, meet_at=(host, port), report=link.report)
         link.engine = engine
+        forget_gguf()
         keep_for_good()
         engine.announce()
         engine.serve(link.commands)

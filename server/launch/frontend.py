@@ -31,6 +31,7 @@ from ...configs.logs import configure_logging, set_log_role
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...configs.words import counted
+from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
@@ -192,6 +193,7 @@ class Frontend:
                 await asyncio.wait({starting}, timeout=REPORTED_EXIT_S)  # the reason may still be in the socket
             if starting.done():
                 ready = starting.result()  # raises StartupError when the leader reported one
+                forget_gguf()
                 keep_for_good()
                 served = leader.config
                 name = served.served_model_name or ready.model.name

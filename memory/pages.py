@@ -244,7 +244,7 @@ class PageAllocator(Generic[PageT]):
         if everything != list(self._range):
             found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"
             raise PageLeakError(f"{found} pages are not the {self.num_pages} of the pool")
-        if self._holders[self._range.start :] != list(map(held.get, self._range, itertools.repeat(0))):
+        if self._holders[self._range.start :] != [held.get(page, 0) for page in everything]:
             raise PageLeakError(f"the counts of holders differ from the grants: {self._names()}")
         if self._reserved != sum(grant.reserved for grant in self._grants):
             raise PageLeakError(

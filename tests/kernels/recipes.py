@@ -184,11 +184,11 @@ class Recipes:
             ):
                 return slow(pointer, mask, other, *rest, **options)
             addresses = pointer.handle.data
-            if mask is None:
-                selected, key = None, (pointer.type.name, other)
-            else:
+            key: tuple[Any, ...] = (pointer.type.name, other)
+            selected = None
+            if mask is not None:
                 selected = mask.handle.data
-                key = pointer.type.name, other, mask.type.name, selected.dtype.char
+                key += mask.type.name, selected.dtype.char
             recipe = recipes.get(key)
             if recipe is None:
                 result = slow(pointer, mask, other, **options)

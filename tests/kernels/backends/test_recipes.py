@@ -163,7 +163,8 @@ def test_loads_equal_those_of_the_interpreter(interpreter: Any, kind: str) -> No
     memory = make_tensor(interpreter, kind, (64,), 1).handle.data
     scalar = language.pointer_type(language.dtype(kind))
     rng = np.random.default_rng(2)
-    for shape, masked, other in itertools.product(SHAPES, (None, (), (2, 1), (4,), "same"), (None, 0, 0.0, 3, 2.5)):
+    masks: tuple[Any, ...] = (None, (), (2, 1), (4,), "same")
+    for shape, masked, other in itertools.product(SHAPES, masks, (None, 0, 0.0, 3, 2.5)):
         for _ in range(2):
             addresses = memory.ctypes.data + memory.itemsize * rng.integers(0, 64, shape or (1,)).astype(np.uint64)
             pointer = language.tensor(

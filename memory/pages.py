@@ -9,6 +9,7 @@ its memory serves as hot pages. Failed allocations are recorded as shortfalls, s
 """
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -238,12 +239,12 @@ class PageAllocator(Generic[PageT]):
         """Raise PageLeakError unless every page is free, idle or held as often as grants list it. With `idle`, no page
         may be held.
         """
-        held = collections.Counter(page for grant in self._grants for page in grant.held)
+        held = collections.Counter(itertools.chain.from_iterable(grant.held for grant in self._grants))
         everything = sorted([*self._free, *self._idle, *held])
         if everything != list(self._range):
             found = f"{len(self._free)} free + {len(self._idle)} idle + {len(held)} held"
             raise PageLeakError(f"{found} pages are not the {self.num_pages} of the pool")
-        if any(self._holders[page] != held[page] for page in everything):
+        if self._holders[self._range.start :] != [held.get(page, 0) for page in everything]:
             raise PageLeakError(f"the counts of holders differ from the grants: {self._names()}")
         if self._reserved != sum(grant.reserved for grant in self._grants):
             raise PageLeakError(

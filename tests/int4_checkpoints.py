@@ -78,10 +78,7 @@ def pack(
 def words(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """Eight values in dimension `dim` in one int32: `order` are those from its lowest bits on."""
     rows = values.to(torch.int64) if dim == 1 else values.T.to(torch.int64)
-    packed = torch.zeros(len(rows), rows.shape[1] // 8, dtype=torch.int64)
-    for word in range(packed.shape[1]):
-        for place, column in enumerate(order):
-            packed[:, word] += rows[:, 8 * word + column] * 16**place
+    packed = sum((rows[:, column::8] * 16**place for place, column in enumerate(order)), torch.tensor(0))
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
     return packed if dim == 1 else packed.T
 

@@ -4,6 +4,7 @@ Everything is checked by folder, so a new file is covered without being listed.
 """
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -105,9 +106,19 @@ def modules(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str, int]]:
+def imports(path: Path) -> tuple[tuple[int, str, int], ...]:
     """(level, dotted name, line) of every import statement, also those inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+    return _imports(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports(source: str) -> tuple[tuple[int, str, int], ...]:
+    """Several tests look at every file, and to parse them all takes a second."""
+    return tuple(_each_import(source))
+
+
+def _each_import(source: str) -> Iterator[tuple[int, str, int]]:
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield 0, alias.name, node.lineno

@@ -39,7 +39,8 @@ def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
     (wheel,) = built.glob("*.whl")
     run(
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site_packages, wheel,
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index",
+        "--target", site_packages, wheel,
         cwd=environment,
     )  # fmt: skip
     # The packages of this environment without its editable install, whose .pth file would add this checkout.

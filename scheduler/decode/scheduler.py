@@ -396,14 +396,14 @@ class DecodeScheduler:
         self.dispatcher.remote.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
-            queued_as = {
-                State.QUEUED: prompt in self.dispatcher.queue and request in prompt.waiting,
-                State.PREFILLING: prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting,
-                State.COMPUTING: prompt in self.dispatcher.local and request in prompt.waiting,
-                State.ARRIVED: request in self.run_queue.arrived or self.memory.copies.is_in(request, "open"),
-                State.READY: request in self.run_queue.ready,
-                State.RUNNING: request in self.run_queue.running,
-                State.RETRACTED: request in self.retracted.queue or self.memory.copies.is_in(request, "load"),
-            }
-            found = [state for state, is_queued in queued_as.items() if is_queued]
+            queued_as = (
+                (State.QUEUED, prompt in self.dispatcher.queue and request in prompt.waiting),
+                (State.PREFILLING, prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting),
+                (State.COMPUTING, prompt in self.dispatcher.local and request in prompt.waiting),
+                (State.ARRIVED, request in self.run_queue.arrived or self.memory.copies.is_in(request, "open")),
+                (State.READY, request in self.run_queue.ready),
+                (State.RUNNING, request in self.run_queue.running),
+                (State.RETRACTED, request in self.retracted.queue or self.memory.copies.is_in(request, "load")),
+            )
+            found = [state for state, is_queued in queued_as if is_queued]
             assert found == [request.state], (request.rid, request.state)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.kernels.recipes import Recipes
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -24,6 +26,7 @@ def _remember_lookups() -> None:
 
     language, numpy_type = interpreter.tl, interpreter._get_np_dtype
     numpy_types: dict[str, Any] = {}
+    recipes = Recipes(interpreter)
 
     @functools.cache
     def builtins_of(package: Any) -> list[str]:
@@ -40,7 +43,12 @@ def _remember_lookups() -> None:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
-        scope.set_attr(package, name, with_semantic)
+        if package is language.core.tensor:
+            scope.set_attr(package, name, recipes.member(name, with_semantic))
+        elif name == "load" and package in (language, language.core):
+            scope.set_attr(package, name, recipes.load(with_semantic))
+        else:
+            scope.set_attr(package, name, with_semantic)
 
     def get_np_dtype(dtype: Any) -> Any:
         found = numpy_types.get(dtype.name)

@@ -232,6 +232,16 @@ def test_lost_page_is_found() -> None:
         pages.check_integrity()
 
 
+@pytest.mark.parametrize("page", [4, 7])
+def test_wrong_count_of_holders_is_found(page: int) -> None:
+    pages = PageAllocator[KvPage](4, first=4)
+    assert pages.grant("a", 2) is not None
+    pages.check_integrity()
+    pages._holders[page] += 1
+    with pytest.raises(PageLeakError, match="counts of holders differ"):
+        pages.check_integrity()
+
+
 def test_second_release_is_refused() -> None:
     pages = PageAllocator[KvPage](4)
     grant = pages.grant("a", 2)

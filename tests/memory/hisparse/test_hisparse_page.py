@@ -34,7 +34,7 @@ def _all_tests() -> Iterator[tuple[str, bool]]:
 
 
 def _is_gpu_marker(node: ast.expr) -> bool:
-    return ast.unparse(node) == "pytest.mark.gpu"
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.gpu"
 
 
 def test_every_named_test_exists() -> None:

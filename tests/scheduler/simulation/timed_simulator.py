@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
+from pdserve.configs.arithmetic import ceil_div
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.page_hashes import pack_hashes, page_hashes, short_hash
 from pdserve.memory.pages import pages_for
@@ -290,4 +291,4 @@ class TimedSimulator(Simulator):
 def _prompt(number: int, tokens: int) -> tuple[int, ...]:
     """A unique prompt: the number in tokens, then filler."""
     head = tuple(number // VOCAB**power % VOCAB for power in range(3))
-    return (head + tuple(at % VOCAB for at in range(max(0, tokens - 3))))[:tokens]
+    return (head + tuple(range(VOCAB)) * ceil_div(max(0, tokens - 3), VOCAB))[:tokens]

@@ -16,14 +16,15 @@ LONGEST_CONTENT_TYPE = 64
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
     """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag.
-    `answer` is the tag of an answer without reasoning, where there is one. `close` and `answer` may have a content type
-    before `header_end`, with which they end then.
+    `answer` is the tag of an answer without reasoning, and `again` that between two pieces of reasoning, where there
+    are such. `close` and `answer` may have a content type before `header_end`, with which they end then.
     """
 
     open: str
     close: str
     always: bool = False
     answer: str = ""
+    again: str = ""
     header_end: str = ""
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
@@ -42,11 +43,12 @@ class ReasoningStyle:
 
 THINK = ReasoningStyle("<think>", "</think>")
 BRACKETS = ReasoningStyle("[THINK]", "[/THINK]")
-_FINAL = "<|channel|>final<|message|>"
+_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 CHANNELS = ReasoningStyle(
-    open="<|channel|>analysis<|message|>",
+    open=_ANALYSIS,
     close=f"<|end|><|start|>assistant{_FINAL}",
     answer=_FINAL,
+    again=f"<|end|><|start|>assistant{_ANALYSIS}",
     header_end="<|message|>",
 )
 STYLES = {
@@ -130,13 +132,25 @@ class ReasoningParser(TextParser):
         self._buffer = rest
 
     def _reasoning(self) -> Steps[None]:
-        tag, space = _Tag(self._style.close, self._style.header_end), HeldSpace()
-        while (found := tag.pattern.search(self._buffer)) is None:
-            partial = 0 if self._final else tag.partial(self._buffer)  # what may be the tag waits
+        """All reasoning; pieces of it are on lines of their own."""
+        close, again, space = _Tag(self._style.close, self._style.header_end), self._style.again, HeldSpace()
+        while True:
+            end = close.pattern.search(self._buffer)
+            between = self._buffer.find(again) if again else -1
+            if between >= 0 and (end is None or between < end.start()):
+                self._events.append(Reasoning(space.add(self._take(between))))
+                space.take()
+                self._buffer = "\n" + self._buffer.removeprefix(again)
+                continue
+            if end is not None:
+                break
+            partial = 0  # what may be a tag waits
+            if not self._final:
+                partial = max(close.partial(self._buffer), partial_marker(self._buffer, (again,)) if again else 0)
             self._events.append(Reasoning(space.add(self._take(len(self._buffer) - partial))))
             if self._final:
                 self._events.append(Reasoning(space.take()))
             yield from self._more()
-        self._events.append(Reasoning(space.add(self._buffer[: found.start()])))
-        self._buffer = self._buffer[found.end() :]
+        self._events.append(Reasoning(space.add(self._buffer[: end.start()])))
+        self._buffer = self._buffer[end.end() :]
         self.is_open = False

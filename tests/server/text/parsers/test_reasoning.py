@@ -37,7 +37,7 @@ def test_mistral_has_tags_of_its_own() -> None:
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 JSON_FINAL = "<|channel|>final <|constrain|>json<|message|>"
-CLOSE = f"<|end|><|start|>assistant{FINAL}"
+CLOSE, AGAIN = f"<|end|><|start|>assistant{FINAL}", f"<|end|><|start|>assistant{ANALYSIS}"
 UNFINISHED = "Hm.<|end|><|start|>assistant<|channel|>final json"
 LONG_HEADER = f"<|end|><|start|>assistant<|channel|>final{65 * 'x'}"
 
@@ -51,6 +51,9 @@ LONG_HEADER = f"<|end|><|start|>assistant<|channel|>final{65 * 'x'}"
         (f"{ANALYSIS}Hm.\n<|end|><|start|>assistant{JSON_FINAL}{{}}", "Hm.", "{}"),
         (f"{ANALYSIS}Hm.<|end|><|start|>assistant<|channel|>final<|constrain|>json<|message|>{{}}", "Hm.", "{}"),
         (f"{JSON_FINAL}{{}}", "", "{}"),
+        (f"{ANALYSIS}One. {AGAIN}Two.{AGAIN}\nThree.{CLOSE}Yes.", "One.\nTwo.\n\nThree.", "Yes."),
+        (f"{ANALYSIS}One.{AGAIN}", "One.\n", ""),
+        (f"{ANALYSIS}One.{AGAIN[:-1]}", f"One.{AGAIN[:-1]}", ""),
         (f"{ANALYSIS}{UNFINISHED}", UNFINISHED, ""),
         (f"{ANALYSIS}{LONG_HEADER}<|message|>{{}}", f"{LONG_HEADER}<|message|>{{}}", ""),
         (f"{ANALYSIS}{LONG_HEADER}{CLOSE}Yes.", LONG_HEADER, "Yes."),

@@ -130,10 +130,10 @@ def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: p
         fp8_at_once_cuda.launch_at_once(
             x, weight.values, weight.scales, None, out, row_group=weight.row_group, gated=True
         )
-        experts = allocate(6, 256, 2048, device=DEVICE), allocate(6, 2048, 128, device=DEVICE)
+        gate_up, down = allocate(6, 256, 2048, device=DEVICE), allocate(6, 2048, 128, device=DEVICE)
         routing = route_reference(torch.zeros(9, 2, dtype=torch.int64), 0, 6, expert_tiles_cuda.TILE_ROWS)
-        results = (torch.zeros(18, size, dtype=torch.bfloat16, device=DEVICE) for size in (128, 2048))
-        expert_tiles_cuda.launch_expert_tiles(x, *experts, *results, routing)
+        gated, results = (torch.zeros(18, size, dtype=torch.bfloat16, device=DEVICE) for size in (128, 2048))
+        expert_tiles_cuda.launch_expert_tiles(x, gate_up, down, gated, results, routing)
     assert launched == ["fp8_at_once", "expert_tiles", "expert_tiles"]
 
 

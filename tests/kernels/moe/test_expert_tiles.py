@@ -21,16 +21,16 @@ def draw(
     experts, per_token, hidden, width = size
     generator = torch.Generator().manual_seed(tokens + hidden)
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
-    matrices = []
-    for shape in ((experts, 2 * width, hidden), (experts, hidden, width)):
+
+    def draw_matrix(*shape: int) -> BlockScaled:
         if row_group is None:
-            matrix = draw_row_scaled(*shape, generator=generator)
-        else:
-            matrix = draw_block_scaled(*shape, generator=generator, row_group=row_group)
-        matrices.append(moved(matrix, CUDA))
+            return moved(draw_row_scaled(*shape, generator=generator), CUDA)
+        return moved(draw_block_scaled(*shape, generator=generator, row_group=row_group), CUDA)
+
+    gate_up, down = draw_matrix(experts, 2 * width, hidden), draw_matrix(experts, hidden, width)
     x = torch.randn(tokens, hidden, generator=generator).to(CUDA, dtype)
     weights = torch.rand(tokens, per_token, generator=generator).to(CUDA)
-    return x, weights, chosen.to(CUDA), *matrices
+    return x, weights, chosen.to(CUDA), gate_up, down
 
 
 @pytest.mark.gpu

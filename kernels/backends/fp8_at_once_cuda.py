@@ -18,7 +18,7 @@ _COLUMNS, _MOST_BLOCKS = 128, 16
 _MOST_UNITS, _MOST_PRODUCTS = 6, 16
 """Units of a block, and units times tiles of rows. More sums do not fit the registers of a thread."""
 _SMALL_BYTES, _FEW_COLUMNS = 8 << 20, 2048
-"""Smaller layers of up to 8 rows take as long with few_rows_cuda.py, or longer here if rows are short."""
+"""With up to 8 rows, layers of fewer bytes and fewer columns are faster with few_rows_cuda.py, or as fast."""
 _LEAST_COLUMNS = 512
 _WARPS, _PAD = 8, 64
 _GPC = 16
@@ -43,9 +43,9 @@ def divide(weight_rows: int, columns: int, sms: int) -> Division | None:
     """A division in which all blocks run at once, one per multiprocessor; None if there is none."""
     blocks = columns // _COLUMNS
     for cluster in (1, 2, 4):
-        if ceil_div(blocks, cluster) > _MOST_BLOCKS:
-            continue
         most = sms if cluster == 1 else sms // _GPC * (_GPC // cluster)
+        if not most or ceil_div(blocks, cluster) > _MOST_BLOCKS:
+            continue
         units = max(2, ceil_div(ceil_div(weight_rows, most), _UNIT))
         if units <= _MOST_UNITS:
             return Division(units, cluster, ceil_div(weight_rows, _UNIT * units))

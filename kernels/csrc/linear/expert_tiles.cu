@@ -50,11 +50,14 @@ struct Tiles {
     const int *experts, *firsts, *ends, *order;
     int per_token;
 
+    // Not from the L1 cache: the second product reads it before wait_for_previous, and the line there may be older.
+    __device__ __forceinline__ int expert(int tile) const { return __ldcg(experts + tile); }
+
     __device__ __forceinline__ int used(int tiles) const {
         int count = 0;
         for (int first = 0; first < tiles; first += 32) {
             const int tile = first + lane();
-            count += __popc(__ballot_sync(kAll, tile < tiles && experts[tile] >= 0));
+            count += __popc(__ballot_sync(kAll, tile < tiles && expert(tile) >= 0));
         }
         return count;
     }
@@ -146,7 +149,7 @@ __device__ __forceinline__ void copy_weights(
     for (; range.left > 0; range.advance(sizes)) {
         if (range.tile != tile) {
             tile = range.tile;
-            expert = tiles.experts[tile];
+            expert = tiles.expert(tile);
         }
         const int rows = kUnitRows * range.count(sizes);
         const char* const matrix = reinterpret_cast<const char*>(all.values) +

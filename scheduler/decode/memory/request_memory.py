@@ -29,7 +29,8 @@ class RequestMemory:
     that is being copied is released when the copy has ended (background_copies.py).
 
     With HiSparse, a request gives up hot rows, or shares its pages, only if they are in host memory: rows that prefill
-    has written to the GPU are copied there from their arrival on, and until then the request is `unsaved`.
+    has written to the GPU are copied there after the next step has started. Until the copy has ended, the request is
+    `unsaved`.
 
     Hot buffers borrow free pages (page_lending.py). `reclaim_lent` takes them back when requests need them.
 

@@ -134,19 +134,26 @@ class ReasoningParser(TextParser):
     def _reasoning(self) -> Steps[None]:
         """All reasoning; pieces of it are on lines of their own."""
         close, again, space = _Tag(self._style.close, self._style.header_end), self._style.again, HeldSpace()
+        begun = False
         while True:
             end = close.pattern.search(self._buffer)
             between = self._buffer.find(again) if again else -1
             if between >= 0 and (end is None or between < end.start()):
+                begun = begun or between > 0
                 self._events.append(Reasoning(space.add(self._take(between))))
                 space.take()
-                self._buffer = "\n" + self._buffer.removeprefix(again)
+                self._buffer = self._buffer.removeprefix(again)
+                if begun:
+                    self._buffer = "\n" + self._buffer
+                else:  # an empty piece
+                    yield from self._skip_space()
                 continue
             if end is not None:
                 break
             partial = 0  # what may be a tag waits
             if not self._final:
                 partial = max(close.partial(self._buffer), partial_marker(self._buffer, (again,)) if again else 0)
+            begun = begun or partial < len(self._buffer)
             self._events.append(Reasoning(space.add(self._take(len(self._buffer) - partial))))
             if self._final:
                 self._events.append(Reasoning(space.take()))

@@ -44,6 +44,13 @@ def test_blocks_fit_their_multiprocessors() -> None:
     assert found > 500
 
 
+def test_part_of_a_gpu_without_a_whole_gpc_has_no_clusters() -> None:
+    """Multi-instance GPUs and MPS limits may leave a process fewer than 16 multiprocessors."""
+    assert divide(512, 2048, sms=14) == Division(3, 1, 11)
+    assert divide(4096, 2048, sms=14) is None
+    assert divide(512, 7168, sms=14) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 27, 32])

@@ -9,8 +9,9 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.requests.request import Request
+from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.lifecycle import State
-from pdserve.scheduler.messages.ranks import OpenHot
+from pdserve.scheduler.messages.ranks import OpenHot, WriteBackRows
 from tests.scheduler.decode.test_hisparse_workloads import work
 from tests.scheduler.simulation.simulator import NO_UNITS, PAGE_SIZE, Simulator
 
@@ -56,6 +57,42 @@ def test_request_runs_before_its_rows_are_in_host_memory() -> None:
     assert simulator.host, "no row is in host memory yet"
     run(simulator, lambda: not unsaved(simulator, rid))
     assert not simulator.host
+    simulator.finish()
+
+
+def test_request_to_prefill_is_sent_before_the_ranks_open_the_hot_buffer() -> None:
+    simulator = receiving()
+    simulator.ask_for(PROMPT, 4)
+    simulator.decode.advance(simulator.now)
+    effects = simulator.decode.take_effects()
+    assert [type(effect) for effect in effects if isinstance(effect, SendToPeer | OpenHot)] == [SendToPeer, OpenHot]
+    for effect in effects:
+        simulator._of_decode(effect)
+    simulator.finish()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_are_copied_once_after_the_ranks_have_the_next_step(ends: bool) -> None:
+    """Also if the request ends before: its memory is free when the copy has ended."""
+    simulator = receiving()
+    rid = simulator.ask_for(PROMPT, 4)
+    run(simulator, lambda: unsaved(simulator, rid))
+    assert not simulator.copies
+    if ends:
+        simulator.decode.cancel(rid, simulator.now)
+        simulator.act()
+    else:
+        step = simulator.decode.next_step(simulator.now)
+        assert step is not None
+        simulator.act()
+        simulator.commands.append(step)
+    assert not simulator.copies
+    for _ in range(2):
+        simulator.decode_turn()
+        assert [type(copy) for copy in simulator.copies] == [WriteBackRows]
+        assert not simulator.decode.idle
+        assert simulator.decode.pages.held > 0
+        simulator.check()
     simulator.finish()
 
 

@@ -22,7 +22,15 @@ from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.engine.routing import DecodeRouter
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, FlushCache, Submit
-from pdserve.scheduler.messages.ranks import AssistStep, CheckCache, GrammarReady, PrepareGrammar, RunStep, StepDone
+from pdserve.scheduler.messages.ranks import (
+    AssistStep,
+    CheckCache,
+    GrammarReady,
+    PrepareGrammar,
+    RunStep,
+    StepDone,
+    WriteBackRows,
+)
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.ranks.group import RankGroup
 
@@ -36,6 +44,8 @@ class Ranks:
         self.steps: list[list[RunStep | AssistStep]] = [[] for _ in range(size)]
         self.grammars: list[GrammarReady] = []
         """The reports of grammars, which the test sends."""
+        self.write_backs: list[list[int]] = [[] for _ in range(size)]
+        """For each copy to host memory, how many steps the rank had before."""
 
     def tell(self, command: object, to: Sequence[int] | None = None) -> None:
         for rank in to if to is not None else range(len(self.steps)):
@@ -43,6 +53,8 @@ class Ranks:
                 self.steps[rank].append(command)
             elif isinstance(command, PrepareGrammar):
                 self.grammars.append(GrammarReady(rank, command.number))
+            elif isinstance(command, WriteBackRows):
+                self.write_backs[rank].append(len(self.steps[rank]))
             else:
                 assert isinstance(command, CheckCache)
 
@@ -140,6 +152,30 @@ class JointServer:
     def rank_of(self, rid: str) -> int:
         (rank,) = [number for number, scheduler in enumerate(self.schedulers) if rid in scheduler.requests]
         return rank
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_rows_are_copied_to_host_memory_when_the_ranks_have_their_step(overlap: bool) -> None:
+    """Once, also by an engine without a step of its own, and while another one cannot take a step."""
+    server = JointServer(overlap=overlap)
+
+    def receive() -> None:
+        for scheduler in server.schedulers:
+            scheduler.memory._write_backs.append(WriteBackRows(1, (), (), 0, 0))
+
+    receive()
+    server.turn()
+    assert server.ranks.write_backs == [[0], [0]]
+    server.submit(8)
+    receive()
+    server.turn()
+    busy, idle = sorted(server.ranks.write_backs, reverse=True)
+    assert busy == [0, len(server.ranks.steps[0])]
+    assert busy[-1] > 0
+    assert len(idle) == 2
+    receive()
+    server.turn()
+    assert [len(sent) for sent in server.ranks.write_backs] == [3, 3]
 
 
 def test_rank_without_rows_assists() -> None:

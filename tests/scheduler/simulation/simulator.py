@@ -714,8 +714,10 @@ class Simulator:
                     self.servers[instance].to_prefill.append(effect)
             case SendToFrontend():
                 self._answer(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot() | WriteBackRows():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
                 self.commands.append(effect)
+            case WriteBackRows():
+                self.copies.append(effect)  # it does not wait for steps that the ranks have
             case ConnectPeer():
                 pass
             case other:

@@ -208,6 +208,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
                          min(share, all_blocks - first_block)};
     copy_weights(layer, memory, exchange);
     prefetch_scales(layer);
+    __syncwarp();
     if (CLUSTER > 1) sync_cluster();  // all blocks have started: they can be written to
     wait_for_previous();
     Sums sums = {};

@@ -72,12 +72,12 @@ def numba_computes(cpu_kernels: CpuKernelsSetting | None = None) -> bool:
 
 
 def has_interleaved_kernels() -> bool:
-    """Whether this processor has the instructions of the kernels for interleaved GGUF blocks: AVX-512 with the parts
-    for bytes and words, or NEON with dot products.
+    """Whether this processor has the instructions of the kernels for interleaved GGUF blocks: AVX2, AVX-512 with the
+    parts for bytes and words, or NEON with dot products.
     """
     if NEON:
         return bool(torch.cpu.get_capabilities()["dot"])
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def prepare_kernels(

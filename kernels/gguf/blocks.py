@@ -1,6 +1,6 @@
 """Weights as a GGUF file stores them: rows of blocks, which have integers of a few bits and their scales.
 
-Where the processor has AVX-512, or NEON with dot products, blocks of some types are interleaved (interleaved.py).
+Where the processor has AVX2, AVX-512, or NEON with dot products, blocks of some types are interleaved (interleaved.py).
 
 A matrix may consist of parts of several types: q, k and v, which are one matrix in memory, often differ. Each part has
 whole rows.

@@ -1,4 +1,4 @@
-"""Blocks of 16 rows side by side, for processors with AVX-512 or NEON: a register then has the same columns of 16 rows
+"""Blocks of 16 rows side by side, for processors with AVX or NEON: a register then has the same columns of 16 rows
 (NEON: four), their products need no sum across lanes, and their scales are converted at once.
 
 Weights keep their bits and take the same memory. A tile has 32 columns of a group of 16 rows:

@@ -7,11 +7,11 @@ import torch
 from ..backends.dispatch import NEON
 from ..gguf.blocks import GgufRows, ggml_number
 from ..gguf.interleaved import GROUP_ROWS, TILE_COLUMNS
-from .interleaved_tiles import PACKED_BYTES, make_multiply, pack_row
+from .interleaved_tiles import AVX2, PACKED_BYTES, make_multiply, pack_row
 from .openmp import fields, floats, kernel, kernel_function, share, thread_number, threads_for, wait_for_team
 from .swiglu import activate
 
-_FEW, _MANY = 4, 8
+_FEW, _MANY = (2, 4) if AVX2 else (4, 8)
 _WEIGHT_ROWS = 4 if NEON else GROUP_ROWS
 """Rows of weights that are multiplied at a time with several rows of x: as many as have their sums in registers."""
 _multiply_one = make_multiply(1, GROUP_ROWS)

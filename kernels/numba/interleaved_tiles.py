@@ -7,6 +7,7 @@ The inner sum is exact: 32 products of 16 and at most 8 bits. A shift and a mask
 
     AVX-512   vpdpwssd (without VNNI pmaddwd and an addition) multiplies 32 pairs of 16 bits, twice as many as an
               instruction for float32
+    AVX2      two pmaddwd, each with half of these
     NEON      sdot multiplies 16 pairs of 8 bits, so x_integer = 256 * high + low takes two for 16 weights; smlal
               multiplies 4 pairs of 16 bits, and half as many start per cycle
 
@@ -37,7 +38,8 @@ from .gguf_blocks import cases
 PACKED_BYTES = 8 + 2 * TILE_COLUMNS
 """Of 32 elements of x."""
 
-_HAS_VNNI = bool(get_host_cpu_features().get("avx512vnni"))
+_HAS_VNNI, _HAS_AVX512 = (bool(get_host_cpu_features().get(name)) for name in ("avx512vnni", "avx512bw"))
+AVX2 = not NEON and not _HAS_AVX512
 if _HAS_VNNI or NEON:
     initialize_native_asmparser()  # for `_add_products` and `_add_dot`; Numba needs none
 _LONG, _INT, _SHORT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -82,7 +84,7 @@ def make_multiply(x_rows: int, weight_rows: int) -> Any:
                     if NEON:
                         added = _add_tile_neon(builder, name, at, first_row, columns, sums)
                     else:
-                        added = _add_tile_avx512(builder, name, at, columns, sums)
+                        added = _add_tile_avx(builder, name, at, columns, sums)
                     remaining = builder.sub(left, _LONG(1))
                     for phi, first, last in (
                         (at, source, builder.add(at, _LONG(_tile_bytes(name)))),
@@ -163,7 +165,7 @@ def _prefetch_tile(builder: ir.IRBuilder, name: str, address: ir.Value) -> None:
         prefetch(builder, builder.add(address, _LONG(_AHEAD_BYTES + line)))
 
 
-def _add_tile_avx512(
+def _add_tile_avx(
     builder: ir.IRBuilder, name: str, address: ir.Value, xs: list[ir.Value], sums: list[ir.Value]
 ) -> list[ir.Value]:
     """The sums plus the products of a tile with 32 columns of x, packed at addresses `xs`."""
@@ -238,8 +240,15 @@ def _add_products(builder: ir.IRBuilder, total: ir.Value, pairs: ir.Value, facto
     if _HAS_VNNI:  # as assembly, because LLVM splits its own function for it into pmaddwd and an addition
         kind = ir.FunctionType(_INTS, (_INTS, _PAIRS, _INTS))
         return builder.asm(kind, "vpdpwssd $3, $2, $0", "=v,0,v,v", (total, pairs, factors), side_effect=False)
-    products = _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, pairs, builder.bitcast(factors, _PAIRS))
-    return builder.add(total, products)
+    factors = builder.bitcast(factors, _PAIRS)
+    if not AVX2:
+        return builder.add(total, _call(builder, "llvm.x86.avx512.pmaddw.d.512", _INTS, pairs, factors))
+    lanes = [ir.Constant(_INTS, list(range(first, first + GROUP_ROWS))) for first in (0, GROUP_ROWS)]
+    parts = []
+    for half in lanes:
+        operands = (builder.shuffle_vector(each, each, half) for each in (pairs, factors))
+        parts.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_INT, GROUP_ROWS // 2), *operands))
+    return builder.add(total, builder.shuffle_vector(*parts, lanes[0]))
 
 
 def _add_dot(builder: ir.IRBuilder, total: ir.Value, weights: ir.Value, factors: ir.Value, lane: int) -> ir.Value:

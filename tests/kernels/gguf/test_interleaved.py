@@ -12,7 +12,9 @@ from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.poison import poisoned
 from tests.kernels.random_blocks import random_rows
 
-needs_interleaved = pytest.mark.skipif(not has_interleaved_kernels(), reason="needs AVX-512 or NEON with dot products")
+needs_interleaved = pytest.mark.skipif(
+    not has_interleaved_kernels(), reason="needs AVX2, AVX-512 or NEON with dot products"
+)
 types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 TOLERANCE = 2e-6
 

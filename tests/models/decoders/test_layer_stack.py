@@ -23,7 +23,7 @@ from tests.kernels.numba_kernels import needs_numba
 CPU = torch.device("cpu")
 pytestmark = [
     needs_numba,
-    pytest.mark.skipif(not has_interleaved_kernels(), reason="needs AVX-512 or NEON with dot products"),
+    pytest.mark.skipif(not has_interleaved_kernels(), reason="needs AVX2, AVX-512 or NEON with dot products"),
 ]
 
 

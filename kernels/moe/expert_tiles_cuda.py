@@ -59,6 +59,7 @@ def _launch(x: torch.Tensor, weight: BlockScaled, out: torch.Tensor, tiles: RowT
         tiles.first.data_ptr(),
         tiles.ends.data_ptr(),
         tiles.order.data_ptr(),
+        tiles.taken[0 if gated else 1 :].data_ptr(),
         out.data_ptr(),
         len(tiles.expert),
         tiles.per_token,

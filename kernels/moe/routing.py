@@ -35,7 +35,8 @@ def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) ->
     tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
     table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
     tile_expert, tile_first = table.t().contiguous()
-    return RowTiles(order.int(), order.argsort().int(), ends.int(), tile_expert, tile_first, rows, experts.shape[1])
+    places, taken = order.argsort().int(), ends.new_zeros(2, dtype=torch.int32)
+    return RowTiles(order.int(), places, ends.int(), tile_expert, tile_first, taken, rows, experts.shape[1])
 
 
 def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> RowTiles:
@@ -47,12 +48,11 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
     numbers = experts.numel()
     tiles = most_tiles(numbers, count, rows)
     # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
-    order, place, ends, tile_expert, tile_first = (
-        torch.empty(size, dtype=torch.int32, device=experts.device) for size in (numbers, numbers, count, tiles, tiles)
-    )
-    routing = RowTiles(order, place, ends, tile_expert, tile_first, rows, experts.shape[1])
+    sizes = numbers, numbers, count, tiles, tiles, 2
+    tables = [torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes]
+    routing = RowTiles(*tables, rows, experts.shape[1])
     if numbers:
         launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
     else:
-        ends.zero_()
+        routing.ends.zero_()
     return routing

@@ -49,6 +49,7 @@ def _place(
     ends_ptr,
     tile_expert_ptr,
     tile_first_ptr,
+    taken_ptr,
     numbers,
     first,
     count,
@@ -96,6 +97,7 @@ def _place(
     tl.store(place_ptr + number, start + rank, mask=expert < count)
     if chunk == 0:
         tl.store(ends_ptr + bins, ends, mask=bins < count)
+        tl.store(taken_ptr + bins, 0, mask=bins < 2)
         of_expert = (sizes + TILE_ROWS - 1) // TILE_ROWS
         tile = tl.cumsum(of_expert, 0) - of_expert
         for step in range(tl.max(of_expert, 0)):
@@ -124,6 +126,7 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: RowTile
         routing.ends,
         routing.expert,
         routing.first,
+        routing.taken,
         numbers,
         first,
         count,

@@ -6,8 +6,10 @@
 // Products are those of fp8_halves.cuh. A warp copies weights into a ring in shared memory, several stages ahead, also
 // across tiles. The others multiply them. A stage has two units of 16 weight rows, and 1,024 columns, of which each
 // warp multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a
-// unit has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows. A block has a
-// range of the units of all tiles, so that blocks have equal shares.
+// unit has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows.
+//
+// Multiprocessors read at different rates: with equal shares the last block ended 17 us after the average one, of 133
+// (H200). So a block has a part of the units of all tiles, and then takes a few at a time of those that are left.
 //
 // Constants: GATED; WHOLE_ROWS; HALF, 1 if x is float16, 0 if it is bfloat16.
 
@@ -24,12 +26,20 @@ constexpr int kStageBytes = kUnits * kUnitRows * (WHOLE_ROWS ? kMostWholeColumns
 constexpr int kOutputs = kUnitRows / (GATED ? 2 : 1);  // of a unit
 constexpr int kRows = 8;  // of x, in a tile
 constexpr int kSums = kUnits * 4;  // of a thread
+constexpr int kTaken = WHOLE_ROWS ? 4 : kUnits;  // units that a block takes at a time
+constexpr int kFixedEighths = 6;  // of the units that a block would have with equal shares
 static_assert(!(GATED && WHOLE_ROWS), "the columns of gate and up are those of the model");
+
+// Units of a tile that are multiplied together, as many as a stage has; none: there is nothing left to do.
+struct Group {
+    int tile, unit, units;
+};
 
 struct Shared {
     unsigned char stages[kStages][kStageBytes];
     float sums[WHOLE_ROWS ? 1 : kWarps][kSums][32];
-    unsigned long long filled[kStages], read[kStages];
+    Group groups[kStages];  // of each stage
+    unsigned long long announced[kStages], filled[kStages], read[kStages];
 };
 static_assert(2 * (sizeof(Shared) + 1024) <= 228 << 10, "two blocks run on a multiprocessor");
 
@@ -97,23 +107,30 @@ struct Sizes {
     }
 };
 
-// What a block has still to compute: `left` units from `unit` of `tile` on.
-struct Range {
-    int tile, unit, left;
+// Which units a block computes: its own ones, and then those that it takes.
+struct Units {
+    int all, own;   // of all tiles, and of every block
+    int* taken;     // by all blocks, in steps of kTaken
+    int next, end;  // the current range
 
-    // Units of the next stage: those of one tile.
-    __device__ __forceinline__ int count(const Sizes& sizes) const {
-        return min(min(kUnits, left), sizes.units - unit);
+    __device__ __forceinline__ Units(int all, int* taken) : all(all), taken(taken) {
+        own = all / static_cast<int>(gridDim.x) * kFixedEighths / 8 / kUnits * kUnits;
+        next = own * blockIdx.x;
+        end = next + own;
     }
 
-    __device__ __forceinline__ void advance(const Sizes& sizes) {
-        const int done = count(sizes);
-        left -= done;
-        unit += done;
-        if (unit == sizes.units) {
-            unit = 0;
-            ++tile;
+    // For a whole warp. The next group has no units if there are none left.
+    __device__ __forceinline__ Group take(const Sizes& sizes) {
+        if (next == end) {
+            int before = 0;
+            if (lane() == 0) before = atomicAdd(taken, kTaken);
+            next = min(own * static_cast<int>(gridDim.x) + __shfl_sync(kAll, before, 0), all);
+            end = min(next + kTaken, all);
         }
+        const int tile = next / sizes.units, unit = next % sizes.units;
+        const int count = min(min(kUnits, end - next), sizes.units - unit);
+        next += count;
+        return {tile, unit, count};
     }
 };
 
@@ -132,6 +149,14 @@ struct Ring {
     __device__ __forceinline__ void wait_for_room() const {
         if (round > 0) wait_phase(read(), round - 1);
     }
+    __device__ __forceinline__ void announce(const Group& group) const {
+        shared.groups[stage] = group;
+        arrive(shared_address(&shared.announced[stage]));
+    }
+    __device__ __forceinline__ Group wait_for_group() const {
+        wait_phase(shared_address(&shared.announced[stage]), round);
+        return shared.groups[stage];
+    }
     __device__ __forceinline__ const unsigned char* wait_for_weights() const {
         wait_phase(filled(), round);
         return shared.stages[stage];
@@ -143,22 +168,25 @@ struct Ring {
 };
 
 __device__ __forceinline__ void copy_weights(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, Range range
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, Units units
 ) {
     int tile = -1, expert = 0;
-    for (; range.left > 0; range.advance(sizes)) {
-        if (range.tile != tile) {
-            tile = range.tile;
+    while (true) {
+        const Group group = units.take(sizes);
+        if (group.units && group.tile != tile) {
+            tile = group.tile;
             expert = tiles.expert(tile);
         }
-        const int rows = kUnitRows * range.count(sizes);
+        const int rows = kUnitRows * group.units;
         const char* const matrix = reinterpret_cast<const char*>(all.values) +
                                    static_cast<long long>(expert) * (GATED ? 2 : 1) * sizes.out * sizes.in;
         for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
             const unsigned to = shared_address(ring.shared.stages[ring.stage]), barrier = ring.filled();
             ring.wait_for_room();
+            if (lane() == 0) ring.announce(group);
+            if (!group.units) return;
             if (WHOLE_ROWS) {
-                const int first = range.unit * kOutputs, bytes = min(sizes.out - first, rows) * sizes.in;
+                const int first = group.unit * kOutputs, bytes = min(sizes.out - first, rows) * sizes.in;
                 if (lane() == 0) {
                     expect_bytes(barrier, bytes);
                     copy_bulk_async(to, matrix + static_cast<long long>(first) * sizes.in, bytes, barrier);
@@ -168,7 +196,7 @@ __device__ __forceinline__ void copy_weights(
                 if (lane() == 0) expect_bytes(barrier, rows * bytes);
                 __syncwarp();
                 if (lane() < rows) {
-                    const long long row = sizes.weight_row(range.unit, lane());
+                    const long long row = sizes.weight_row(group.unit, lane());
                     const char* const from = matrix + row * sizes.in + step * kStageColumns;
                     copy_bulk_async(to + lane() * kStageColumns, from, bytes, barrier);
                 }
@@ -202,12 +230,13 @@ __device__ __forceinline__ void store_sums(
 }
 
 __device__ __forceinline__ void multiply_columns(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, Range range
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out
 ) {
     Tile tile;
-    for (; range.left > 0; range.advance(sizes)) {
-        const int count = range.count(sizes);
-        tile.move_to(range.tile, tiles);
+    while (true) {
+        const Group group = ring.wait_for_group();
+        if (!group.units) return;
+        tile.move_to(group.tile, tiles);
         const Bits* const own_x = x + static_cast<long long>(tile.row) * sizes.in;
         const float* scales[kUnits][2];
 #pragma unroll
@@ -215,7 +244,7 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 scales[unit][half] =
-                    all.scale(tile.expert, sizes.weight_row(range.unit, 16 * unit + 8 * half + quad()), 0);
+                    all.scale(tile.expert, sizes.weight_row(group.unit, 16 * unit + 8 * half + quad()), 0);
         float sums[kUnits][4] = {};
         for (int step = 0; step < sizes.steps; ++step, ring.advance()) {
             const int block = step * kWarps + warp();
@@ -236,7 +265,7 @@ __device__ __forceinline__ void multiply_columns(
                 const float factors[2] = {row.factor_of_result(0), row.factor_of_result(1)};
 #pragma unroll
                 for (int unit = 0; unit < kUnits; ++unit) {
-                    if (unit >= count) break;
+                    if (unit >= group.units) break;
                     float parts[4] = {};
                     const unsigned char* const lower = stage + (16 * unit + quad()) * kStageColumns;
 #pragma unroll
@@ -251,19 +280,19 @@ __device__ __forceinline__ void multiply_columns(
             }
             ring.release();
         }
-        store_sums(ring.shared, sums, count, tile, out, range.unit * kOutputs, sizes.out);
+        store_sums(ring.shared, sums, group.units, tile, out, group.unit * kOutputs, sizes.out);
     }
 }
 
 __device__ __forceinline__ void multiply_whole_rows(
-    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out, Range range
+    Ring ring, const Matrices& all, const Tiles& tiles, const Sizes& sizes, const Bits* x, Bits* out
 ) {
     constexpr int kMostBlocks = kMostWholeColumns / kBlock;
     Tile tile;
     Row<kMostWholeColumns> row;
     float factors[2];
-    float next_scales[kMostBlocks][2];  // loaded while the unit before is multiplied, if it is of the same tile
-    bool loaded = false;
+    float next_scales[kMostBlocks][2];  // of the unit that probably follows
+    int next_unit = -1;
     const auto load_scales = [&](int unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -273,23 +302,24 @@ __device__ __forceinline__ void multiply_whole_rows(
                     next_scales[block][half] =
                         *all.scale(tile.expert, sizes.weight_row(unit, 16 * warp() + 8 * half + quad()), block);
     };
-    for (; range.left > 0; ring.advance()) {
-        const int unit = range.unit;
-        if (tile.move_to(range.tile, tiles)) {
+    for (;; ring.advance()) {
+        const Group group = ring.wait_for_group();
+        if (!group.units) return;
+        const bool other_tile = tile.move_to(group.tile, tiles);
+        if (other_tile) {
             row.load(x + static_cast<long long>(tile.row) * sizes.in, sizes.in);
             row.convert();
             factors[0] = row.factor_of_result(0);
             factors[1] = row.factor_of_result(1);
         }
-        range.advance(sizes);
-        if (!loaded) load_scales(unit);
+        if (other_tile || group.unit != next_unit) load_scales(group.unit);
         float scales[kMostBlocks][2];
 #pragma unroll
         for (int block = 0; block < kMostBlocks; ++block)
 #pragma unroll
             for (int half = 0; half < 2; ++half) scales[block][half] = next_scales[block][half];
-        loaded = range.left > 0 && range.tile == tile.number;
-        if (loaded) load_scales(range.unit);
+        next_unit = group.unit + 1;
+        if (next_unit < sizes.units) load_scales(next_unit);
         const unsigned char* const stage = ring.wait_for_weights() + (16 * warp() + quad()) * sizes.in + part() * 16;
         float parts[kMostBlocks][4] = {};
 #pragma unroll
@@ -306,7 +336,7 @@ __device__ __forceinline__ void multiply_whole_rows(
         ring.release();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int output = unit * kOutputs + 16 * warp() + quad() + i / 2 * 8;
+            const int output = group.unit * kOutputs + 16 * warp() + quad() + i / 2 * 8;
             float total = 0.0f;
 #pragma unroll
             for (int block = 0; block < kMostBlocks; ++block)
@@ -321,13 +351,15 @@ __device__ __forceinline__ void multiply_whole_rows(
 
 extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
     const Bits* x, const unsigned char* values, const float* scales, const int* tile_experts, const int* tile_firsts,
-    const int* ends, const int* order, Bits* out, long long all_tiles, long long per_token, long long out_size,
-    long long in_size, long long row_shift, long long scale_rows, long long scale_stride, long long scale_step
+    const int* ends, const int* order, int* taken, Bits* out, long long all_tiles, long long per_token,
+    long long out_size, long long in_size, long long row_shift, long long scale_rows, long long scale_stride,
+    long long scale_step
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kStages; ++stage) {
+            init_barrier(shared_address(&shared.announced[stage]), 1);
             init_barrier(shared_address(&shared.filled[stage]), 1);
             init_barrier(shared_address(&shared.read[stage]), kWarps);
         }
@@ -342,17 +374,14 @@ extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
     const Sizes sizes = {static_cast<int>(out_size), static_cast<int>(in_size),
                          static_cast<int>((out_size + kOutputs - 1) / kOutputs),
                          WHOLE_ROWS ? 1 : static_cast<int>((in_size + kStageColumns - 1) / kStageColumns)};
-    const long long units = static_cast<long long>(tiles.used(static_cast<int>(all_tiles))) * sizes.units;
-    const int begin = static_cast<int>(units * blockIdx.x / gridDim.x);
-    const int end = static_cast<int>(units * (blockIdx.x + 1) / gridDim.x);
-    const Range range = {begin / sizes.units, begin % sizes.units, end - begin};
     if (warp() == kWarps) {
-        copy_weights({shared}, all, tiles, sizes, range);
+        const Units units(tiles.used(static_cast<int>(all_tiles)) * sizes.units, taken);
+        copy_weights({shared}, all, tiles, sizes, units);
         return;
     }
     if (!GATED) wait_for_previous();  // for x
     if (WHOLE_ROWS)
-        multiply_whole_rows({shared}, all, tiles, sizes, x, out, range);
+        multiply_whole_rows({shared}, all, tiles, sizes, x, out);
     else
-        multiply_columns({shared}, all, tiles, sizes, x, out, range);
+        multiply_columns({shared}, all, tiles, sizes, x, out);
 }

@@ -32,7 +32,7 @@ from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.arithmetic import ceil_div
 from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
 from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
-from pdserve.kernels.mla.index_topk import index_topk, position_rows
+from pdserve.kernels.mla.index_topk import index_topk
 from pdserve.kernels.mla.packed_rows import pack_rows_reference, packed_bytes, sparse_mla_packed
 from pdserve.kernels.mla.sparse_mla import sparse_mla
 from pdserve.memory.kv_pool import KvPool
@@ -314,7 +314,7 @@ def time_packed_chunk(tokens: int, context: int, rates: Rates) -> Iterator[Row]:
     query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
     plan, positions = make_plan([tokens], context), random_rows(tokens, context)
     unpacked = UnpackedPages(plan, plan.page_table, PackedFormat(VALUE_DIM, LATENT_DIM, DTYPE, TOP_K))
-    in_pool, in_copies = position_rows(positions, plan), position_rows(positions, unpacked.plan)
+    in_pool, in_copies = plan.flat_rows(positions), unpacked.plan.flat_rows(positions)
 
     def gathered(layer: int) -> object:
         return sparse_mla_packed(query, pool[:, layer], in_pool, scale=SCALE, value_dim=VALUE_DIM, fused=False)

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
 from pdserve.configs.sampling import SamplingParams
-from pdserve.kernels.moe.selection import select_experts
+from pdserve.kernels.linear.row_tiles import RowTiles
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig
@@ -104,12 +104,14 @@ class Engine:
             return 1.0
         counts: list[int] = []
 
-        def count(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            weights, experts = select_experts(*args, **options)
-            counts.append(torch.unique(experts).numel())
-            return weights, experts
+        route = moe.route
 
-        with mock.patch.object(moe, "select_experts", count):
+        def count(*args: Any) -> tuple[torch.Tensor, torch.Tensor, RowTiles | None]:
+            weights, experts, routing = route(*args)
+            counts.append(torch.unique(experts).numel())
+            return weights, experts, routing
+
+        with mock.patch.object(moe, "route", count):
             self.eager(slices)
         return statistics.mean(counts) / self.config.moe.num_experts
 

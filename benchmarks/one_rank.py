@@ -3,7 +3,7 @@
 A rank computes what it would compute beside the others, on its own results in place of theirs:
 
 tp8   heads, MLPs and the width of every expert divided by eight. An all-reduce is one pass over the tensor (read and
-      write), the gathering of logits a copy of eight parts.
+      write), launched as servers launch theirs; the gathering of logits is a copy of eight parts.
 dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its own. MLPs and experts are divided by
       eight, experts as whole ones, and compute the rows of all ranks: rows of the others are this rank's, with their
       elements in another order, so that their experts differ. Gathering them is a copy of eight times the rows,
@@ -107,7 +107,12 @@ class LocalRank(Parallel):
     """Rank 0 of `shard` without the others: collectives do their local work."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.mul_(1.0) if self.shard.tp_size > 1 else tensor
+        if self.shard.tp_size == 1 or not tensor.is_cuda:
+            return tensor
+        from benchmarks.pass_triton import launch_pass  # Triton: only with a GPU
+
+        launch_pass(tensor)
+        return tensor
 
     def gather_last_dim(self, tensor: torch.Tensor, size: int | None = None) -> torch.Tensor | None:
         parts = tensor.repeat(1, self.shard.tp_size)

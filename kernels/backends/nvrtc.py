@@ -116,10 +116,15 @@ def device_address(tensor: torch.Tensor) -> int:
     return int(address)
 
 
-def log2_scale_bits(scale: float) -> int:
-    """The bits of a float32, as an argument: what attention kernels multiply scores with before exp2."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", scale / math.log(2)))
+def float_bits(number: float) -> int:
+    """The bits of a float32, as an argument."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", number))
     return int(bits)
+
+
+def log2_scale_bits(scale: float) -> int:
+    """What attention kernels multiply scores with before exp2, as an argument."""
+    return float_bits(scale / math.log(2))
 
 
 def cuda_packages() -> tuple[Any, Any]:

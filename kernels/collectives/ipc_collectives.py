@@ -135,7 +135,12 @@ class IpcCollectives:
         constants = (*self._constants, ("ELEMENT", _ELEMENTS[tensor.dtype]), ("TWO_SHOT", int(two_shot)))
         vectors = ceil_div(tensor.nbytes, _VECTOR_BYTES * (self._ranks if two_shot else 1))
         load_kernel("all_reduce.cu", "all_reduce", self._device, constants).launch(
-            aligned.data_ptr(), tensor.nbytes, *self._places, blocks=_blocks(vectors), threads=THREADS
+            aligned.data_ptr(),
+            tensor.nbytes,
+            *self._places,
+            blocks=_blocks(vectors),
+            threads=THREADS,
+            overlap_previous=True,
         )
         if aligned is not tensor:
             tensor.copy_(aligned)
@@ -158,6 +163,7 @@ class IpcCollectives:
             *self._places,
             blocks=_blocks(rows * row_bytes // unit),
             threads=THREADS,
+            overlap_previous=True,
         )
 
 

@@ -1,10 +1,13 @@
-// The k largest of each row of scores, by position: the second half of index_topk.py.
+// The k largest of each row of scores, by position or, with PAGE, by flat row of a pool: the second half of
+// index_topk.py.
 //
 // A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th
 // largest is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits
 // known so far gives the next digit. Every block counts its part of the row and adds up the histograms of all blocks. At
 // the end the positions of the larger keys, and of as many equal ones as needed, are written in order. A row that fits
 // the registers of the cluster is read once; a longer one is read for every digit, from the L2 cache.
+//
+// Constants: THREADS; CLUSTER; PAGE, tokens of a page, or 0 for positions.
 
 namespace {
 
@@ -52,6 +55,15 @@ __device__ const Shared* shared_of(const Shared* mine, int rank) {
     return theirs;
 #else
     return mine;
+#endif
+}
+
+// What is written for a position. `pages` are those of the row's sequence.
+__device__ int result(const int* pages, int position) {
+#if PAGE
+    return pages[position / PAGE] * PAGE + position % PAGE;
+#else
+    return position;
 #endif
 }
 
@@ -103,12 +115,14 @@ __device__ unsigned sum_before(unsigned mine, unsigned* warp_sums, unsigned& tot
 }  // namespace
 
 // scores [rows, stride], each row 16-byte aligned; visible [rows]; out [rows, k]. CLUSTER blocks of THREADS per row.
+// With PAGE: page_table [sequences, table_stride], and sequences [rows].
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads)
 #else  // two blocks on an SM: one counts while the other adds up
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 #endif
-select_top(const float* scores, long long stride, const int* visible, long long k, int* out) {
+select_top(const float* scores, long long stride, const int* visible, const int* page_table, long long table_stride,
+           const int* sequences, long long k, int* out) {
     __shared__ Shared shared;
     const int thread = threadIdx.x, rank = block_rank();
     for (int bin = thread; bin < kBins; bin += kThreads) {
@@ -120,9 +134,10 @@ select_top(const float* scores, long long stride, const int* visible, long long 
 #endif
     const long long row = blockIdx.x / kBlocks;
     const int n = visible[row];
+    const int* const pages = PAGE ? page_table + sequences[row] * table_stride : nullptr;
     out += row * k;
     if (n <= k) {
-        for (int i = rank * kThreads + thread; i < k; i += kBlocks * kThreads) out[i] = i < n ? i : -1;
+        for (int i = rank * kThreads + thread; i < k; i += kBlocks * kThreads) out[i] = i < n ? result(pages, i) : -1;
         return;
     }
     scores += row * stride;
@@ -197,7 +212,7 @@ select_top(const float* scores, long long stride, const int* visible, long long 
         for (int i = 0; i < 4 * kQuads; ++i) {
             const bool is_larger = keys.key[i] > limit, is_equal = keys.key[i] == limit;
             if (is_larger || (is_equal && equal < needed)) {
-                out[larger + min(equal, needed)] = first + 4 * kRoundQuads * round + i;
+                out[larger + min(equal, needed)] = result(pages, first + 4 * kRoundQuads * round + i);
             }
             larger += is_larger;
             equal += is_equal;

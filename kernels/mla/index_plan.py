@@ -1,7 +1,7 @@
 """Which tokens the queries of a batch see, and the selection of the best by score."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -50,6 +50,16 @@ class IndexPlan:
         on_device = flat.split_with_sizes([len(table), tokens, tokens])
         num_pages = sum(len(ids) for ids in used)
         return cls(page_size, on_device[0].view(batch, max_pages), on_device[1], on_device[2], num_pages)
+
+    def part(self, tokens: slice) -> Self:
+        """What some of the tokens see."""
+        return replace(self, sequence=self.sequence[tokens], visible=self.visible[tokens])
+
+    def flat_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """The flat rows page * page_size + offset, int32, of `positions` [T, k] in each token's sequence; -1 stays."""
+        position = positions.clamp(min=0).long()
+        page = self.page_table[self.sequence.long().unsqueeze(1), position // self.page_size]
+        return torch.where(positions < 0, positions, (page * self.page_size + position % self.page_size).int())
 
     @property
     def tokens(self) -> int:

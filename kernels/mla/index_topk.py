@@ -13,6 +13,8 @@ If queries and keys are fp8 (fp8_rows.py), `scales` has those of both, which are
 
     score(t, s)  =  key_scale[s] * sum_h weights[t, h] * query_scale[t, h] * relu(query[t, h] . key[s])
 
+With `rows_of`, the result has flat rows of a pool instead of positions: those of its page table.
+
 `IndexPlan` holds what each token sees. Only its tensors change from step to step: a captured CUDA graph computes what
 they hold when it is replayed.
 
@@ -71,12 +73,6 @@ def index_topk_reference(
     return select_top_reference(index_scores_reference(query, weights, key_pages, plan, scales), plan.visible, k)
 
 
-def position_rows_reference(positions: torch.Tensor, plan: IndexPlan) -> torch.Tensor:
-    position = positions.clamp(min=0).long()
-    page = plan.page_table[plan.sequence.long().unsqueeze(1), position // plan.page_size]
-    return torch.where(positions < 0, positions, (page * plan.page_size + position % plan.page_size).int())
-
-
 def index_topk(
     query: torch.Tensor,
     weights: torch.Tensor,
@@ -85,6 +81,7 @@ def index_topk(
     k: int,
     *,
     scales: IndexScales | None = None,
+    rows_of: IndexPlan | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Select k positions for every token; see the module docstring."""
@@ -108,8 +105,11 @@ def index_topk(
         )
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
+    if rows_of is not None and rows_of.tokens != tokens:
+        raise ValueError(f"rows of a plan of {rows_of.tokens} tokens do not fit {tokens}")
     if not use_triton(impl, query.device):
-        return index_topk_reference(query, weights, key_pages, plan, k, scales)
+        positions = index_topk_reference(query, weights, key_pages, plan, k, scales)
+        return positions if rows_of is None else rows_of.flat_rows(positions)
     if query.stride()[1:] != (dim, 1) or key_pages.stride(-1) != 1 or weights.stride(1) != 1:
         raise ValueError(
             f"query has strides {query.stride()}, weights {weights.stride()}, key pages {key_pages.stride()}: "
@@ -120,20 +120,5 @@ def index_topk(
     from .index_topk_triton import launch_index_topk
 
     out = torch.empty(tokens, k, dtype=torch.int32, device=query.device)
-    launch_index_topk(query, weights, key_pages, plan, scales, out)
+    launch_index_topk(query, weights, key_pages, plan, scales, rows_of, out)
     return out
-
-
-def position_rows(positions: torch.Tensor, plan: IndexPlan, *, impl: Impl = "auto") -> torch.Tensor:
-    """The flat rows page * page_size + offset, int32, of `positions` [T, k] in each token's sequence; -1 stays -1."""
-    if positions.ndim != 2 or len(positions) != plan.tokens or positions.dtype != torch.int32:
-        raise ValueError(
-            f"{positions.dtype} positions {list(positions.shape)} do not fit a plan of {plan.tokens} tokens"
-        )
-    if not use_triton(impl, positions.device):
-        return position_rows_reference(positions, plan)
-    from .index_topk_triton import launch_position_rows
-
-    rows = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
-    launch_position_rows(positions, plan, rows)
-    return rows

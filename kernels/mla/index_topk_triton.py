@@ -15,7 +15,6 @@ them. Those of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,7 +49,6 @@ _PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different l
 _FEW_TOKENS = 64
 _PROGRAMS_PER_SM_OF_FEW = {1: 3, 2: 2, 4: 2}  # by bytes of an element: as many as fit
 _BUFFER_BYTES = 256 << 20  # longer batches of queries are scored in parts
-_POSITIONS_AT_ONCE = 1024
 _SELECT_THREADS = 1024
 _SCORES_PER_BLOCK = 16 * _SELECT_THREADS  # scores that a block of select_top holds in registers
 
@@ -231,38 +229,13 @@ def _load_scales(page, scale_ptr, first, end, page_stride, token_stride, PAGE, B
     return tl.load(places, mask=position < end, other=0.0)
 
 
-@triton.jit
-def _position_rows(
-    positions_ptr,
-    table_ptr,
-    sequence_ptr,
-    rows_ptr,
-    table_stride,
-    positions_stride,
-    k,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    if OVERLAP:
-        start_next()
-    token = tl.program_id(0).to(tl.int64)
-    pages = table_ptr + tl.load(sequence_ptr + token).to(tl.int64) * table_stride
-    if OVERLAP:
-        wait_for_previous()
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    position = tl.load(positions_ptr + token * positions_stride + column, mask=column < k, other=-1)
-    page = tl.load(pages + position // PAGE, mask=position >= 0, other=0)
-    row = tl.where(position >= 0, page * PAGE + position % PAGE, -1)
-    tl.store(rows_ptr + token * k + column, row, mask=column < k)
-
-
 def launch_index_topk(
     query: torch.Tensor,
     weights: torch.Tensor,
     key_pages: torch.Tensor,
     plan: IndexPlan,
     scales: IndexScales | None,
+    rows_of: IndexPlan | None,
     out: torch.Tensor,
 ) -> None:
     """Fill `out` [T, k]."""
@@ -272,11 +245,11 @@ def launch_index_topk(
     buffer = torch.empty(at_once, width, dtype=torch.float32, device=query.device)
     for start in range(0, tokens, at_once):
         rows = slice(start, min(start + at_once, tokens))
-        part = replace(plan, sequence=plan.sequence[rows], visible=plan.visible[rows])
+        part = plan.part(rows)
         scores = buffer[: part.tokens]
         of_rows = None if scales is None else IndexScales(scales.query[rows], scales.keys)
         launch_scores(query[rows], weights[rows], key_pages, part, of_rows, scores, k)
-        launch_select_top(scores, part.visible, out[rows])
+        launch_select_top(scores, part.visible, out[rows], rows_of and rows_of.part(rows))
 
 
 def launch_scores(
@@ -347,40 +320,32 @@ def blocks_per_row(rows: int, width: int, sms: int) -> int:
     return 1
 
 
-def launch_select_top(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
-    """Fill `out` [T, k] with the positions of the k best of the first visible[t] scores [T, width] of each row."""
+def launch_select_top(
+    scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor, rows_of: IndexPlan | None = None
+) -> None:
+    """Fill `out` [T, k] with the positions of the k best of the first visible[t] scores [T, width] of each row, or
+    with their flat rows by the pages of `rows_of`.
+    """
     if out.device.type != "cuda":  # with Triton's interpreter: CUDA has none
-        out.copy_(select_top_reference(scores, visible, out.shape[1]))
+        positions = select_top_reference(scores, visible, out.shape[1])
+        out.copy_(positions if rows_of is None else rows_of.flat_rows(positions))
         return
     cluster = 1
     if torch.cuda.get_device_capability(out.device) >= (9, 0):
         cluster = blocks_per_row(len(out), scores.shape[1], multiprocessors(out.device))
-    constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster))
+    page_size = 0 if rows_of is None else rows_of.page_size
+    constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster), ("PAGE", page_size))
+    pages, sequence = (visible, visible) if rows_of is None else (rows_of.page_table, rows_of.sequence)  # or not read
     load_kernel("select_top.cu", "select_top", out.device, constants).launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),
+        pages.data_ptr(),
+        pages.stride(0),
+        sequence.data_ptr(),
         out.shape[1],
         out.data_ptr(),
         blocks=cluster * len(out),
         threads=_SELECT_THREADS,
         overlap_previous=True,
-    )
-
-
-def launch_position_rows(positions: torch.Tensor, plan: IndexPlan, rows: torch.Tensor) -> None:
-    """Fill `rows` [T, k]."""
-    tokens, k = positions.shape
-    _position_rows[(tokens, triton.cdiv(k, _POSITIONS_AT_ONCE))](
-        positions,
-        plan.page_table,
-        plan.sequence,
-        rows,
-        plan.page_table.stride(0),
-        positions.stride(0),
-        k,
-        PAGE=plan.page_size,
-        BLOCK=_POSITIONS_AT_ONCE,
-        num_warps=4,
-        **overlap_options(positions.device),
     )

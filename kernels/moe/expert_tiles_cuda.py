@@ -1,4 +1,4 @@
-"""Launcher of csrc/linear/expert_tiles.cu: experts with fp8 weights and few tokens each, on Hopper."""
+"""Launcher of csrc/moe/expert_tiles.cu: experts with fp8 weights and few tokens each, on Hopper."""
 
 import torch
 
@@ -49,7 +49,7 @@ def _launch(x: torch.Tensor, weight: BlockScaled, out: torch.Tensor, tiles: RowT
         ("WHOLE_ROWS", int(whole_rows)),
         ("HALF", int(x.dtype == torch.float16)),
     )
-    kernel = load_kernel("linear/expert_tiles.cu", "expert_tiles", x.device, constants, _SHARED_BYTES)
+    kernel = load_kernel("moe/expert_tiles.cu", "expert_tiles", x.device, constants, _SHARED_BYTES)
     scales = weight.scales
     kernel.launch(
         x.data_ptr(),

@@ -78,18 +78,19 @@ def grouped_experts(
     down_bias: torch.Tensor | None = None,
     limit: float | None = None,
     shared: Callable[[], torch.Tensor] | None = None,
+    routing: RowTiles | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """The sum over the experts of this rank, plus what `shared` returns, [T, hidden]; see the module docstring. It is
     called late, because it may wait for another stream. `num_experts` are those of all ranks, by default those of this
-    one.
+    one. `routing` has the tokens in tiles of `routing_rows`, if the caller has them already.
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
     exact = few or not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled))
     options = gate_up_bias, down_bias, limit
     if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        if limit is not None or not (on_triton and (x.dtype.itemsize == 2 or impl == "triton")):
+        if not _sorts_plain(x, limit, impl):
             own = None if num_experts == len(gate_up) else first
             routed = plain_experts(x, weights, experts, gate_up, down, *options, first=own)
             return routed if shared is None else routed + shared()
@@ -99,15 +100,12 @@ def grouped_experts(
     _check(x, weights, experts, gate_up, down)
     out = torch.empty_like(x)
     plain = all(each is None for each in options)
-    if plain and suits_token_experts(x, weights, experts, gate_up, down):
+    if plain and suits_token_experts(x, experts.shape[1], gate_up, down):
         launch_token_experts(x, weights, experts, gate_up, down, out, first=first, shared=shared)
         return out
-    average = ceil_div(experts.numel(), num_experts)
-    tiled = plain and suits_expert_tiles(x, gate_up, down, average)
-    rows = TILE_ROWS if tiled else tile_rows(experts.numel(), num_experts)
-    if isinstance(gate_up, GroupScaled):
-        rows = min(rows, 64 if shared_memory(x.device) >= _WIDE_BYTES else 32)
-    routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
+    if routing is None:
+        rows = _tile_rows_of(x, experts.numel(), gate_up, down, num_experts, plain=plain)
+        routing = route_tokens(experts, first, len(gate_up), rows, impl=impl)
     place = None
     if isinstance(gate_up, GroupScaled):
         assert isinstance(down, GroupScaled), "both matrices are in 4 bits, or neither"
@@ -116,16 +114,52 @@ def grouped_experts(
             results = expanded_results(_sorted_rows(x, routing), routing.ends, gate_up, down, *options)
         else:
             results = _packed_results(x, routing, gate_up, down, *options)
-    elif tiled:
+    elif plain and suits_expert_tiles(x, gate_up, down, ceil_div(experts.numel(), num_experts)):
         results = _tiled_results(x, routing, gate_up, down)
     elif few or not (isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)):
         compute = _exact_results if exact else _quantised_results
         results = compute(x, routing, gate_up, down, impl)
     else:
         results, place = _grouped_results(x, routing, gate_up, down), routing.place
-    add = launcher("moe.weighted_sum_triton", "launch_weighted_sum")
+    add = launcher("moe.token_rows_triton", "launch_weighted_sum")
     add(results, weights, experts, first, len(gate_up), out, place=place, shared=None if shared is None else shared())
     return out
+
+
+def routing_rows(
+    x: torch.Tensor,
+    per_token: int,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    num_experts: int,
+    plain: bool = True,
+    limit: float | None = None,
+) -> int | None:
+    """The rows of tiles for which `grouped_experts` sorts tokens with `per_token` experts each, None if it does not.
+    `plain` says that experts have neither biases nor a limit.
+    """
+    if isinstance(gate_up, torch.Tensor) and not _sorts_plain(x, limit, "auto"):
+        return None
+    if not use_triton("auto", x.device) or (plain and suits_token_experts(x, per_token, gate_up, down)):
+        return None
+    return _tile_rows_of(x, len(x) * per_token, gate_up, down, num_experts, plain=plain)
+
+
+def _sorts_plain(x: torch.Tensor, limit: float | None, impl: Impl) -> bool:
+    """Whether tokens are sorted by Triton for weights that are not quantised."""
+    return limit is None and use_triton(impl, x.device) and (x.dtype.itemsize == 2 or impl == "triton")
+
+
+def _tile_rows_of(
+    x: torch.Tensor, numbers: int, gate_up: Weight, down: Weight, num_experts: int, *, plain: bool
+) -> int:
+    if plain and suits_expert_tiles(x, gate_up, down, ceil_div(numbers, num_experts)):
+        return TILE_ROWS
+    rows = tile_rows(numbers, num_experts)
+    if isinstance(gate_up, GroupScaled):
+        return min(rows, 64 if shared_memory(x.device) >= _WIDE_BYTES else 32)
+    return rows
 
 
 def _exact_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight, _impl: Impl) -> torch.Tensor:
@@ -166,7 +200,7 @@ def _quantised_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down
 def _sorted_rows(x: torch.Tensor, routing: RowTiles) -> torch.Tensor:
     """Rows [T * k, hidden] of tokens in the order of experts; those of other ranks' experts are undefined."""
     rows = x.new_empty(len(routing.order), x.shape[1])
-    launcher("moe.gather_triton", "launch_gather")(x, routing, rows)
+    launcher("moe.token_rows_triton", "launch_gather")(x, routing, rows)
     return rows
 
 
@@ -203,6 +237,8 @@ def _check(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_u
         )
     if weights.shape != experts.shape or len(experts) != len(x) or not weights.is_contiguous():
         raise ValueError(f"weights {list(weights.shape)} and experts {list(experts.shape)} must have {len(x)} rows")
+    if weights.dtype != torch.float32 or experts.dtype != torch.int64 or not experts.is_contiguous():
+        raise ValueError(f"weights {weights.dtype} and experts {experts.dtype} must be rows of float32 and int64")
 
 
 def experts_reference(

@@ -13,6 +13,8 @@ import torch
 
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..linear.row_tiles import RowTiles
+from .select_route_cuda import launch_select_route, suits_select_route
+from .selection import SelectionRule, check_logits, empty_selection, select_experts
 
 
 def most_tiles(numbers: int, experts: int, rows: int) -> int:
@@ -45,14 +47,35 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
         raise ValueError(f"experts {experts.dtype} {list(experts.shape)} must be contiguous rows of int64")
     if not use_triton(impl, experts.device):
         return route_reference(experts, first, count, rows)
-    numbers = experts.numel()
-    tiles = most_tiles(numbers, count, rows)
-    # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
-    sizes = numbers, numbers, count, tiles, tiles, 2
-    tables = [torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes]
-    routing = RowTiles(*tables, rows, experts.shape[1])
-    if numbers:
+    routing = _empty_tiles(experts, count, rows)
+    if experts.numel():
         launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
     else:
         routing.ends.zero_()
     return routing
+
+
+def select_and_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, rule: SelectionRule, first: int, count: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, RowTiles]:
+    """The weights and experts of each token, as `select_experts` returns them, and the tiles of `route_tokens`: of few
+    tokens on a GPU in one kernel.
+    """
+    check_logits(logits, bias)
+    if not suits_select_route(logits, rule):
+        weights, experts = select_experts(logits, bias, rule)
+        return weights, experts, route_tokens(experts, first, count, rows)
+    weights, experts = empty_selection(logits, rule)
+    routing = _empty_tiles(experts, count, rows)
+    launch_select_route(logits, bias, weights, experts, routing, rule, first=first)
+    return weights, experts, routing
+
+
+def _empty_tiles(experts: torch.Tensor, count: int, rows: int) -> RowTiles:
+    numbers, tiles = experts.numel(), most_tiles(experts.numel(), count, rows)
+    # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
+    sizes = numbers, numbers, count, tiles, tiles, 2
+    order, place, ends, expert, first, taken = (
+        torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes
+    )
+    return RowTiles(order, place, ends, expert, first, taken, rows, experts.shape[1])

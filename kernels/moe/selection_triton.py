@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from .selection import SelectionRule
 
 
 @triton.jit
@@ -73,10 +74,7 @@ def launch_select_experts(
     bias: torch.Tensor | None,
     weights: torch.Tensor,
     experts: torch.Tensor,
-    num_groups: int,
-    groups_per_token: int,
-    normalised: bool,
-    scale: float,
+    rule: SelectionRule,
 ) -> None:
     """Fill `weights` and `experts` [T, k]."""
     (tokens, per_token), num_experts = weights.shape, logits.shape[1]
@@ -87,15 +85,15 @@ def launch_select_experts(
         logits if bias is None else bias,  # not read
         weights,
         experts,
-        scale,
+        rule.scale,
         EXPERTS=num_experts,
         BLOCK=triton.next_power_of_2(num_experts),
-        GROUPS=num_groups,
-        GROUP_BLOCK=max(2, triton.next_power_of_2(num_groups)),
-        GROUPS_PER_TOKEN=groups_per_token,
+        GROUPS=rule.num_groups,
+        GROUP_BLOCK=max(2, triton.next_power_of_2(rule.num_groups)),
+        GROUPS_PER_TOKEN=rule.groups_per_token,
         PER_TOKEN=per_token,
         CHOICE_BLOCK=max(2, triton.next_power_of_2(per_token)),
-        NORMALISED=normalised,
+        NORMALISED=rule.normalised,
         SOFTMAX=bias is None,
         num_warps=1,
         **overlap_options(logits.device),

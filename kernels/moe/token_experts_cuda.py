@@ -32,17 +32,13 @@ class _Matrices(NamedTuple):
     steps: int  # of a row
 
 
-def suits_token_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Weight, down: Weight
-) -> bool:
-    """Whether the kernels take these tensors, and so few tokens."""
+def suits_token_experts(x: torch.Tensor, per_token: int, gate_up: Weight, down: Weight) -> bool:
+    """Whether the kernels take these tensors, and so few tokens with `per_token` experts each."""
     if not x.is_cuda or x.dtype.itemsize != 2 or not can_run(x.device):
         return False
-    if not 1 <= len(x) <= MOST_TOKENS or experts.numel() > MOST_CHOICES or x.data_ptr() % 16:
+    if not 1 <= len(x) <= MOST_TOKENS or len(x) * per_token > MOST_CHOICES:
         return False
-    if weights.dtype != torch.float32 or experts.dtype != torch.int64:
-        return False
-    if not all(each.is_contiguous() for each in (x, weights, experts)):
+    if not x.is_contiguous() or x.data_ptr() % 16:
         return False
     return all(_suits(weight, x.dtype) for weight in (gate_up, down)) and type(gate_up) is type(down)
 

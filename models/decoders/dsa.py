@@ -206,7 +206,7 @@ class DsaDecoder(LatentDecoder):
             else:
                 index_query = expand_index_queries(*to_expand, fp8_index=self._fp8_index)
                 expanded = beside_if_few(compressed, partial(expand_head_queries, *to_expand))
-                rows.select(index, self._select(index_query, weights(), key_planes, plan))
+                rows.select(index, self._select(index_query, weights(), key_planes, plan, rows.rows_of))
                 query = expanded()
             pages, selected = rows.selected(index)
             attend = sparse_mla if pages.dtype == query.dtype else sparse_mla_packed
@@ -225,10 +225,15 @@ class DsaDecoder(LatentDecoder):
         return KeyWrite(indexer.key_norm, indexer.key_norm_bias, pages, rows, self._dsa.index_interleaved, scales)
 
     def _select(
-        self, query: IndexQueries, weights: torch.Tensor, planes: tuple[torch.Tensor, ...], plan: IndexPlan
+        self,
+        query: IndexQueries,
+        weights: torch.Tensor,
+        planes: tuple[torch.Tensor, ...],
+        plan: IndexPlan,
+        rows_of: IndexPlan | None,
     ) -> torch.Tensor:
         scales = None if query.scales is None else IndexScales(query.scales, planes[1])
-        return index_topk(query.values, weights, planes[0], plan, self._dsa.index_topk, scales=scales)
+        return index_topk(query.values, weights, planes[0], plan, self._dsa.index_topk, scales=scales, rows_of=rows_of)
 
 
 def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:

@@ -23,7 +23,6 @@ from ...kernels.hisparse.swap_in import copy_misses, swap_in
 from ...kernels.hisparse.swap_plan import SwapPlan
 from ...kernels.hisparse.write_back import write_back
 from ...kernels.mla.index_plan import IndexPlan
-from ...kernels.mla.index_topk import position_rows
 from ...memory.hisparse.cache import HiSparseCache
 from .batch import SequenceSlice
 from .latent_rows import RowPlaces
@@ -61,14 +60,14 @@ class HotLatentRows:
         self._host_rows = new_rows
         self._requests = hot_slots
         self._swaps: SwapPlan | None = None
-        self._residents: IndexPlan | None = None
+        self.rows_of: IndexPlan | None = None
         self._unpacked: UnpackedPages | None = None
         if all_resident and packed is not None and packed.shares_pages(plan):
             slots = plan.largest(hot_slots * (plan.visible > 0))  # [B]; padding has any slot
             self._unpacked = UnpackedPages(plan, cache.tables.hot_pages[slots], packed)
-            self._residents = self._unpacked.plan
+            self.rows_of = self._unpacked.plan
         elif all_resident:
-            self._residents = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
+            self.rows_of = IndexPlan(cache.page_size, cache.tables.hot_pages, hot_slots, plan.visible)
         else:
             self._swaps = cache.swaps(plan.tokens)
         self._selection: HotRows | None = None
@@ -81,18 +80,18 @@ class HotLatentRows:
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages(layer), self._hot_rows[self._cache.groups[layer]])
 
-    def select(self, layer: int, positions: torch.Tensor, /) -> None:
-        if self._residents is not None:
-            self._selection = HotRows(position_rows(positions, self._residents))
+    def select(self, layer: int, tokens: torch.Tensor, /) -> None:
+        if self.rows_of is not None:
+            self._selection = HotRows(tokens)
             return
         cache, swaps = self._cache, self._swaps
         assert swaps is not None, "a step that fetches rows has a swap plan"
         self._selection = swaps.rows
-        self._being_read = positions
+        self._being_read = tokens
         with self._on_side_stream():
             swap_in(
                 swaps,
-                positions,
+                tokens,
                 self._requests,
                 self._plan.visible,
                 cache.group_tables[cache.groups[layer]],

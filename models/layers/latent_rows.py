@@ -11,7 +11,6 @@ import torch
 
 from ...kernels.hisparse.slot_tables import KvRows
 from ...kernels.mla.index_plan import IndexPlan
-from ...kernels.mla.index_topk import position_rows
 from ...memory.kv_pool import KvPool
 from .batch import ForwardBatch
 from .unpacked_pages import PackedFormat, UnpackedPages
@@ -41,12 +40,15 @@ class LatentRows(Protocol):
     last layer: `finish`. Work between `select` and `selected` runs concurrently with fetches.
     """
 
+    rows_of: IndexPlan | None
+    """Whose page table has all rows. None if they have to be fetched."""
+
     def place(self, layer: int) -> RowPlaces:
         """Where to write the new tokens' rows [T]."""
 
-    def select(self, layer: int, positions: torch.Tensor, /) -> None:
-        """Select the tokens at `positions` [T, K] (int32, -1 for none) of each token's sequence, for this layer and the
-        following ones that do not select.
+    def select(self, layer: int, tokens: torch.Tensor, /) -> None:
+        """Select tokens [T, K] of each token's sequence, for this layer and the following ones that do not select: flat
+        rows of `rows_of`, or positions if there is none; int32, -1 for no token.
         """
 
     def selected(self, layer: int) -> RowPlaces:
@@ -68,15 +70,15 @@ class PagedLatentRows:
         if packed is not None and packed.shares_pages(plan):
             self._unpacked = UnpackedPages(plan, plan.page_table, packed)
             plan = self._unpacked.plan
-        self._plan = plan
+        self.rows_of: IndexPlan | None = plan
         self._new_rows = new_rows
         self._selected: torch.Tensor | None = None
 
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages(layer), self._new_rows)
 
-    def select(self, _layer: int, positions: torch.Tensor, /) -> None:
-        self._selected = position_rows(positions, self._plan)
+    def select(self, _layer: int, tokens: torch.Tensor, /) -> None:
+        self._selected = tokens
 
     def selected(self, layer: int) -> RowPlaces:
         assert self._selected is not None, "a stage starts with a layer that selects"

@@ -19,9 +19,11 @@ from ...kernels.linear.block_format import BlockScaled, Weight
 from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.float_linear import float_linear
 from ...kernels.linear.linear import gated_linear, linear
-from ...kernels.moe.experts import grouped_experts
+from ...kernels.linear.row_tiles import RowTiles
+from ...kernels.moe.experts import grouped_experts, routing_rows
 from ...kernels.moe.grouped_product import grouped_without_wait
-from ...kernels.moe.selection import select_experts
+from ...kernels.moe.routing import select_and_route
+from ...kernels.moe.selection import SelectionRule, select_experts
 from ..config.moe import MoeConfig
 
 
@@ -86,7 +88,7 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
     shared = None
     if parameters.shared is not None:
         shared = beside_if_few(x, functools.partial(mlp, x, parameters.shared))
-    weights, experts = route(x, parameters.router, parameters.router_bias, config, parameters.logit_bias)
+    weights, experts, routing = route(x, parameters, config)
     return grouped_experts(
         x,
         weights,
@@ -99,24 +101,38 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
         down_bias=parameters.down_bias,
         limit=config.limit,
         shared=shared,
+        routing=routing,
     )
 
 
 def route(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    bias: torch.Tensor | None,
-    config: MoeConfig,
-    logit_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order."""
-    exact = router.dtype == torch.float32 and logit_bias is None
-    return select_experts(
-        float_linear(x, router) if exact else linear(x, router, logit_bias),
-        bias,
-        num_groups=config.num_groups,
-        groups_per_token=config.groups_per_token,
-        per_token=config.experts_per_token,
-        normalised=config.normalised,
-        scale=config.scale,
+    x: torch.Tensor, parameters: MoeParameters, config: MoeConfig
+) -> tuple[torch.Tensor, torch.Tensor, RowTiles | None]:
+    """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order; and the tokens
+    sorted by expert, if the experts are computed so.
+    """
+    logits, rule = router_logits(x, parameters.router, parameters.logit_bias), selection_rule(config)
+    rows = routing_rows(
+        x,
+        rule.per_token,
+        parameters.gate_up,
+        parameters.down,
+        num_experts=len(parameters.router),
+        plain=parameters.gate_up_bias is None and parameters.down_bias is None and config.limit is None,
+        limit=config.limit,
+    )
+    if rows is None:
+        return *select_experts(logits, parameters.router_bias, rule), None
+    own = parameters.experts.start, len(parameters.gate_up)
+    return select_and_route(logits, parameters.router_bias, rule, *own, rows)
+
+
+def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, E] of x [T, hidden]: exact if the router is float32 and has no bias."""
+    return float_linear(x, router) if router.dtype == torch.float32 and bias is None else linear(x, router, bias)
+
+
+def selection_rule(config: MoeConfig) -> SelectionRule:
+    return SelectionRule(
+        config.experts_per_token, config.num_groups, config.groups_per_token, config.normalised, config.scale
     )

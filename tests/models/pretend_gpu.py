@@ -33,8 +33,10 @@ from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear.row_tiles import RowTiles
 from pdserve.kernels.mla import index_plan
-from pdserve.kernels.moe import experts
+from pdserve.kernels.moe import experts, routing, select_route_cuda
+from pdserve.kernels.moe.selection import SelectionRule, select_experts_reference
 from pdserve.kernels.sampling import keep_top_p
 from pdserve.models.layers import hot_rows
 from tests.kernels import cuda_sources
@@ -326,8 +328,14 @@ class PretendGpu(TorchFunctionMode):
             swap_in.plan_reference(*planned)
             swap_in.copy_misses_reference(planned[0], host, hot)
 
-        def select(scores: torch.Tensor, visible: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(index_plan.select_top_reference(scores, visible, out.shape[1]))
+        def select(
+            scores: torch.Tensor,
+            visible: torch.Tensor,
+            out: torch.Tensor,
+            rows_of: index_plan.IndexPlan | None = None,
+        ) -> None:
+            positions = index_plan.select_top_reference(scores, visible, out.shape[1])
+            out.copy_(positions if rows_of is None else rows_of.flat_rows(positions))
 
         def multiply(
             x: torch.Tensor,
@@ -345,7 +353,23 @@ class PretendGpu(TorchFunctionMode):
             mixed = experts.experts_reference(x, *inputs, first=first, exact=True)
             out.copy_(mixed if shared is None else mixed + shared())
 
-        for module in (few_rows_cuda, index_topk_triton, swap_in_cuda, write_back, keep_top_p):
+        def select_and_route(
+            logits: torch.Tensor,
+            bias: torch.Tensor | None,
+            weights: torch.Tensor,
+            chosen: torch.Tensor,
+            tiles: RowTiles,
+            rule: SelectionRule,
+            *,
+            first: int,
+        ) -> None:
+            for out, found in zip((weights, chosen), select_experts_reference(logits, bias, rule), strict=True):
+                out.copy_(found)
+            found_tiles = routing.route_reference(chosen, first, len(tiles.ends), tiles.rows)
+            for field in ("order", "place", "ends", "expert", "first", "taken"):
+                getattr(tiles, field).copy_(getattr(found_tiles, field))
+
+        for module in (few_rows_cuda, index_topk_triton, select_route_cuda, swap_in_cuda, write_back, keep_top_p):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)
@@ -358,6 +382,7 @@ class PretendGpu(TorchFunctionMode):
             (linear, "_launch_cuda", multiply),
             (block_scaled, "_launch_cuda", multiply),
             (experts, "launch_token_experts", mix),
+            (routing, "launch_select_route", select_and_route),
         ):
             self._patches.setattr(place, name, self._with_reference(getattr(place, name), reference))
 

@@ -23,7 +23,8 @@ from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
 from pdserve.kernels.moe import expert_tiles_cuda
 from pdserve.kernels.moe.experts import grouped_experts
-from pdserve.kernels.moe.routing import route_reference
+from pdserve.kernels.moe.routing import route_reference, select_and_route
+from pdserve.kernels.moe.selection import SelectionRule
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -137,6 +138,17 @@ def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: p
     assert launched == ["fp8_at_once", "expert_tiles", "expert_tiles"]
 
 
+def test_selection_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    rule = SelectionRule(8, 8, 4, True, 2.5)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        logits = torch.zeros(BATCH, 256, device=DEVICE)
+        for bias in (None, logits[0]):
+            select_and_route(logits, bias, rule, 0, 256, 8)
+    assert launched == ["select_route"] * 2
+
+
 def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     hopper(monkeypatch)
@@ -198,7 +210,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], message: str) -> None:
     address = torch.zeros(1).data_ptr()
-    args = (address, 128, address, TOP_K, address)
+    args = (address, 128, address, address, 1, address, TOP_K, address)
     cuda_sources.check_launch("select_top.cu", "select_top", args)
     with pytest.raises(AssertionError, match=message):
         cuda_sources.check_launch("select_top.cu", "select_top", spoil(args))
@@ -221,8 +233,9 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
     kernels |= {"packed_mla", "swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
-    linears = ("expert_tiles", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
+    linears = ("fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
     sources |= {name: f"linear/{name}.cu" for name in linears}
+    sources |= {name: f"moe/{name}.cu" for name in ("expert_tiles", "select_route")}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")
     assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())
     for name, source in sources.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.mla.fp8_rows import FP8
 from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales, select_top_reference
-from pdserve.kernels.mla.index_topk import index_topk, position_rows
+from pdserve.kernels.mla.index_topk import index_topk
 from tests.kernels.mla.padded_plan import padded_plan
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -188,14 +188,13 @@ def test_selection_is_a_stable_sort(rows: list[list[float]], seen: list[int], k:
         assert positions == best + [-1] * (k - len(best))
 
 
-def test_positions_are_mapped_to_flat_rows(where: Where) -> None:
-    impl, device, _ = where
-    plan = IndexPlan.build([2, 1], [9, 5], [[8, 0, 3], [7, 5]], page_size=4, device=device)
-    positions = torch.tensor([[0, 3, 4, 7], [8, 1, -1, -1], [4, -1, 0, 2]], dtype=torch.int32, device=device)
-    with poisoned(impl):
-        rows = position_rows(positions, plan, impl=impl)
+def test_positions_are_mapped_to_flat_rows() -> None:
+    plan = IndexPlan.build([2, 1], [9, 5], [[8, 0, 3], [7, 5]], page_size=4, device=CPU)
+    positions = torch.tensor([[0, 3, 4, 7], [8, 1, -1, -1], [4, -1, 0, 2]], dtype=torch.int32)
+    rows = plan.flat_rows(positions)
     assert rows.dtype == torch.int32
     assert rows.tolist() == [[32, 35, 0, 3], [12, 33, -1, -1], [20, -1, 28, 30]]
+    assert plan.part(slice(1, 3)).flat_rows(positions[1:]).equal(rows[1:])
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -218,8 +217,9 @@ def test_invalid_arguments_are_refused() -> None:
         index_topk(query.to(FP8), weights, keys.to(FP8), plan, 1, scales=scales._replace(query=weights[:, :1]))
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         index_topk(query, weights, keys, plan, 0)
-    with pytest.raises(ValueError, match="do not fit a plan of 1 tokens"):
-        position_rows(torch.zeros(2, 2, dtype=torch.int32), plan)
+    two = IndexPlan.build([2], [3], [[1]], page_size=4, device=CPU)
+    with pytest.raises(ValueError, match="rows of a plan of 2 tokens do not fit 1"):
+        index_topk(query, weights, keys, plan, 1, rows_of=two)
     with pytest.raises(ValueError, match="does not fit 1 pages of 4"):
         IndexPlan.build([1], [5], [[1]], page_size=4, device=CPU)
 
@@ -245,7 +245,13 @@ def test_gpu_selection_equals_the_reference(
         scores.fill_(-0.5)
     out = torch.full((len(visible), k), -77, dtype=torch.int32, device="cuda")
     index_topk_triton.launch_select_top(scores, visible, out)
-    assert out.equal(select_top_reference(scores, visible, k))
+    positions = select_top_reference(scores, visible, k)
+    assert out.equal(positions)
+    table = torch.stack([torch.randperm(5000, device="cuda") for _ in range(3)]).int()
+    sequence = torch.randint(3, visible.shape, dtype=torch.int32, device="cuda")
+    plan = IndexPlan(48, table, sequence, visible)
+    index_topk_triton.launch_select_top(scores, visible, out, plan)
+    assert out.equal(plan.flat_rows(positions))
 
 
 @pytest.mark.gpu
@@ -273,7 +279,7 @@ def test_graph_of_the_real_geometry_follows_its_plan() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         positions = index_topk(query, weights, keys, plan, k)
-        rows = position_rows(positions, plan)
+        rows = index_topk(query, weights, keys, plan, k, rows_of=plan)
     for lens in ([7000, 2049, 2048, 100, 4096], [3001, 6999]):
         exact = fill(lens)
         positions.fill_(-77)
@@ -281,7 +287,7 @@ def test_graph_of_the_real_geometry_follows_its_plan() -> None:
         graph.replay()
         expected = index_topk(query[: len(lens)], weights[: len(lens)], keys, exact, k, impl="reference")
         assert positions[: len(lens)].equal(expected)
-        assert rows[: len(lens)].equal(position_rows(expected, exact, impl="reference"))
+        assert rows[: len(lens)].equal(exact.flat_rows(expected))
         assert (positions[len(lens) :] == -1).all()
         assert (rows[len(lens) :] == -1).all()
 

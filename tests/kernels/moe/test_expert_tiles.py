@@ -1,4 +1,4 @@
-"""Experts with fp8 weights and few tokens each, by csrc/linear/expert_tiles.cu, against the reference."""
+"""Experts with fp8 weights and few tokens each, by csrc/moe/expert_tiles.cu, against the reference."""
 
 import pytest
 import torch

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.moe.selection import select_experts, select_experts_reference
+from pdserve.kernels.moe.routing import route_reference, select_and_route
+from pdserve.kernels.moe.select_route_cuda import suits_select_route
+from pdserve.kernels.moe.selection import SelectionRule, select_experts, select_experts_reference
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -37,14 +39,13 @@ def test_kernel_selects_the_reference_experts(
     logits = torch.randn(tokens, experts, generator=generator).to(device, torch.bfloat16 if tokens == 3 else None)
     bias = None if softmax else (0.2 * torch.randn(experts, generator=generator)).to(device)
 
-    def select(used: Impl | None) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"num_groups": groups, "groups_per_token": groups_per_token, "per_token": per_token}
-        if used is None:
-            return select_experts_reference(logits, bias, **options, normalised=normalised, scale=2.5)
-        with poisoned(used):
-            return select_experts(logits, bias, **options, normalised=normalised, scale=2.5, impl=used)
+    rule = SelectionRule(per_token, groups, groups_per_token, normalised, 2.5)
+    with poisoned(impl):
+        weights, chosen = select_experts(logits, bias, rule, impl=impl)
+    check(weights, chosen, *select_experts_reference(logits, bias, rule))
 
-    (weights, chosen), (expected_weights, expected) = select(impl), select(None)
+
+def check(weights: torch.Tensor, chosen: torch.Tensor, expected_weights: torch.Tensor, expected: torch.Tensor) -> None:
     order, expected_order = chosen.argsort(-1), expected.argsort(-1)
     assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
     torch.testing.assert_close(
@@ -61,12 +62,57 @@ def test_kernel_selects_the_reference_experts(
 )
 def test_logits_of_another_type_or_size_are_refused(logits: torch.Tensor, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        select_experts(
-            logits,
-            torch.zeros(8),
-            num_groups=1,
-            groups_per_token=1,
-            per_token=2,
-            normalised=True,
-            scale=1.0,
-        )
+        select_experts(logits, torch.zeros(8), SelectionRule(2, 1, 1, True, 1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("experts", "rule", "softmax"),
+    [
+        (256, SelectionRule(8, 8, 4, True, 2.5), False),
+        (256, SelectionRule(8, 1, 1, True, 2.5), False),
+        (384, SelectionRule(8, 1, 1, True, 2.8), False),
+        (128, SelectionRule(8, 1, 1, True, 1.0), True),
+        (64, SelectionRule(6, 16, 3, False, 1.0), False),
+        (32, SelectionRule(4, 2, 1, False, 1.0), True),
+        (1024, SelectionRule(32, 1, 1, True, 1.0), True),
+    ],
+    ids=str,
+)
+def test_tokens_are_selected_and_sorted_in_one_kernel(
+    dtype: torch.dtype, experts: int, rule: SelectionRule, softmax: bool
+) -> None:
+    """With all experts on this rank, and with some; tiles of 8 and of 16 rows."""
+    device, generator = torch.device("cuda", 0), torch.Generator().manual_seed(experts)
+    bias = None if softmax else (0.2 * torch.randn(experts, generator=generator)).to(device)
+    for tokens in (1, 5, 31, 32, 33, 64):
+        logits = torch.randn(tokens, experts, generator=generator)
+        logits[:, :5] += 2.0  # some experts have many tokens
+        logits = logits.to(device, dtype)
+        assert suits_select_route(logits, rule)
+        for first, count, rows in ((0, experts, 8), (experts // 4, experts // 2, 16)):
+            with poisoned("triton"):
+                weights, chosen, routing = select_and_route(logits, bias, rule, first, count, rows)
+            if dtype == torch.float32:  # of equal numbers, the reference selects any
+                check(weights, chosen, *select_experts_reference(logits, bias, rule))
+            expected = route_reference(chosen, first, count, rows)
+            used = int(expected.ends[-1])
+            assert torch.equal(routing.ends, expected.ends)
+            assert torch.equal(routing.order[:used], expected.order[:used])
+            here = expected.order[:used].long()
+            assert torch.equal(routing.place[here], expected.place[here])
+            assert torch.equal(routing.expert, expected.expert)
+            tiles = expected.expert >= 0
+            assert torch.equal(routing.first[tiles], expected.first[tiles])
+            assert routing.taken.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_of_equal_experts_the_first_ones_are_selected() -> None:
+    rule = SelectionRule(8, 8, 4, True, 1.0)
+    logits = torch.zeros(3, 256, device="cuda:0")
+    for bias in (None, torch.zeros(256, device="cuda:0")):
+        weights, chosen, _ = select_and_route(logits, bias, rule, 0, 256, 8)
+        assert chosen.tolist() == [list(range(8))] * 3
+        torch.testing.assert_close(weights, torch.full_like(weights, 0.125))

@@ -56,7 +56,7 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
         shared = torch.randn_like(x)
         for first, own in ((0, slice(0, size[0])), (2, slice(2, 5)), (4, slice(4, 5)), (size[0], slice(0, 2))):
             part = gate_up[own], down[own]
-            assert suits_token_experts(x, weights, chosen, *part)
+            assert suits_token_experts(x, size[1], *part)
             with poisoned("triton"):
                 found = grouped_experts(x, weights, chosen, *part, first=first, num_experts=size[0])
                 sums = grouped_experts(
@@ -70,12 +70,14 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
 @pytest.mark.gpu
 def test_more_tokens_and_other_sizes_are_left_to_the_other_kernels() -> None:
     x, weights, chosen, gate_up, down = draw("plain", MOST_TOKENS + 1, (8, 3, 256, 128), torch.bfloat16)
-    assert not suits_token_experts(x, weights, chosen, gate_up, down)
-    few = x[:1], weights[:1], chosen[:1]
+    assert not suits_token_experts(x, 3, gate_up, down)
+    few = x[:1], 3
     assert suits_token_experts(*few, gate_up, down)
-    assert not suits_token_experts(x[:1].float(), *few[1:], gate_up, down)
-    assert not suits_token_experts(x[:1], weights[:1].bfloat16(), chosen[:1], gate_up, down)
-    assert not suits_token_experts(x[:1], weights[:1], chosen[:1].int(), gate_up, down)
+    assert not suits_token_experts(x[:1], 33, gate_up, down)
+    assert not suits_token_experts(x[:1].float(), 3, gate_up, down)
+    for wrong in ((weights.bfloat16(), chosen), (weights, chosen.int())):
+        with pytest.raises(ValueError, match="must be rows of float32 and int64"):
+            grouped_experts(x, *wrong, gate_up, down)
     assert not suits_token_experts(*few, gate_up.half(), down)
     narrow = torch.empty(8, 256, 100, dtype=torch.bfloat16, device=CUDA)
     assert not suits_token_experts(*few, gate_up, narrow)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pdserve.kernels.mla.index_plan import IndexPlan
-from pdserve.kernels.mla.index_topk import position_rows
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
@@ -222,7 +221,7 @@ class ElsewhereRows:
     Row r of the cache is row `order[r]` here.
     """
 
-    fetches = True
+    rows_of = None
 
     def __init__(
         self, layers: int, row_size: int, plan: IndexPlan, new_rows: torch.Tensor, order: torch.Tensor
@@ -234,8 +233,8 @@ class ElsewhereRows:
     def place(self, layer: int) -> RowPlaces:
         return RowPlaces(self._pages[layer], self._order[self._new_rows.long()].int())
 
-    def select(self, _layer: int, positions: torch.Tensor, /) -> None:
-        rows = position_rows(positions, self._plan)
+    def select(self, _layer: int, tokens: torch.Tensor, /) -> None:
+        rows = self._plan.flat_rows(tokens)
         self._selected = torch.where(rows < 0, rows, self._order[rows.clamp(min=0).long()].int())
 
     def selected(self, layer: int) -> RowPlaces:

@@ -11,10 +11,17 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Ex
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from pdserve.kernels.moe.experts import grouped_experts
+from pdserve.kernels.moe.selection import select_experts
 from pdserve.models.config.moe import MoeConfig
-from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, route
+from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, router_logits, selection_rule
 
 HIDDEN, SIZE = 48, 24
+
+
+def select(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, config: MoeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return select_experts(router_logits(x, router), bias, selection_rule(config))
 
 
 def configs(
@@ -55,8 +62,8 @@ def test_router_equals_transformers(experts: int, groups: int, groups_per_token:
         router.e_score_correction_bias.copy_(torch.randn(experts, generator=generator) * 0.2)
         x = torch.randn(200, HIDDEN, generator=generator)
         _, expected_weights, expected = router(x)
-        weights, chosen = route(x, router.weight, router.e_score_correction_bias, ours)
-        _, unbiased = route(x, router.weight, torch.zeros(experts), ours)
+        weights, chosen = select(x, router.weight, router.e_score_correction_bias, ours)
+        _, unbiased = select(x, router.weight, torch.zeros(experts), ours)
     order, expected_order = chosen.argsort(-1), expected.argsort(-1)
     assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
     torch.testing.assert_close(
@@ -80,7 +87,7 @@ def test_softmax_router_equals_transformers(normalised: bool, dtype: torch.dtype
         router.weight.copy_(torch.randn(16, HIDDEN, generator=generator) / HIDDEN**0.5)
         x = torch.randn(200, HIDDEN, generator=generator).to(dtype)
         _, expected_weights, expected = router(x)
-        weights, chosen = route(x, router.weight, None, ours)
+        weights, chosen = select(x, router.weight, None, ours)
     order, expected_order = chosen.argsort(-1), expected.argsort(-1)
     assert chosen.gather(1, order).equal(expected.gather(1, expected_order))
     torch.testing.assert_close(
@@ -162,7 +169,7 @@ def test_mixture_in_a_cuda_graph_routes_any_tokens(experts_here: range) -> None:
     for _ in range(4):
         x.copy_(draw(5, HIDDEN) * 7)
         graph.replay()
-        weights, experts = route(x, parameters.router, parameters.router_bias, ours)
+        weights, experts = select(x, parameters.router, parameters.router_bias, ours)
         expected = _mlp(x, *shared)
         for row, column in itertools.product(range(5), range(6)):
             expert = int(experts[row, column]) - experts_here.start

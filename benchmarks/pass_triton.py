@@ -1,4 +1,4 @@
-"""One pass over a tensor in place, in a kernel that overlaps the end of the previous one, as collectives of servers do."""
+"""One pass over a tensor in place, by a kernel that overlaps the end of the previous one, as collectives of servers."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch

@@ -8,7 +8,7 @@ the legacy default stream.
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -75,6 +75,20 @@ def beside_if_few(x: torch.Tensor, compute: Callable[[], _Result]) -> Callable[[
     computed when it is requested, so that copies which are started before that run meanwhile. Request it once.
     """
     return start_beside(x.device, compute) if len(x) <= _FEW_ROWS else compute
+
+
+class Beside(Generic[_Result]):
+    """A computation that `start` may start, as `beside_if_few` does; otherwise `result` computes it."""
+
+    def __init__(self, x: torch.Tensor, compute: Callable[[], _Result]) -> None:
+        self._x, self._finish = x, compute
+
+    def start(self) -> None:
+        self._finish = beside_if_few(self._x, self._finish)
+
+    def result(self) -> _Result:
+        """Request it once."""
+        return self._finish()
 
 
 def is_beside() -> bool:

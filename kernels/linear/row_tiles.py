@@ -18,6 +18,6 @@ class RowTiles:
     ends: torch.Tensor  # [experts]: end of each expert's part of `order`
     expert: torch.Tensor  # [tiles]: expert of each tile, -1 if unused
     first: torch.Tensor  # [tiles]: where each tile begins in `order`
-    taken: torch.Tensor  # [2]: zeros; two products count here what their blocks have taken
+    counts: torch.Tensor  # [3]: used tiles, and zeros: two products count there what their blocks have taken
     rows: int  # of a tile, at most
     per_token: int

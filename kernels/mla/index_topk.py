@@ -22,6 +22,8 @@ Lower bound: every visible key read once, sum(visible) * Di elements if each seq
 fp8 if Di = 128.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from ...configs.arithmetic import ceil_div
@@ -82,9 +84,12 @@ def index_topk(
     *,
     scales: IndexScales | None = None,
     rows_of: IndexPlan | None = None,
+    meanwhile: Callable[[], None] | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Select k positions for every token; see the module docstring."""
+    """Select k positions for every token; see the module docstring. `meanwhile` is called when all scores are enqueued:
+    what it enqueues on another stream can run beside the selection, which leaves most of the GPU idle.
+    """
     tokens, heads, dim = query.shape
     if tokens != plan.tokens or weights.shape != (tokens, heads) or weights.dtype != torch.float32:
         raise ValueError(
@@ -109,6 +114,8 @@ def index_topk(
         raise ValueError(f"rows of a plan of {rows_of.tokens} tokens do not fit {tokens}")
     if not use_triton(impl, query.device):
         positions = index_topk_reference(query, weights, key_pages, plan, k, scales)
+        if meanwhile is not None:
+            meanwhile()
         return positions if rows_of is None else rows_of.flat_rows(positions)
     if query.stride()[1:] != (dim, 1) or key_pages.stride(-1) != 1 or weights.stride(1) != 1:
         raise ValueError(
@@ -120,5 +127,5 @@ def index_topk(
     from .index_topk_triton import launch_index_topk
 
     out = torch.empty(tokens, k, dtype=torch.int32, device=query.device)
-    launch_index_topk(query, weights, key_pages, plan, scales, rows_of, out)
+    launch_index_topk(query, weights, key_pages, plan, scales, rows_of, out, meanwhile)
     return out

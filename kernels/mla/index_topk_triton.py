@@ -15,6 +15,7 @@ them. Those of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -237,8 +238,9 @@ def launch_index_topk(
     scales: IndexScales | None,
     rows_of: IndexPlan | None,
     out: torch.Tensor,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Fill `out` [T, k]."""
+    """Fill `out` [T, k]; call `meanwhile` before the last selection."""
     tokens, k = out.shape
     width = round_up(plan.max_visible, _KEYS_AT_ONCE)
     at_once = min(max(_BUFFER_BYTES // (4 * width), 1), tokens)
@@ -249,6 +251,8 @@ def launch_index_topk(
         scores = buffer[: part.tokens]
         of_rows = None if scales is None else IndexScales(scales.query[rows], scales.keys)
         launch_scores(query[rows], weights[rows], key_pages, part, of_rows, scores, k)
+        if meanwhile is not None and rows.stop == tokens:
+            meanwhile()
         launch_select_top(scores, part.visible, out[rows], rows_of and rows_of.part(rows))
 
 

@@ -34,11 +34,13 @@ def route_reference(experts: torch.Tensor, first: int, count: int, rows: int) ->
         for expert, (size, end) in enumerate(zip(sizes.tolist(), ends.tolist(), strict=True))
         for begin in range(end - size, end, rows)
     ]
-    tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - len(tiles))
+    used = len(tiles)
+    tiles += [(-1, 0)] * (most_tiles(flat.numel(), count, rows) - used)
     table = torch.tensor(tiles, dtype=torch.int32, device=experts.device).view(-1, 2)
     tile_expert, tile_first = table.t().contiguous()
-    places, taken = order.argsort().int(), ends.new_zeros(2, dtype=torch.int32)
-    return RowTiles(order.int(), places, ends.int(), tile_expert, tile_first, taken, rows, experts.shape[1])
+    counts = torch.tensor([used, 0, 0], dtype=torch.int32, device=experts.device)
+    places = order.argsort().int()
+    return RowTiles(order.int(), places, ends.int(), tile_expert, tile_first, counts, rows, experts.shape[1])
 
 
 def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, impl: Impl = "auto") -> RowTiles:
@@ -52,6 +54,7 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
         launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
     else:
         routing.ends.zero_()
+        routing.counts.zero_()
     return routing
 
 
@@ -74,8 +77,8 @@ def select_and_route(
 def _empty_tiles(experts: torch.Tensor, count: int, rows: int) -> RowTiles:
     numbers, tiles = experts.numel(), most_tiles(experts.numel(), count, rows)
     # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
-    sizes = numbers, numbers, count, tiles, tiles, 2
-    order, place, ends, expert, first, taken = (
+    sizes = numbers, numbers, count, tiles, tiles, 3
+    order, place, ends, expert, first, counts = (
         torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes
     )
-    return RowTiles(order, place, ends, expert, first, taken, rows, experts.shape[1])
+    return RowTiles(order, place, ends, expert, first, counts, rows, experts.shape[1])

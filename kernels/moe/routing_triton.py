@@ -49,7 +49,7 @@ def _place(
     ends_ptr,
     tile_expert_ptr,
     tile_first_ptr,
-    taken_ptr,
+    tile_counts_ptr,
     numbers,
     first,
     count,
@@ -97,14 +97,15 @@ def _place(
     tl.store(place_ptr + number, start + rank, mask=expert < count)
     if chunk == 0:
         tl.store(ends_ptr + bins, ends, mask=bins < count)
-        tl.store(taken_ptr + bins, 0, mask=bins < 2)
         of_expert = (sizes + TILE_ROWS - 1) // TILE_ROWS
         tile = tl.cumsum(of_expert, 0) - of_expert
         for step in range(tl.max(of_expert, 0)):
-            used = step < of_expert
-            tl.store(tile_expert_ptr + tile + step, bins, mask=used)
-            tl.store(tile_first_ptr + tile + step, ends - sizes + step * TILE_ROWS, mask=used)
-        for unused in range(tl.sum(of_expert, 0), tiles, BINS):
+            here = step < of_expert
+            tl.store(tile_expert_ptr + tile + step, bins, mask=here)
+            tl.store(tile_first_ptr + tile + step, ends - sizes + step * TILE_ROWS, mask=here)
+        used = tl.sum(of_expert, 0)
+        tl.store(tile_counts_ptr + bins, tl.where(bins == 0, used, 0), mask=bins < 3)
+        for unused in range(used, tiles, BINS):
             tl.store(tile_expert_ptr + unused + bins, -1, mask=unused + bins < tiles)
 
 
@@ -112,7 +113,7 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: RowTile
     """Fill the tensors of `routing`."""
     numbers = experts.numel()
     chunk = min(_CHUNK, max(64, triton.next_power_of_2(numbers)))
-    chunks, bins = triton.cdiv(numbers, chunk), triton.next_power_of_2(count + 1)
+    chunks, bins = triton.cdiv(numbers, chunk), max(4, triton.next_power_of_2(count + 1))
     counts, starts = torch.empty(2, chunks, bins, dtype=torch.int32, device=experts.device)
     options = overlap_options(experts.device)
     if chunks > 1:
@@ -126,7 +127,7 @@ def launch_route(experts: torch.Tensor, first: int, count: int, routing: RowTile
         routing.ends,
         routing.expert,
         routing.first,
-        routing.taken,
+        routing.counts,
         numbers,
         first,
         count,

@@ -1,4 +1,4 @@
-"""Launcher of csrc/moe/select_route.cu: selects the experts of few tokens and sorts these, in one kernel."""
+"""Launcher of csrc/moe/select_route.cu: selects the experts of few tokens and sorts the tokens, in one kernel."""
 
 import torch
 
@@ -8,7 +8,9 @@ from ..linear.row_tiles import RowTiles
 from .selection import SelectionRule
 
 MOST_TOKENS = 64
-_THREADS = _MOST_EXPERTS = 1024
+_LEAST_THREADS, _MOST_EXPERTS = 256, 1024
+_CLUSTER = 8
+"""Blocks on Hopper: a multiprocessor would need more time for all tokens."""
 
 
 def suits_select_route(logits: torch.Tensor, rule: SelectionRule) -> bool:
@@ -33,7 +35,9 @@ def launch_select_route(
     first: int,
 ) -> None:
     """Fill `weights` and `experts` [T, k] and all tensors of `tiles`, for logits that `suits_select_route` accepts."""
+    cluster = _CLUSTER if torch.cuda.get_device_capability(logits.device) >= (9, 0) else 1
     constants = (
+        ("CLUSTER", cluster),
         ("EXPERTS", logits.shape[1]),
         ("GROUPS", rule.num_groups),
         ("GROUPS_PER_TOKEN", rule.groups_per_token),
@@ -54,13 +58,13 @@ def launch_select_route(
         tiles.ends.data_ptr(),
         tiles.expert.data_ptr(),
         tiles.first.data_ptr(),
-        tiles.taken.data_ptr(),
+        tiles.counts.data_ptr(),
         len(logits),
         first,
         len(tiles.ends),
         len(tiles.expert),
         float_bits(rule.scale),
-        blocks=1,
-        threads=_THREADS,
+        blocks=cluster,
+        threads=max(logits.shape[1], _LEAST_THREADS),
         overlap_previous=True,
     )

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from ...configs.errors import StartupError
-from ...kernels.backends.streams import beside_if_few
+from ...kernels.backends.streams import Beside, beside_if_few
 from ...kernels.hisparse.slot_tables import KvRows
 from ...kernels.linear.rms_norm import rms_norm
 from ...kernels.mla.fp8_rows import FP8
@@ -20,7 +20,6 @@ from ...kernels.mla.index_plan import IndexPlan, IndexScales
 from ...kernels.mla.index_topk import index_topk
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
-from ...kernels.mla.rotate_queries import IndexQueries
 from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
@@ -201,13 +200,22 @@ class DsaDecoder(LatentDecoder):
                 weights = beside_if_few(normed, partial(index_weights, normed, layer.indexer))
             compressed = compress(normed, layer.attention, *cos_sin, rows.place(index), key)
             to_expand = compressed, layer.attention, dsa, *cos_sin
-            if weights is None:
-                query = expand_head_queries(*to_expand)
-            else:
+            expand = Beside(compressed, partial(expand_head_queries, *to_expand))
+            if weights is not None:
                 index_query = expand_index_queries(*to_expand, fp8_index=self._fp8_index)
-                expanded = beside_if_few(compressed, partial(expand_head_queries, *to_expand))
-                rows.select(index, self._select(index_query, weights(), key_planes, plan, rows.rows_of))
-                query = expanded()
+                scales = None if index_query.scales is None else IndexScales(index_query.scales, key_planes[1])
+                selected = index_topk(
+                    index_query.values,
+                    weights(),
+                    key_planes[0],
+                    plan,
+                    dsa.index_topk,
+                    scales=scales,
+                    rows_of=rows.rows_of,
+                    meanwhile=expand.start,
+                )
+                rows.select(index, selected)
+            query = expand.result()
             pages, selected = rows.selected(index)
             attend = sparse_mla if pages.dtype == query.dtype else sparse_mla_packed
             attended = attend(query, pages, selected, scale=self._scale, value_dim=dsa.kv_rank)
@@ -223,17 +231,6 @@ class DsaDecoder(LatentDecoder):
             return None
         pages, scales = planes[0].squeeze(1), planes[1][:, 0, :, 0] if self._fp8_index else None
         return KeyWrite(indexer.key_norm, indexer.key_norm_bias, pages, rows, self._dsa.index_interleaved, scales)
-
-    def _select(
-        self,
-        query: IndexQueries,
-        weights: torch.Tensor,
-        planes: tuple[torch.Tensor, ...],
-        plan: IndexPlan,
-        rows_of: IndexPlan | None,
-    ) -> torch.Tensor:
-        scales = None if query.scales is None else IndexScales(query.scales, planes[1])
-        return index_topk(query.values, weights, planes[0], plan, self._dsa.index_topk, scales=scales, rows_of=rows_of)
 
 
 def _plan(batch: ForwardBatch, page_size: int) -> IndexPlan:

@@ -366,7 +366,7 @@ class PretendGpu(TorchFunctionMode):
             for out, found in zip((weights, chosen), select_experts_reference(logits, bias, rule), strict=True):
                 out.copy_(found)
             found_tiles = routing.route_reference(chosen, first, len(tiles.ends), tiles.rows)
-            for field in ("order", "place", "ends", "expert", "first", "taken"):
+            for field in ("order", "place", "ends", "expert", "first", "counts"):
                 getattr(tiles, field).copy_(getattr(found_tiles, field))
 
         for module in (few_rows_cuda, index_topk_triton, select_route_cuda, swap_in_cuda, write_back, keep_top_p):

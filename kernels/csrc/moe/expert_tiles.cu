@@ -55,22 +55,18 @@ struct Matrices {
     }
 };
 
-// Tiles of tokens: those that exist come first.
+// Tiles of tokens: those that are used come first.
 struct Tiles {
     const int *experts, *firsts, *ends, *order;
+    int* counts;
     int per_token;
 
     // Not from the L1 cache: the second product reads it before wait_for_previous, and the line there may be older.
     __device__ __forceinline__ int expert(int tile) const { return __ldcg(experts + tile); }
 
-    __device__ __forceinline__ int used(int tiles) const {
-        int count = 0;
-        for (int first = 0; first < tiles; first += 32) {
-            const int tile = first + lane();
-            count += __popc(__ballot_sync(kAll, tile < tiles && expert(tile) >= 0));
-        }
-        return count;
-    }
+    __device__ __forceinline__ int used() const { return __ldcg(counts); }
+    // What the blocks of this product have taken.
+    __device__ __forceinline__ int* taken() const { return counts + (GATED ? 1 : 2); }
 };
 
 // What a thread knows of its tile.
@@ -351,9 +347,8 @@ __device__ __forceinline__ void multiply_whole_rows(
 
 extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
     const Bits* x, const unsigned char* values, const float* scales, const int* tile_experts, const int* tile_firsts,
-    const int* ends, const int* order, int* taken, Bits* out, long long all_tiles, long long per_token,
-    long long out_size, long long in_size, long long row_shift, long long scale_rows, long long scale_stride,
-    long long scale_step
+    const int* ends, const int* order, int* counts, Bits* out, long long per_token, long long out_size,
+    long long in_size, long long row_shift, long long scale_rows, long long scale_stride, long long scale_step
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -370,12 +365,12 @@ extern "C" __global__ void __launch_bounds__(32 * (kWarps + 1), 2) expert_tiles(
     start_next();
     const Matrices all = {values, scales, static_cast<int>(row_shift), static_cast<int>(scale_rows),
                           static_cast<int>(scale_stride), static_cast<int>(scale_step)};
-    const Tiles tiles = {tile_experts, tile_firsts, ends, order, static_cast<int>(per_token)};
+    const Tiles tiles = {tile_experts, tile_firsts, ends, order, counts, static_cast<int>(per_token)};
     const Sizes sizes = {static_cast<int>(out_size), static_cast<int>(in_size),
                          static_cast<int>((out_size + kOutputs - 1) / kOutputs),
                          WHOLE_ROWS ? 1 : static_cast<int>((in_size + kStageColumns - 1) / kStageColumns)};
     if (warp() == kWarps) {
-        const Units units(tiles.used(static_cast<int>(all_tiles)) * sizes.units, taken);
+        const Units units(tiles.used() * sizes.units, tiles.taken());
         copy_weights({shared}, all, tiles, sizes, units);
         return;
     }

@@ -1,21 +1,23 @@
 // The experts of few tokens: selects them from the router's logits (kernels/moe/selection.py), and sorts the tokens by
-// expert, in tiles (kernels/moe/routing.py). One block computes all, because the second part needs all of the first.
+// expert, in tiles (kernels/moe/routing.py). The CLUSTER blocks are one cluster: they share the tokens, and the first
+// one sorts them.
 //
 // A warp selects the experts of a token, one maximum after the other, the lowest of equal ones; a lane has adjacent
-// experts. Then a thread has an expert, and a mask of its tokens, which has their number and order.
+// experts. Then a thread has an expert, and a mask of its tokens, which has their number and order. The next kernel may
+// start only when experts are selected: its blocks would take the room of others that run meanwhile.
 //
-// Constants: EXPERTS; GROUPS of them, GROUPS_PER_TOKEN; PER_TOKEN; NORMALISED; SOFTMAX, 1 if there is no bias;
+// Constants: CLUSTER; EXPERTS; GROUPS of them, GROUPS_PER_TOKEN; PER_TOKEN; NORMALISED; SOFTMAX, 1 if there is no bias;
 // TILE_ROWS; FLOAT, 1 if logits are float32; HALF, 1 if they are float16, 0 if they are bfloat16.
 
 #include "linear/elements.cuh"
 
 namespace {
 
-constexpr int kWarps = 32, kMostTokens = 64;
+constexpr int kThreads = EXPERTS < 256 ? 256 : EXPERTS, kWarps = kThreads / 32, kMostTokens = 64;
 constexpr int kOwn = EXPERTS / 32;        // experts of a lane
 constexpr int kGroupLanes = 32 / GROUPS;  // lanes of a group
 constexpr unsigned kAll = 0xffffffffu;
-static_assert(EXPERTS % 32 == 0 && EXPERTS <= 32 * kWarps, "lanes have equally many experts, threads one at most");
+static_assert(EXPERTS % 32 == 0 && EXPERTS <= 1024, "lanes have equally many experts, threads one at most");
 static_assert(32 % GROUPS == 0 && EXPERTS >= 2 * GROUPS, "groups have whole lanes, and two experts at least");
 static_assert(PER_TOKEN <= 32 && PER_TOKEN <= EXPERTS / GROUPS * GROUPS_PER_TOKEN, "a lane has a result");
 
@@ -37,6 +39,21 @@ struct Shared {
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+
+#if CLUSTER > 1
+__device__ __forceinline__ Shared& of_first_block(Shared& shared) {
+    Shared* first;
+    asm volatile("mapa.u64 %0, %1, 0;" : "=l"(first) : "l"(&shared));
+    return *first;
+}
+
+__device__ __forceinline__ void sync_blocks() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+#else
+__device__ __forceinline__ Shared& of_first_block(Shared& shared) { return shared; }
+__device__ __forceinline__ void sync_blocks() { __syncthreads(); }
+#endif
 
 // Larger numbers have larger keys. No number has the key 0.
 __device__ __forceinline__ unsigned key_of(float number) {
@@ -97,13 +114,13 @@ __device__ __forceinline__ int select(const Logit* logits, const float* bias, fl
     for (int i = 1; i < kOwn; ++i) most = fmaxf(most, scores[i]);
     most = over_warp(most, [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) sum += scores[i] = expf(scores[i] - most);
+    for (int i = 0; i < kOwn; ++i) sum += scores[i] = __expf(scores[i] - most);
     sum = over_warp(sum, [](float a, float b) { return a + b; });
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) scores[i] /= sum;
 #else
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
+    for (int i = 0; i < kOwn; ++i) scores[i] = __fdividef(1.0f, 1.0f + __expf(-scores[i]));
 #endif
     unsigned keys[kOwn];
 #pragma unroll
@@ -150,25 +167,31 @@ __device__ __forceinline__ unsigned sum_up_to(unsigned own, unsigned* sums) {
     const unsigned sum = over_lanes(own);
     if (lane() == 31) sums[warp()] = sum;
     __syncthreads();
-    const unsigned before = __shfl_sync(kAll, over_lanes(sums[lane()]), max(warp() - 1, 0));
+    const unsigned of_warps = over_lanes(lane() < kWarps ? sums[lane()] : 0);
+    const unsigned before = __shfl_sync(kAll, of_warps, max(warp() - 1, 0));
     return warp() > 0 ? before + sum : sum;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) select_route(
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads)
+#else
+extern "C" __global__ void __launch_bounds__(kThreads)
+#endif
+select_route(
     const Logit* logits, const float* bias, float* weights, long long* experts, int* order, int* place, int* ends,
-    int* tile_experts, int* tile_firsts, int* taken, long long tokens, long long first, long long count,
+    int* tile_experts, int* tile_firsts, int* counts, long long tokens, long long first, long long count,
     long long all_tiles, long long scale_bits
 ) {
     __shared__ Shared shared;
-    start_next();
     const int thread = threadIdx.x;
-    for (int i = thread; i < EXPERTS * (kMostTokens / 32); i += 32 * kWarps) (&shared.tokens[0][0])[i] = 0;
-    __syncthreads();
+    for (int i = thread; i < EXPERTS * (kMostTokens / 32); i += kThreads) (&shared.tokens[0][0])[i] = 0;
+    sync_blocks();
+    Shared& first_block = of_first_block(shared);
     wait_for_previous();
     const float scale = __int_as_float(static_cast<int>(scale_bits));
-    for (int token = warp(); token < tokens; token += kWarps) {
+    for (int token = warp() * CLUSTER + blockIdx.x; token < tokens; token += kWarps * CLUSTER) {
         float weight;
         const int expert = select(logits + token * EXPERTS, bias, weight), number = token * PER_TOKEN + lane();
         if (lane() >= PER_TOKEN) continue;
@@ -176,10 +199,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) select_route(
         experts[number] = expert;
         const int own = expert - static_cast<int>(first);
         const bool here = own >= 0 && own < count;
-        shared.chosen[number] = here ? own : -1;
-        if (here) atomicOr(&shared.tokens[own][token / 32], 1u << token % 32);
+        first_block.chosen[number] = here ? own : -1;
+        if (here) atomicOr(&first_block.tokens[own][token / 32], 1u << token % 32);
     }
-    __syncthreads();
+    __syncwarp();
+    start_next();
+    sync_blocks();
+    if (blockIdx.x > 0) return;
     unsigned size = 0;
     if (thread < count) size = __popc(shared.tokens[thread][0]) + __popc(shared.tokens[thread][1]);
     const unsigned tiles = (size + TILE_ROWS - 1) / TILE_ROWS;
@@ -193,11 +219,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) select_route(
             tile_firsts[tiles_end - tiles + i] = end - size + i * TILE_ROWS;
         }
     }
-    if (thread == 32 * kWarps - 1) shared.used = tiles_end;
-    if (thread < 2) taken[thread] = 0;
+    if (thread == kThreads - 1) counts[0] = shared.used = tiles_end;
+    if (thread < 2) counts[1 + thread] = 0;
     __syncthreads();
-    for (int tile = shared.used + thread; tile < all_tiles; tile += 32 * kWarps) tile_experts[tile] = -1;
-    for (int number = thread; number < tokens * PER_TOKEN; number += 32 * kWarps) {
+    for (int tile = shared.used + thread; tile < all_tiles; tile += kThreads) tile_experts[tile] = -1;
+    for (int number = thread; number < tokens * PER_TOKEN; number += kThreads) {
         const int own = shared.chosen[number], token = number / PER_TOKEN;
         if (own < 0) continue;
         const unsigned earlier = (1u << token % 32) - 1;

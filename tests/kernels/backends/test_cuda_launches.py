@@ -203,8 +203,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda args: args[:-1], "takes 5 arguments, not 4"),
-        (lambda args: (*args[:3], True, args[4]), "only an int has the width of a parameter"),
+        (lambda args: args[:-1], "takes 8 arguments, not 7"),
+        (lambda args: (*args[:-1], True), "only an int has the width of a parameter"),
         (lambda args: (args[1], args[0], *args[2:]), r"argument 0 of select_top, float\*, is 128"),
     ],
 )

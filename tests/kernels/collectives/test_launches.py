@@ -40,8 +40,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     found: list[Launch] = []
 
     def load_kernel(source: str, name: str, _device: torch.device, constants: Sequence[tuple[str, int]]) -> Any:
-        def launch(*args: int, blocks: int, threads: int) -> None:
-            cuda_sources.load_kernel(source, name).launch(*args, blocks=blocks, threads=threads)
+        def launch(*args: int, blocks: int, threads: int, overlap_previous: bool) -> None:
+            cuda_sources.load_kernel(source, name).launch(
+                *args, blocks=blocks, threads=threads, overlap_previous=overlap_previous
+            )
             kinds = cuda_sources.parameters(source, name)
             sizes = tuple(arg for arg, kind in zip(args, kinds, strict=True) if not kind.endswith("*"))
             found.append((name, dict(constants), sizes, blocks))

@@ -42,6 +42,7 @@ def test_numbers_are_sorted_and_tiled(
     found = list(zip(routing.expert.tolist(), routing.first.tolist(), strict=True))
     assert found[: len(tiles)] == tiles
     assert all(expert == -1 for expert, _ in found[len(tiles) :])
+    assert routing.counts.tolist() == [len(tiles), 0, 0]
     assert len(found) == most_tiles(tokens * per_token, len(here_only), rows)
 
 

@@ -221,7 +221,7 @@ class ElsewhereRows:
     Row r of the cache is row `order[r]` here.
     """
 
-    rows_of = None
+    rows_of: IndexPlan | None = None
 
     def __init__(
         self, layers: int, row_size: int, plan: IndexPlan, new_rows: torch.Tensor, order: torch.Tensor

@@ -21,7 +21,7 @@ _SMALL_BYTES, _FEW_COLUMNS = 8 << 20, 2048
 """With up to 8 rows, layers of fewer bytes and fewer columns are faster with few_rows_cuda.py, or as fast."""
 _LEAST_COLUMNS = 512
 _WARPS, _PAD = 8, 64
-_GPC = 16
+GPC = 16
 """Multiprocessors of a GPC, at least: the blocks of a cluster run in one."""
 
 
@@ -32,8 +32,8 @@ class Division(NamedTuple):
     cluster: int  # blocks that divide the columns
     tiles: int  # clusters
 
-    def shared_bytes(self, columns: int, row_tiles: int) -> int:
-        own = ceil_div(columns // _COLUMNS, self.cluster) * _COLUMNS
+    def shared_bytes(self, columns: int, row_tiles: int, element_bytes: int = 1) -> int:
+        own = ceil_div(columns // _COLUMNS, self.cluster) * _COLUMNS * element_bytes
         weights = _UNIT * self.units * (own + _PAD)
         return max(weights, _WARPS * self.units * row_tiles * 4 * 128)
 
@@ -43,7 +43,7 @@ def divide(weight_rows: int, columns: int, sms: int) -> Division | None:
     """A division in which all blocks run at once, one per multiprocessor; None if there is none."""
     blocks = columns // _COLUMNS
     for cluster in (1, 2, 4):
-        most = sms if cluster == 1 else sms // _GPC * (_GPC // cluster)
+        most = sms if cluster == 1 else sms // GPC * (GPC // cluster)
         if not most or ceil_div(blocks, cluster) > _MOST_BLOCKS:
             continue
         units = max(2, ceil_div(ceil_div(weight_rows, most), _UNIT))
@@ -64,10 +64,11 @@ def suits_at_once(x: torch.Tensor, values: torch.Tensor) -> bool:
     if columns < (_LEAST_COLUMNS if len(x) > _ROW_TILE or values.nbytes >= _SMALL_BYTES else _FEW_COLUMNS):
         return False
     division = divide(weight_rows, columns, multiprocessors(x.device))
-    return division is not None and division.units * _row_tiles(x) <= _MOST_PRODUCTS
+    return division is not None and division.units * row_tiles_of(x) <= _MOST_PRODUCTS
 
 
-def _row_tiles(x: torch.Tensor) -> int:
+def row_tiles_of(x: torch.Tensor) -> int:
+    """Tiles of 8 rows that have all of x, a power of two."""
     tiles = 1
     while tiles * _ROW_TILE < len(x):
         tiles *= 2
@@ -87,7 +88,7 @@ def launch_at_once(
     """Fill `out` [rows, outputs], for tensors that `suits_at_once` accepts. `row_group` is that of BlockScaled."""
     division = divide(*values.shape, multiprocessors(x.device))
     assert division is not None, f"weights {list(values.shape)} do not fit the shared memory"
-    row_tiles = _row_tiles(x)
+    row_tiles = row_tiles_of(x)
     constants = (
         ("UNITS", division.units),
         ("ROW_TILES", row_tiles),

@@ -4,13 +4,15 @@
 
 Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For layers whose results
 rank tokens or experts, such as a router. cuBLAS would need several launches (a conversion, a split product, its sum)
-and multiplies float32 without tensor cores; the Triton kernel is one launch, and uses them for bfloat16 rows.
+and multiplies float32 without tensor cores; the Triton kernel is one launch, and uses them for bfloat16 rows. On Hopper
+a CUDA kernel computes few rows in bfloat16 if the weights fit the shared memory of the GPU.
 """
 
 import torch
 from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_triton
+from ..backends.float_at_once_cuda import launch_float_at_once, suits_float_at_once
 from .linear import FEW_ROWS, linear
 
 
@@ -35,5 +37,8 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") 
             f"x {list(x.shape)} must be contiguous like the weights, and {x.dtype} at most {FEW_ROWS} rows"
         )
     out = x.new_empty(len(x), len(weight), dtype=torch.float32)
-    launcher("linear.float_linear_triton", "launch_float_linear")(x, weight, out)
+    if impl == "auto" and suits_float_at_once(x, weight):
+        launch_float_at_once(x, weight, out)
+    else:
+        launcher("linear.float_linear_triton", "launch_float_linear")(x, weight, out)
     return out

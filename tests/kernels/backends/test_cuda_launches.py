@@ -8,7 +8,7 @@ import torch
 
 from pdserve.kernels.attention import paged_prefill_cuda
 from pdserve.kernels.attention.attention_plan import make_work_plan
-from pdserve.kernels.backends import few_rows_cuda, fp8_at_once_cuda
+from pdserve.kernels.backends import few_rows_cuda, float_at_once_cuda, fp8_at_once_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse import write_back
@@ -120,7 +120,7 @@ def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("by_row", [False, True])
 def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
-    for module in (expert_tiles_cuda, fp8_at_once_cuda):
+    for module in (expert_tiles_cuda, float_at_once_cuda, fp8_at_once_cuda):
         monkeypatch.setattr(module, "load_kernel", cuda_sources.load_kernel)
         monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
     allocate = BlockScaled.allocate_by_row if by_row else BlockScaled.allocate
@@ -131,11 +131,13 @@ def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: p
         fp8_at_once_cuda.launch_at_once(
             x, weight.values, weight.scales, None, out, row_group=weight.row_group, gated=True
         )
+        router = torch.zeros(6, 2048, device=DEVICE)
+        float_at_once_cuda.launch_float_at_once(x, router, torch.zeros(9, 6, device=DEVICE))
         gate_up, down = allocate(6, 256, 2048, device=DEVICE), allocate(6, 2048, 128, device=DEVICE)
         routing = route_reference(torch.zeros(9, 2, dtype=torch.int64), 0, 6, expert_tiles_cuda.TILE_ROWS)
         gated, results = (torch.zeros(18, size, dtype=torch.bfloat16, device=DEVICE) for size in (128, 2048))
         expert_tiles_cuda.launch_expert_tiles(x, gate_up, down, gated, results, routing)
-    assert launched == ["fp8_at_once", "expert_tiles", "expert_tiles"]
+    assert launched == ["fp8_at_once", "float_at_once", "expert_tiles", "expert_tiles"]
 
 
 def test_selection_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +235,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
     kernels |= {"packed_mla", "swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
-    linears = ("fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
+    linears = ("float_at_once", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
     sources |= {name: f"linear/{name}.cu" for name in linears}
     sources |= {name: f"moe/{name}.cu" for name in ("expert_tiles", "select_route")}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
+from pdserve.kernels.backends.float_at_once_cuda import suits_float_at_once
 from pdserve.kernels.linear.float_linear import float_linear
 from pdserve.kernels.linear.linear import FEW_ROWS
 from tests.kernels.places import PLACES, each_of
@@ -42,3 +43,41 @@ def test_invalid_arguments_are_refused() -> None:
         float_linear(x, weight.half())
     with pytest.raises(ValueError, match="are not rows"):
         float_linear(x[:, :7], weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 32])
+@pytest.mark.parametrize(
+    ("out_size", "in_size"),
+    [
+        (256, 7168),
+        (64, 7168),
+        (250, 2048),  # the last tile is partial
+        (40, 1152),  # 9 groups of columns: some blocks have none
+        (16, 16384),  # two rounds
+    ],
+)
+def test_weights_in_shared_memory_equal_float64(out_size: int, in_size: int, rows: int) -> None:
+    device, generator = torch.device("cuda", 0), torch.Generator().manual_seed(out_size + in_size + rows)
+    x = torch.randn(rows, in_size, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(out_size, in_size, generator=generator) / in_size**0.5).to(device)
+    assert suits_float_at_once(x, weight)
+    with poisoned("triton"):
+        found = float_linear(x, weight)
+    assert torch.equal(found, float_linear(x, weight))
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2e-6, atol=3e-6)
+    assert torch.equal(float_linear(x[:1], weight), found[:1]), "a row does not depend on the others"
+
+
+@pytest.mark.gpu
+def test_other_shapes_are_left_to_triton() -> None:
+    device = torch.device("cuda", 0)
+    x, weight = (
+        torch.zeros(rows, 2048, dtype=dtype, device=device) for rows, dtype in ((32, torch.bfloat16), (256, None))
+    )
+    assert suits_float_at_once(x, weight)
+    for other in (x.half(), torch.zeros(33, 2048, dtype=torch.bfloat16, device=device), x[:0]):
+        assert not suits_float_at_once(other, weight)
+    assert not suits_float_at_once(x, torch.zeros(257, 2048, device=device))
+    assert not suits_float_at_once(x[:, :1000].contiguous(), weight[:, :1000].contiguous())
+    assert not suits_float_at_once(x[:, :896].contiguous(), weight[:, :896].contiguous())

@@ -1,9 +1,10 @@
-"""For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
-no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules.
+"""For all tests: one thread for torch and for numpy, child processes that react to Ctrl-C, GPU tests skipped without a
+GPU, no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules.
 """
 
 import gc
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ import hypothesis
 import pytest
 
 from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
+
+# Before numpy is imported: threads of its OpenBLAS wait for work in a loop, and Triton's interpreter has much for them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
 hypothesis.settings.load_profile("tests")

@@ -242,6 +242,7 @@ def _work(
                     then: Any = session if following is None else session.items[following]
                     session.config.hook.pytest_runtest_protocol(item=item, nextitem=then)
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, the parent interrupts workers once more
             _end_session_fixtures(session, item)
             _save_coverage()
         connection.send(("end",))

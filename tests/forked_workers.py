@@ -116,6 +116,8 @@ class Workers:
         """Start a worker, which first runs the tests `left`."""
         name = f"worker{next(self._numbers)}"
         ours, theirs = multiprocessing.Pipe(duplex=False)
+        sys.stdout.flush()  # a worker would write it again
+        sys.stderr.flush()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns if there are threads
             pid = os.fork()

@@ -171,10 +171,11 @@ class Twin:
     def check_host(self, slot: int, tokens: int) -> None:
         """Check that host memory has the new rows and all others, in every layer."""
         plain, _ = self.plain.pools
-        for position in range(tokens):
-            page, offset = self.pages[slot][position // PAGE_SIZE], position % PAGE_SIZE
-            found = self.cache.host.data[page, :, 0, 0, offset]
-            assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
+        positions = torch.arange(tokens)
+        pages, offsets = torch.tensor(self.pages[slot])[positions // PAGE_SIZE], positions % PAGE_SIZE
+        found = self.cache.host.data[pages, :, 0, 0, offsets]
+        assert len(found) == tokens
+        assert found.equal(plain.data.cpu()[pages, :, 0, 0, offsets])
 
     def _hold(self, slot: int, pages: int) -> None:
         """Take hot pages, or return them, full of NaN, as the next to be taken."""

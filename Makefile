@@ -36,11 +36,11 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
     $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
-# A worker runs whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
+# A worker takes whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
 # a fifth of the time, workers wait for servers and timers.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
-IN_PARALLEL := --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
-# Workers, and the servers that tests start, share bytecode: compiling all modules takes each of them seconds.
+IN_PARALLEL := -p tests.forked_workers --workers=$(WORKERS)
+# The servers that tests start share bytecode: compiling all modules takes each of them seconds.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 
 .PHONY: check

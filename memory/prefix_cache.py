@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from ..configs.arithmetic import ceil_div
 from .index_spaces import KvPage
 from .page_hashes import ROOT, page_hash
 from .pages import PageAllocator, first_visible_page
@@ -141,10 +142,16 @@ class PrefixCache:
         start = len(prefix) * self._page_size
         wanted = tuple(tokens[start : min(start + self._page_size, most_tokens)])
         children = self._nodes[prefix[-1]].children if prefix else self._roots
+        least = ceil_div(self._page_size, LEAST_SHARE)
+        if len(wanted) < least:
+            return None
+        begin = wanted[:least]
         best: PartialPage | None = None
         for node in itertools.islice(reversed(children.values()), SIBLINGS_COMPARED):
-            same = common_prefix(node.tokens, wanted) if node.cached else 0
-            if same * LEAST_SHARE >= self._page_size and (best is None or same > best.tokens):
+            if not node.cached or node.tokens[:least] != begin:
+                continue
+            same = common_prefix(node.tokens, wanted)
+            if best is None or same > best.tokens:
                 best = PartialPage(node.page, same)
         return best
 

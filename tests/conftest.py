@@ -1,51 +1,23 @@
-"""For all tests: one thread for torch, child processes that react to Ctrl-C, GPU tests skipped where there is no GPU,
-no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules, and how pytest-xdist
-distributes files.
+"""For all tests: one thread for torch and for numpy, child processes that react to Ctrl-C, GPU tests skipped without a
+GPU, no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules.
 """
 
 import gc
 import logging
+import os
 import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
 
-# torch is imported below, where it is used: workers wait while pytest-xdist's main process imports this file
+# Before numpy is imported: threads of its OpenBLAS wait for work in a loop, and Triton's interpreter has much for them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
 hypothesis.settings.load_profile("tests")
-
-GROUPS = {
-    "timed": [
-        f"cluster/test_{name}" for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
-    ],
-    "smollm2": [
-        "cluster/test_smollm2_pair",
-        "cluster/test_structured_output",
-        "models/decoders/test_smollm2",
-        "models/formats/test_gguf_file",
-    ],
-}
-"""Files that one worker runs, one after the other: those with tests that fail when servers respond late, and those that
-share a model which takes long to load."""
-GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for file in files}
-
-
-class GroupedFiles(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """As `--dist=loadfile`; the files of a group count as one file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return GROUP_OF.get(file, file)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> GroupedFiles | None:
-    return GroupedFiles(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -79,15 +79,32 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
 
 
+_WITHOUT_STRINGS = (ast.Load, ast.Store, ast.Name)
+
+
 @cache
 def strings_in_the_code() -> str:
     """Every string constant of the product, one after another; f-strings without their values."""
-    found = []
+    found: list[str] = []
     for path in (path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            found.append("".join(str(part.value) for part in parts if isinstance(part, ast.Constant)))
+        _add_strings(ast.parse(path.read_text(encoding="utf-8")), found)
     return "\n".join(found)
+
+
+def _add_strings(node: ast.AST, found: list[str]) -> None:
+    """`ast.walk` would take three times as long."""
+    kind = type(node)
+    if kind is ast.Constant:
+        found.append(str(node.value))  # type: ignore[attr-defined]
+    elif kind is ast.JoinedStr:
+        found.append("".join(str(part.value) for part in node.values if isinstance(part, ast.Constant)))  # type: ignore[attr-defined]
+    for field in vars(node).values():
+        if type(field) is list:
+            for child in field:
+                if isinstance(child, ast.AST):
+                    _add_strings(child, found)
+        elif isinstance(field, ast.AST) and type(field) not in _WITHOUT_STRINGS:
+            _add_strings(field, found)
 
 
 @pytest.mark.parametrize("config", [DecodeConfig(), PrefillConfig()], ids=lambda config: config.role)

@@ -1,6 +1,7 @@
 """The wheel and the sdist, built, installed and imported outside of this checkout."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+SITE_PACKAGES = Path("lib", f"python{sysconfig.get_python_version()}", "site-packages")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -36,16 +38,16 @@ def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """The interpreter of a new environment with the wheel. A .pth file makes the packages of this one visible."""
     environment = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
-    site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    # The packages of this environment without its editable install, whose .pth file would add this checkout.
+    (environment / SITE_PACKAGES / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    python = environment / "bin" / "python"
     (wheel,) = built.glob("*.whl")
     run(
-        sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--no-index",
-        "--target", site_packages, wheel,
+        sys.executable, "-m", "pip", "--quiet", "--python", python,
+        "install", "--no-compile", "--no-deps", "--no-index", "--ignore-installed", wheel,
         cwd=environment,
     )  # fmt: skip
-    # The packages of this environment without its editable install, whose .pth file would add this checkout.
-    (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return environment / "bin" / "python"
+    return python
 
 
 def test_wheel_is_one_package_of_all_folders(built: Path) -> None:
@@ -88,17 +90,13 @@ def test_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path
     assert Path(preset).is_relative_to(installed_python.parents[1])
 
 
-def test_uninstall_leaves_no_files(built: Path, tmp_path: Path) -> None:
+def test_uninstall_leaves_no_files(installed_python: Path, tmp_path: Path) -> None:
     """No byte code and no compiled kernels: those are in the cache folder of the user."""
     environment, home = tmp_path / "venv", tmp_path / "home"
-    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
-    python = environment / "bin" / "python"
-    site_packages = environment / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
-    (site_packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    (wheel,) = built.glob("*.whl")
-    pip = (sys.executable, "-m", "pip", "--quiet", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=tmp_path)
+    shutil.copytree(installed_python.parents[1], environment, symlinks=True)
+    python, site_packages = environment / "bin" / "python", environment / SITE_PACKAGES
     (site_packages / "pdserve").resolve(strict=True)
+    (environment / "bin" / "pdserve").resolve(strict=True)
     compile_one = (
         "import os, sys; os.environ.update(HOME=sys.argv[1], XDG_CACHE_HOME='');"
         "import pdserve.kernels.numba.swiglu;"
@@ -107,7 +105,8 @@ def test_uninstall_leaves_no_files(built: Path, tmp_path: Path) -> None:
     run(python, "-I", "-c", compile_one, str(home), cwd=tmp_path)
     run(python, "-I", "-m", "pdserve.server", "version", cwd=tmp_path)
     assert list(home.rglob("*.nbc")), "the kernel was compiled, and kept"
-    run(*pip, "uninstall", "--yes", "pdserve", cwd=tmp_path)
+    assert list((site_packages / "pdserve").rglob("*.pyc")), "byte code was written"
+    run(sys.executable, "-m", "pip", "--quiet", "--python", python, "uninstall", "--yes", "pdserve", cwd=tmp_path)
     assert [path.name for path in site_packages.iterdir()] == ["outer.pth"]
     assert [path.name for path in (environment / "bin").iterdir() if "pdserve" in path.name] == []
 

@@ -1,7 +1,7 @@
 """Starts servers and other programs for tests by forking a process that has already imported what they import.
 
 Imports take most of the time until a server is ready: about one second of CPU time in the frontend and three in the
-leader and in each rank. The fork server imports once, for all workers of pytest-xdist; `ForkServer.start()` forks a
+leader and in each rank. The fork server imports once, for all workers of a test run; `ForkServer.start()` forks a
 server from it, `ForkServer.run()` any other program.
 
 The processes of a server are related as on the command line: the leader is a child of the frontend, ranks are children
@@ -140,7 +140,7 @@ class ForkServer:
     def __init__(self, python_path: str) -> None:
         """`python_path` has the packages `pdserve` and `tests`."""
         self._lock = threading.Lock()
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        run = os.environ.get("PDSERVE_TEST_RUN", str(os.getpid()))
         path = Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
         self._socket, self.pid = _connect(path, python_path)
         atexit.register(self.close)

@@ -37,7 +37,7 @@ def python_path() -> str:
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Connected on first use. Workers of pytest-xdist share it."""
+    """Connected on first use. Workers of a test run share it."""
     return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
 
 

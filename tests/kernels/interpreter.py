@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import types
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def _remember_lookups() -> None:
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _patch_for_good(interpreter)
+    _remember_signatures(interpreter)
     _remember_shapes(language.core)
     _compare_types_first(language.core, type(interpreter.interpreter_semantic))
 
@@ -103,6 +105,25 @@ def _patch_for_good(interpreter: Any) -> None:
         return scope_class()  # has nothing to restore
 
     interpreter._patch_lang = patch_once
+
+
+def _remember_signatures(interpreter: Any) -> None:
+    """Look up the parameters of a kernel once, not twice per launch, and the type of an argument once per dtype."""
+    fast = types.ModuleType("inspect")
+    vars(fast).update(vars(inspect))
+    specifications = functools.cache(inspect.getfullargspec)
+
+    def getcallargs(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        specification = specifications(function)
+        names = specification.args
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(given) != len(args) + len(kwargs) or given.keys() != set(names):
+            return inspect.getcallargs(function, *args, **kwargs)  # has defaults, or raises
+        return {name: given[name] for name in names}
+
+    vars(fast).update(getfullargspec=specifications, getcallargs=getcallargs)
+    interpreter.inspect = fast
+    interpreter.tl.str_to_ty = functools.cache(interpreter.tl.str_to_ty)
 
 
 def _remember_shapes(core: Any) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import sys
 from collections.abc import Sequence
@@ -147,7 +148,9 @@ class Simulator:
         self.new_rows = torch.zeros(batch, LAYERS, g.row_bytes, dtype=torch.uint8, device=self.device)
 
     def noise(self, *shape: int) -> torch.Tensor:
-        return torch.randint(256, shape, dtype=torch.uint8, generator=self.generator)
+        count = math.prod(shape)
+        words = torch.empty(-(-count // 8), dtype=torch.long).random_(-(1 << 63), None, generator=self.generator)
+        return words.view(torch.uint8)[:count].view(shape)  # eight bytes per random number
 
     def shuffled_pages(self, requests: int, pages: int) -> list[list[int]]:
         order = torch.randperm(requests * pages + 2, generator=self.generator)[: requests * pages]
@@ -268,10 +271,10 @@ class Simulator:
             self.put(self.expected_hot, [newest_row], truth[:, length - 1 : length])
             self.put(self.expected_hot, filled, truth[:, [token for token, _ in misses]])
             self.put(self.expected_host, [self.host_row(request, length - 1)], truth[:, length - 1 : length])
-            for token, found in zip(top_k, rows[row], strict=True):
-                if found >= 0:
-                    held = self.expected_hot[found // g.page_size, :, found % g.page_size]
-                    assert held.equal(truth[:, token])
+            tokens = [token for token, found in zip(top_k, rows[row], strict=True) if found >= 0]
+            places = torch.tensor([found for found in rows[row] if found >= 0], dtype=torch.long)
+            held = self.expected_hot[places // g.page_size, :, places % g.page_size]
+            assert held.equal(truth[:, tokens].transpose(0, 1))
         for row in range(len(selected), self.batch):
             assert rows[row] == [-1] * g.top_k
             assert counts[row] == 0

@@ -2,13 +2,10 @@
 types.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.kernels.interpreter import INTERPRETED
+from tests.kernels.triton_programs import run_program
 
 PROGRAM = """
 import triton
@@ -87,9 +84,5 @@ for alone in (False, True):
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
 def test_kernels_compile() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    code, errors = run_program(PROGRAM)
+    assert code == 0, errors

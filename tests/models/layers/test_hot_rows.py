@@ -19,7 +19,7 @@ from pdserve.models.layers import hot_rows
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import DsaArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import DsaArchitecture, is_reference_greedy, load_reference, make_dsa_checkpoint
 from tests.memory.hisparse.hot_buffer import open_loaded
 
 TOP_K = 16
@@ -171,10 +171,11 @@ class Twin:
     def check_host(self, slot: int, tokens: int) -> None:
         """Check that host memory has the new rows and all others, in every layer."""
         plain, _ = self.plain.pools
-        for position in range(tokens):
-            page, offset = self.pages[slot][position // PAGE_SIZE], position % PAGE_SIZE
-            found = self.cache.host.data[page, :, 0, 0, offset]
-            assert found.equal(plain.data[page, :, 0, 0, offset].cpu())
+        positions = torch.arange(tokens)
+        pages, offsets = torch.tensor(self.pages[slot])[positions // PAGE_SIZE], positions % PAGE_SIZE
+        found = self.cache.host.data[pages, :, 0, 0, offsets]
+        assert len(found) == tokens
+        assert found.equal(plain.data.cpu()[pages, :, 0, 0, offsets])
 
     def _hold(self, slot: int, pages: int) -> None:
         """Take hot pages, or return them, full of NaN, as the next to be taken."""
@@ -232,7 +233,8 @@ def test_tokens_equal_transformers(glm_directory: Path, glm: ModelRunner) -> Non
     twin.start(3, token_ids)
     for _ in range(15):
         twin.step([3])
-    assert twin.tokens[3][100:] == reference_greedy(load_reference(glm_directory), token_ids, 16)
+    assert len(twin.tokens[3]) == 116
+    assert is_reference_greedy(load_reference(glm_directory), token_ids, twin.tokens[3][100:])
 
 
 def test_fully_resident_sequence_beyond_the_buffer_is_never_planned(glm: ModelRunner) -> None:
@@ -358,7 +360,8 @@ def test_prompt_computed_in_chunks_gives_the_tokens_of_transformers(glm_director
     twin.resize(1, TOP_K)
     for _ in range(15):
         twin.step([1])
-    assert twin.tokens[1][90:] == reference_greedy(load_reference(glm_directory), token_ids, 16)
+    assert len(twin.tokens[1]) == 106
+    assert is_reference_greedy(load_reference(glm_directory), token_ids, twin.tokens[1][90:])
 
 
 def lend_and_take_back(twin: Twin) -> None:

@@ -709,11 +709,11 @@ class Simulator:
 
     def _of_decode(self, effect: Effect) -> None:
         match effect:
+            case SendToFrontend():  # most are
+                self._answer(effect)
             case SendToPeer(instance=instance):
                 if instance in self.servers:
                     self.servers[instance].to_prefill.append(effect)
-            case SendToFrontend():
-                self._answer(effect)
             case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
                 self.commands.append(effect)
             case WriteBackRows():
@@ -744,15 +744,15 @@ class Simulator:
 
     def _answer(self, effect: SendToFrontend) -> None:
         match effect.message:
+            case Tokens(rid=rid, token_ids=token_ids):
+                assert self.terminal[rid] == 0, f"{rid} got tokens after its end"
+                self.output[rid] += len(token_ids)
             case Finished(rid=rid, completion_tokens=completion_tokens):
                 assert self.output[rid] == completion_tokens
                 self._end(rid)
             case Failed(rid=rid) as failed:
                 self._end(rid)
                 self.failures[rid] = failed
-            case Tokens(rid=rid, token_ids=token_ids):
-                assert self.terminal[rid] == 0, f"{rid} got tokens after its end"
-                self.output[rid] += len(token_ids)
 
     def _end(self, rid: str) -> None:
         self.terminal[rid] += 1

@@ -14,7 +14,7 @@ from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
-from pdserve.scheduler.messages.frontend import Failed, Finished, Submit
+from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -257,14 +257,18 @@ class TimedSimulator(Simulator):
 
     def _of_decode(self, effect: Effect) -> None:
         super()._of_decode(effect)
+        if not isinstance(effect, SendToPeer):
+            return
         for peer in self.decode.dispatcher.peers._peers.values():
             self.most_at_prefill = max(self.most_at_prefill, peer.window.own_tokens)
-        if isinstance(effect, SendToPeer) and effect.instance in self.servers:
+        if effect.instance in self.servers:
             server = self.servers[effect.instance]
             self.at(self.now + LATENCY_S, lambda: self._deliver_down(server))
 
     def _answer(self, effect: SendToFrontend) -> None:
         super()._answer(effect)
+        if isinstance(effect.message, Tokens):
+            return
         if isinstance(effect.message, Finished | Failed):
             self.ended_at[effect.message.rid] = self.now
         if isinstance(effect.message, Finished):

@@ -328,7 +328,7 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
     """The hot pool has one buffer per request. A single request is fully resident with lent pages. The following ones
     need all pages, and it continues as evicting.
     """
-    long_tokens, buffers = 250, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
+    long_tokens, buffers = 160, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
     pages = ALL_PAGES + -(-(LENGTHS[0] + long_tokens - 1) // PAGE)
     flags = ("--no-prefix-cache", "--growth-tokens", str(long_tokens), "--max-running-requests", str(len(LENGTHS) + 1))
     decode = source.decode(*source.case.hisparse(2 * TOPK, buffers, kv_tokens=pages * PAGE), *flags)

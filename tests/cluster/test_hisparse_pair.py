@@ -422,7 +422,15 @@ def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_s
     decode = source.decode(
         *source.case.hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400, pp=pp),
         *("--tp", str(tp)),
-        *("--growth-tokens", str(GROWTH_TOKENS), "--no-prefix-cache", "--max-running-requests", "2", "--quarantine-s", "1"),
+        *(
+            "--growth-tokens",
+            str(GROWTH_TOKENS),
+            "--no-prefix-cache",
+            "--max-running-requests",
+            "2",
+            "--quarantine-s",
+            "1",
+        ),
         spare=spare,
     )
     urgent = [{"priority": number % 3} for number in range(len(source.prompts))]

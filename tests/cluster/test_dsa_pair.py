@@ -98,9 +98,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     """Layers that share a selection must be on one stage, which rules out equal stages. Of two stages the first has one
-    indexer for four layers, the second two for two layers.
+    indexer for three layers, the second two for two layers.
     """
-    pattern = "FSSSFF"
+    pattern = "FSSFF"
     shape = {"num_hidden_layers": len(pattern), "index_topk_pattern": pattern}
     with serving(tmp_path_factory, "glm_moe_dsa", [(1, 2), (1, 1)], **shape) as pairs:
         yield pairs
@@ -122,7 +122,7 @@ def test_tokens_of_glm_equal_transformers(glm: Pairs, layout: Layout, page_size:
 
 
 def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm: Pairs) -> None:
-    """HiSparse in two stages: a hot page covers eight key pages on the first and two on the second. The hot pool has
+    """HiSparse in two stages: a hot page covers six key pages on the first and two on the second. The hot pool has
     buffers for two requests; a single request is fully resident with lent pages.
     """
     page_size, hot_rows, pages = 8, 2 * TOPK, 200
@@ -134,7 +134,7 @@ def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm:
         *("--enable-hisparse", "--hot-rows", str(hot_rows), "--host-memory-gib", "0.1"),
         *("--kv-memory-gib", str((second_stage_bytes + 100) / (1 << 30))),
     )
-    assert "HiSparse: 10 hot pages of 8 rows, and up to 25 more in units of 1 " in decode.log.read_text()
+    assert "HiSparse: 10 hot pages of 8 rows, and up to 33 more in units of 1 " in decode.log.read_text()
     assert decode.generate(glm.prompts[-1], NEW_TOKENS) == glm.expected[-1]
     assert decode.count("hot_misses") == decode.count("hot_hits") == 0
     with ThreadPoolExecutor() as pool:
@@ -177,8 +177,8 @@ def test_retraction_under_memory_pressure_keeps_tokens(family: str, request: pyt
     decode = pairs.decode((1, 1), "--page-size", "8", "--kv-tokens", "480", "--growth-tokens", "8")
     prompt = pairs.prompts[-1]
     with ThreadPoolExecutor(6) as pool:
-        first, *others = pool.map(lambda _: decode.generate(prompt, 40), range(6))
-    assert len(first) == 40
+        first, *others = pool.map(lambda _: decode.generate(prompt, 20), range(6))
+    assert len(first) == 20
     assert is_reference_greedy(pairs.reference, prompt, first)
     assert others == [first] * 5
     assert decode.count("retractions") > 0

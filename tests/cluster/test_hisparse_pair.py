@@ -29,7 +29,7 @@ from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_unt
 from tests.ports import free_port
 
 TOPK = 16
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 LENGTHS = (3, 15, 30, 60, 200, 300)
 """Within the hot buffer, crossing it while generating, and far beyond it."""
 PAGE = 8
@@ -38,9 +38,11 @@ ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 """Bytes per token: 48 + 16 floats in each layer, 32 floats for each indexer."""
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """Pages for all prompts at once. With exactly these, no page is lent while all run."""
-TWO_LENGTH, GROWTH_TOKENS = 352, 8
-"""Two prompts of this length fit into ALL_PAGES with their first growth, but not up to their last token."""
-TWO_BEGUN, TWO_ENDED = (-(-(TWO_LENGTH + tokens) // PAGE) for tokens in (GROWTH_TOKENS, NEW_TOKENS - 1))
+TWO_LENGTH, TWO_TOKENS, GROWTH_TOKENS = 328, 16, 8
+"""Two prompts of this length fit into ALL_PAGES with their first growth, but not up to their last token. They run long
+enough to run together.
+"""
+TWO_BEGUN, TWO_ENDED = (-(-(TWO_LENGTH + tokens) // PAGE) for tokens in (GROWTH_TOKENS, TWO_TOKENS - 1))
 """Pages of one of them, at its first growth and at its end."""
 
 PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
@@ -117,7 +119,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         reference = load_reference(model)
         expected = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
         two = [draw.choices(range(256), k=TWO_LENGTH) for _ in range(2)]
-        expected_of_two = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in two]
+        expected_of_two = [GreedyTokens(reference, prompt, TWO_TOKENS) for prompt in two]
         prefill.wait_ready()
         yield Source(servers, case, model, prefill, prompts, expected, two, expected_of_two, reference)
 
@@ -179,7 +181,7 @@ def check_retraction(decode: Server, source: Source) -> None:
     assert decode.count("retractions") == 0
     for _ in range(5):
         HTTP.post(f"{decode.url}/flush_cache").raise_for_status()
-        answers = HTTP.post(f"{decode.url}/generate", json=body(source.two, NEW_TOKENS), timeout=60).raise_for_status()
+        answers = HTTP.post(f"{decode.url}/generate", json=body(source.two, TWO_TOKENS), timeout=60).raise_for_status()
         assert [answer["output_ids"] for answer in answers.json()] == source.expected_of_two
         if decode.count("retractions"):
             break
@@ -326,7 +328,7 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
     """The hot pool has one buffer per request. A single request is fully resident with lent pages. The following ones
     need all pages, and it continues as evicting.
     """
-    long_tokens, buffers = 250, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
+    long_tokens, buffers = 160, (len(LENGTHS) + 1) * (2 * TOPK // PAGE + 1)
     pages = ALL_PAGES + -(-(LENGTHS[0] + long_tokens - 1) // PAGE)
     flags = ("--no-prefix-cache", "--growth-tokens", str(long_tokens), "--max-running-requests", str(len(LENGTHS) + 1))
     decode = source.decode(*source.case.hisparse(2 * TOPK, buffers, kv_tokens=pages * PAGE), *flags)
@@ -374,9 +376,9 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     assert meta["cached_tokens_details"] == {"device": 0, "host": meta["cached_tokens"], "storage": 0}
     assert meta["cached_tokens"] > 0
     assert first[0] != first[1]
-    too_long = server.post(source.two[0], NEW_TOKENS)
-    assert too_long.status_code == 413
     most = hot_pages * PAGE - 1
+    too_long = server.post([0] * (most + 1), NEW_TOKENS)
+    assert too_long.status_code == 413
     assert f"exceeds this server's hot pool, in which it computes prompts of up to {most} tokens" in too_long.text
     counters = server.settled_info()["counters"]
     assert counters["local_prefill_always"] == 2 * len(LENGTHS) + 4
@@ -420,13 +422,22 @@ def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_s
     decode = source.decode(
         *source.case.hisparse(2 * TOPK, 2 * (2 * TOPK // PAGE + 1), kv_tokens=400, pp=pp),
         *("--tp", str(tp)),
-        *("--growth-tokens", "8", "--no-prefix-cache", "--max-running-requests", "2", "--quarantine-s", "1"),
+        *(
+            "--growth-tokens",
+            str(GROWTH_TOKENS),
+            "--no-prefix-cache",
+            "--max-running-requests",
+            "2",
+            "--quarantine-s",
+            "1",
+        ),
         spare=spare,
     )
     urgent = [{"priority": number % 3} for number in range(len(source.prompts))]
+    tokens = 2 * GROWTH_TOKENS
     with ThreadPoolExecutor(12) as pool:
         answers = [
-            pool.submit(decode.generate, prompt, NEW_TOKENS, **extra)
+            pool.submit(decode.generate, prompt, tokens, **extra)
             for prompt, extra in zip(source.prompts, urgent, strict=True)
         ]
         for number, prompt in enumerate(source.prompts[2:]):
@@ -437,7 +448,8 @@ def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_s
             assert "100 new tokens fit" in too_long.text
             if number == 1:
                 spare.kill()
-        assert [answer.result(60) for answer in answers] == source.expected
+        expected = [GreedyTokens(source.reference, prompt, tokens) for prompt in source.prompts]
+        assert [answer.result(60) for answer in answers] == expected
     wait_until(decode.idle, 15, "idle")
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0

@@ -199,11 +199,11 @@ def test_full_queue_responds_429(source: Source) -> None:
 
 def test_small_requests_overtake_a_large_one_without_starving_it(source: Source) -> None:
     """A request that needs nearly the whole pool waits while small ones pass, and is then served."""
-    decode = source.decode("--kv-tokens", "2048", "--growth-tokens", "400", "--max-running-requests", "8")
+    decode = source.decode("--kv-tokens", "1024", "--growth-tokens", "200", "--max-running-requests", "8")
     with ThreadPoolExecutor(40) as pool:
-        running = [pool.submit(decode.post, prompt_of(20, seed=index), 400) for index in range(6)]
+        running = [pool.submit(decode.post, prompt_of(20, seed=index), 200) for index in range(6)]
         wait_until(lambda: decode.info()["states"]["running"] >= 1, 10, "the pool is busy")
-        big = pool.submit(decode.post, prompt_of(1900, seed=99), 60)
+        big = pool.submit(decode.post, prompt_of(950, seed=99), 30)
         small = [pool.submit(decode.post, prompt_of(20, seed=200 + index), 40) for index in range(30)]
         assert all(future.result().status_code == 200 for future in [*running, big, *small])
     assert decode.settled_info()["counters"]["overtakes"] > 0
@@ -223,7 +223,7 @@ def test_higher_priority_goes_first(source: Source) -> None:
     ended: list[str] = []
 
     def send(name: str, priority: int) -> None:
-        decode.post(prompt_of(20, seed=len(name)), 200, priority=priority).raise_for_status()
+        decode.post(prompt_of(200, seed=len(name)), 20, priority=priority).raise_for_status()
         ended.append(name)
 
     first = body(prompt_of(20, seed=5), 380, stream=True)

@@ -38,7 +38,7 @@ PURE := $(addprefix tests/,configs memory models/config models/sampling server/a
     $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
 # A worker takes whole files, in alphabetical order: tests/cluster, with the longest, comes first. One worker more than cores:
 # a fifth of the time, workers wait for servers and timers.
-WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 1 : 4)))
+WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 2 : 4)))
 IN_PARALLEL := -p tests.forked_workers --workers=$(WORKERS)
 # The servers that tests start share bytecode: compiling all modules takes each of them seconds.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest

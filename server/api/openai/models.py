@@ -62,8 +62,9 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
         "chat_template": (),
         "prompt_embeds": (),
         "truncate_prompt_tokens": (),
-        "top_a": (0,),  # this and the next two: clients of several servers send the samplers of all of them
+        "top_a": (0,),  # this and the next three: clients of several servers send the samplers of all of them
         "encoder_repetition_penalty": (1,),
+        "repeat_penalty": (1,),
         "temperature_last": (False, True),
         "use_beam_search": (False,),
         "length_penalty": (1,),

@@ -113,7 +113,7 @@ class ReasoningOptions(Body):
 class ResponsesBody(RoutingFields, DistributionFields):
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
-        "store": (False,),
+        "store": (False, True),  # true is what OpenAI does by default; the reply says that nothing is stored
         "background": (False,),
         "previous_response_id": (),
         "conversation": (),

@@ -319,6 +319,7 @@ async def test_harmless_fields_of_other_servers_are_accepted(decode: RunningServ
         "seed": -1,
         "top_a": 0.0,
         "encoder_repetition_penalty": 1.0,
+        "repeat_penalty": 1.0,
         "temperature_last": True,
         "reasoning_format": "auto",
     }

@@ -49,12 +49,13 @@ async def generate(server: RunningServer, text: str, reason: FinishReason = STOP
 async def test_text(server: RunningServer, client: openai.AsyncOpenAI) -> None:
     asking = asyncio.create_task(
         client.responses.create(
-            model="any", instructions="Be brief.", input="Hello", max_output_tokens=5, temperature=0.5, store=False
+            model="any", instructions="Be brief.", input="Hello", max_output_tokens=5, temperature=0.5, store=True
         )
     )
     assert await generate(server, "Hi") == "system: Be brief.\nuser: Hello\nassistant: "
     response = await asking
     assert (response.output_text, response.status, response.object) == ("Hi", "completed", "response")
+    assert response.store is False, "nothing is stored"
     assert (response.instructions, response.max_output_tokens, response.temperature) == ("Be brief.", 5, 0.5)
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (5, 2, 7)
@@ -191,7 +192,6 @@ async def test_failure_is_the_last_event_and_an_abort_ends_the_response(
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"store": True}, "store is not supported by this server (got true); only false is accepted"),
         ({"previous_response_id": "resp_1"}, 'previous_response_id is not supported by this server (got "resp_1")'),
         ({"background": True}, "background is not supported by this server (got true); only false is accepted"),
         ({"tools": [{"type": "web_search"}]}, 'tools[0].type must be "function", got "web_search"'),

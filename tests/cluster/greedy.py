@@ -11,6 +11,7 @@ from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.loading.catalog import locate_model
 from tests.checkpoints import reference_greedy, reference_logits
 from tests.cluster.servers import Server, body
+from tests.family_checkpoints import token_gaps
 
 BF16_LOGIT_NOISE = 0.12
 """Two bf16 evaluations of one model differ by a few units in the last place of logits around 4 (ulp 0.03)."""
@@ -31,6 +32,16 @@ def same_tokens(
     transformers for the two tokens differ by at most `noise`.
     """
     return [_is_same(reference, prompt, got, new_tokens, noise) for prompt, got in zip(prompts, outputs, strict=True)]
+
+
+def share_of_same_choices(reference: Any, prompts: list[list[int]], outputs: list[list[int]]) -> float:
+    """The share of tokens that transformers would choose too, after the same tokens. Unlike the share of equal outputs
+    it hardly depends on rounding: of two nearly equal logits either may be the larger one, and all later tokens differ.
+    """
+    gaps = [
+        gap for prompt, output in zip(prompts, outputs, strict=True) for gap in token_gaps(reference, prompt, output)
+    ]
+    return gaps.count(0.0) / len(gaps)
 
 
 def _is_same(reference: Any, prompt: list[int], got: list[int], new_tokens: int, noise: float | None) -> bool:

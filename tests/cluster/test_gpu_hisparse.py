@@ -24,7 +24,8 @@ ROW_BYTES, KEY_BYTES = 64 * 4, 32 * 4
 KV_TOKENS = 8192
 ALL_PAGES = sum(-(-(length + NEW_TOKENS - 1) // PAGE) for length in LENGTHS)
 """Pages for all prompts at once. With exactly these, no page is lent while all run."""
-LONG_TOKENS = 6000
+LONG_TOKENS, LONG_S = 6000, 300.0
+"""Tokens of a long-running request, and how long it may take while other tests use the GPU."""
 LONG_PAGES = ALL_PAGES + -(-(LENGTHS[0] + LONG_TOKENS - 1) // PAGE)
 """Pages for all prompts and one long-running request."""
 
@@ -197,11 +198,11 @@ def test_request_continues_evicting_when_its_borrowed_pages_are_reclaimed(server
     """Keys of other requests are written to the pages where its rows were."""
     decode = servers.decode("pressed")
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(decode.generate, servers.prompts[0], LONG_TOKENS)
+        long = pool.submit(decode.generate, servers.prompts[0], LONG_TOKENS, timeout_s=LONG_S)
         wait_until(lambda: decode.info()["gauges"]["hot_pages_borrowed"] > 0 or long.done(), 30, "pages are lent")
         assert not long.done(), long.result()
         assert generate_all(decode, servers.prompts) == servers.expected
-        assert long.result(60)[:NEW_TOKENS] == servers.expected[0]
+        assert long.result(LONG_S)[:NEW_TOKENS] == servers.expected[0]
     counters = check_pools(decode)
     assert counters["hot_misses"] > 0
     assert counters["retractions"] == 0

@@ -13,7 +13,7 @@ import transformers
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import load_tokenizer
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
-from tests.cluster.greedy import BF16_LOGIT_NOISE, generate_all, same_tokens
+from tests.cluster.greedy import BF16_LOGIT_NOISE, generate_all, same_tokens, share_of_same_choices
 from tests.cluster.servers import Server, cluster
 
 pytestmark = pytest.mark.gpu
@@ -67,8 +67,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in one batch"])
 def test_greedy_tokens_equal_transformers(pair: Pair, together: bool) -> None:
     outputs = generate_all(pair.decode, pair.prompts, NEW_TOKENS, together=together)
-    same = same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
-    assert sum(same) >= len(same) / 2, "ties are rare: most prompts must agree to the last token"
+    same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
+    assert share_of_same_choices(pair.reference, pair.prompts, outputs) > 0.9, "ties are rare"
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -1,7 +1,6 @@
 """Staged pairs on one GPU: servers of one, two and four ranks that share it, over TCP and through CUDA IPC.
 
-Each test starts the decode servers of one layout, and the prefill servers that it needs and that do not run yet. Tests
-in one process share prefill servers; with several processes (pytest -n) each starts only those that it needs.
+Each test starts the decode servers of one layout, and the prefill servers that it needs and that do not run yet.
 """
 
 import functools

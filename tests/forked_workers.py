@@ -18,6 +18,7 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NoReturn
 
@@ -66,6 +67,8 @@ class Worker:
     def __init__(self, pid: int, connection: Connection) -> None:
         self.pid = pid
         self.connection = connection
+        self.exited = os.pidfd_open(pid)
+        """Ready when the process has ended; a process that a test has forked may keep the connection open."""
         self.running: int | None = None
         """Number of the test that it runs."""
         self.left: list[int] = []
@@ -105,12 +108,19 @@ class Workers:
             for _ in range(self._count):
                 self._fork([])
             while self._workers:
-                for connection in multiprocessing.connection.wait(list(self._workers)):
-                    assert isinstance(connection, Connection)
-                    self._receive(self._workers[connection])
+                ready = multiprocessing.connection.wait([*self._workers, *(each.exited for each in self._all)])
+                for worker in self._all:
+                    if worker.connection in ready:
+                        self._receive(worker)
+                    elif worker.exited in ready:
+                        self._gone(worker)
         finally:
             self._interrupt()
             os.close(self._queue)
+
+    @property
+    def _all(self) -> list[Worker]:
+        return list(self._workers.values())
 
     def _fork(self, left: list[int]) -> None:
         """Start a worker, which first runs the tests `left`."""
@@ -157,9 +167,7 @@ class Workers:
             worker.ended = True
 
     def _gone(self, worker: Worker) -> None:
-        del self._workers[worker.connection]
-        worker.connection.close()
-        _, status = os.waitpid(worker.pid, 0)
+        status = self._forget(worker)
         if worker.ended:
             return
         code = os.waitstatus_to_exitcode(status)
@@ -172,23 +180,31 @@ class Workers:
         self._hook.pytest_runtest_logreport(report=report)
         self._fork(worker.left)
 
+    def _forget(self, worker: Worker) -> int:
+        """Returns the exit status of a worker that has ended, or is about to."""
+        del self._workers[worker.connection]
+        worker.connection.close()
+        os.close(worker.exited)
+        return os.waitpid(worker.pid, 0)[1]
+
     def _interrupt(self) -> None:
         """End workers that still run, when the session ends early: their fixtures stop servers."""
         for worker in self._workers.values():
             os.kill(worker.pid, signal.SIGINT)
         deadline = time.monotonic() + INTERRUPT_S
         while self._workers:
-            ready = multiprocessing.connection.wait(list(self._workers), max(0, deadline - time.monotonic()))
+            handles = [*self._workers, *(each.exited for each in self._all)]
+            ready = multiprocessing.connection.wait(handles, max(0, deadline - time.monotonic()))
             if not ready:
-                for worker in self._workers.values():
+                for worker in self._all:
                     os.kill(worker.pid, signal.SIGKILL)
                 deadline = time.monotonic() + INTERRUPT_S
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                try:
-                    connection.recv()
-                except EOFError:
-                    os.waitpid(self._workers.pop(connection).pid, 0)
+            for worker in self._all:
+                if worker.exited in ready:
+                    self._forget(worker)
+                elif worker.connection in ready:  # what it reports is not read any more, but must not fill the pipe
+                    with suppress(EOFError):
+                        worker.connection.recv()
 
 
 class Sender:

@@ -1,5 +1,7 @@
 """`--workers`: what the terminal and the exit code say, as without workers; killed workers; files of a group."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,13 +58,21 @@ def test_notes_pid():
 """
 
 
-def run(folder: Path, *options: str, **environment: str) -> tuple[int, str]:
+def run(folder: Path, *options: str, timeout: float = 120, **environment: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-p", "tests.forked_workers", "-p", "no:cacheprovider", "-ra", *options]
     variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env={**variables, **environment}, capture_output=True, text=True, timeout=120, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+    path = folder / "output.txt"
+    with path.open("w") as output:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**variables, **environment},
+            stdout=output,
+            stderr=output,
+            timeout=timeout,
+            check=False,
+        )
+    return done.returncode, path.read_text()
 
 
 def test_results_are_those_of_one_process_and_a_killed_worker_fails_one_test(tmp_path: Path) -> None:
@@ -77,6 +87,24 @@ def test_results_are_those_of_one_process_and_a_killed_worker_fails_one_test(tmp
     assert "the worker that ran this test ended: signal SIGKILL" in output
     assert "careful" in output
     assert "not today" in output
+
+
+def test_process_that_a_test_leaves_behind_does_not_delay_the_end(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("""
+import os, pathlib, time
+
+def test_forks():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(100)
+        os._exit(0)
+    pathlib.Path("left_behind").write_text(str(pid))
+""")
+    try:
+        code, output = run(tmp_path, "--workers=2", timeout=60)
+    finally:
+        os.kill(int((tmp_path / "left_behind").read_text()), signal.SIGKILL)
+    assert code == 0, output
 
 
 def test_fixtures_of_the_session_end_with_the_worker(tmp_path: Path) -> None:

@@ -134,9 +134,9 @@ select_top(const float* scores, long long stride, const int* visible, const int*
 #endif
     const long long row = blockIdx.x / kBlocks;
     const int n = visible[row];
-    const int* const pages = PAGE ? page_table + sequences[row] * table_stride : nullptr;
     out += row * k;
     if (n <= k) {
+        const int* const pages = PAGE ? page_table + sequences[row] * table_stride : nullptr;
         for (int i = rank * kThreads + thread; i < k; i += kBlocks * kThreads) out[i] = i < n ? result(pages, i) : -1;
         return;
     }
@@ -188,6 +188,7 @@ select_top(const float* scores, long long stride, const int* visible, const int*
     // selected are keys above `limit`, and the first `needed` keys equal to it
     const unsigned limit = all_chosen ? known - 1 : known;
     if (all_chosen) needed = 0;
+    const int* const pages = PAGE ? page_table + sequences[row] * table_stride : nullptr;
     unsigned larger_before = 0, equal_before = 0;  // in earlier rounds
     for (int round = 0; round < rounds; ++round) {
         if (rounds > 1) keys = load_keys(scores, first + 4 * kRoundQuads * round, n);

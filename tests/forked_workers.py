@@ -193,7 +193,7 @@ class Workers:
             os.kill(worker.pid, signal.SIGINT)
         deadline = time.monotonic() + INTERRUPT_S
         while self._workers:
-            handles = [*self._workers, *(each.exited for each in self._all)]
+            handles: list[Connection | int] = [*self._workers, *(each.exited for each in self._all)]
             ready = multiprocessing.connection.wait(handles, max(0, deadline - time.monotonic()))
             if not ready:
                 for worker in self._all:

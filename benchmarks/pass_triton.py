@@ -1,4 +1,4 @@
-"""One pass over a tensor in place, by a kernel that overlaps the end of the previous one, as collectives of servers."""
+"""One pass over a tensor, by a kernel that overlaps the end of the previous one, as the collectives of servers do."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch

@@ -25,6 +25,8 @@ from typing import Any, Literal, NoReturn
 import pytest
 from _pytest.runner import CallInfo
 
+from tests.processes import RUN_VARIABLE
+
 GROUPS = {
     "timed": [
         f"cluster/test_{name}" for name in ("attacks", "chaos", "failures", "ranks", "requests", "routers", "topology")
@@ -39,8 +41,6 @@ GROUPS = {
 """Files that one worker runs, one after the other: those with tests that fail when servers respond late, and those that
 share a model which takes long to load."""
 GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for file in files}
-RUN_VARIABLE = "PDSERVE_TEST_RUN"
-"""In the environment of workers: a name of the test run, which they share."""
 INTERRUPT_S = 30.0
 """How long workers that are interrupted have to stop their servers."""
 _NUMBER = struct.Struct("i")
@@ -74,7 +74,7 @@ class Worker:
         self.left: list[int] = []
         """Numbers of the tests of its file that it has not started."""
         self.ended = False
-        """Whether it has said that it ends."""
+        """Whether it has reported that all its tests are done."""
 
 
 class Workers:

@@ -5,6 +5,9 @@ import signal
 import time
 from pathlib import Path
 
+RUN_VARIABLE = "PDSERVE_TEST_RUN"
+"""In the environment of the workers of a test run: a name of the run, which they share."""
+
 
 def stop_process(pid: int) -> None:
     """SIGSTOP. Returns when all threads have stopped: on a busy machine that takes milliseconds."""

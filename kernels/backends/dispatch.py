@@ -23,7 +23,7 @@ _NUMBA_MODULES = ("linear", "paged_decode", "rms_norm", "rope_kv_write", "swiglu
 _GGUF_MODULES = ("gguf_linear",)
 _INTERLEAVED_MODULES = ("interleaved_linear", "layer_stack")
 NEON = platform.machine() == "aarch64"
-"""Whether kernels for interleaved GGUF blocks are those of NEON; otherwise they are those of AVX-512."""
+"""Whether kernels for interleaved GGUF blocks are those of NEON; otherwise they are those of AVX2 or AVX-512."""
 _numba_allowed = True
 
 

@@ -3,17 +3,16 @@
 import torch
 
 from ...configs.arithmetic import ceil_div
-from .fp8_at_once_cuda import GPC, MOST_ROWS, Division, row_tiles_of
+from .fp8_at_once_cuda import COLUMNS, GPC, MOST_BLOCKS, MOST_ROWS, UNIT, WARPS, Division, row_tiles_of
 from .nvrtc import load_kernel
 from .occupancy import multiprocessors
 
-_COLUMNS, _CLUSTER, _MOST_BLOCKS = 128, 8, 16
-"""Columns that a warp multiplies at a time, blocks that divide the columns, and such groups of a block at most."""
-_ELEMENT_BYTES = 4
+_CLUSTER, _ELEMENT_BYTES = 8, 4
+"""Blocks that divide the columns, and bytes of a weight."""
 
 
 def _division(weight: torch.Tensor) -> Division:
-    return Division(units=1, cluster=_CLUSTER, tiles=ceil_div(len(weight), 16))
+    return Division(units=1, cluster=_CLUSTER, tiles=ceil_div(len(weight), UNIT))
 
 
 def suits_float_at_once(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -21,9 +20,9 @@ def suits_float_at_once(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
     columns = weight.shape[1]
-    if not 1 <= len(x) <= MOST_ROWS or columns % _COLUMNS or ceil_div(columns // _COLUMNS, _CLUSTER) > _MOST_BLOCKS:
+    if not 1 <= len(x) <= MOST_ROWS or columns % COLUMNS or ceil_div(columns // COLUMNS, _CLUSTER) > MOST_BLOCKS:
         return False
-    if columns // _COLUMNS < _CLUSTER or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    if columns // COLUMNS < _CLUSTER or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return False
     return _division(weight).tiles <= multiprocessors(x.device) // GPC * (GPC // _CLUSTER)
 
@@ -41,7 +40,7 @@ def launch_float_at_once(x: torch.Tensor, weight: torch.Tensor, out: torch.Tenso
         len(weight),
         x.shape[1],
         blocks=division.cluster * division.tiles,
-        threads=256,
+        threads=32 * WARPS,
         shared_bytes=shared_bytes,
         overlap_previous=True,
     )

@@ -11,16 +11,16 @@ from .occupancy import multiprocessors
 
 MOST_ROWS = 32
 """Rows of x that the kernel supports."""
-_ROW_TILE, _UNIT = 8, 16
+_ROW_TILE, UNIT = 8, 16
 """Rows of x and of the weights that one product has."""
-_COLUMNS, _MOST_BLOCKS = 128, 16
+COLUMNS, MOST_BLOCKS = 128, 16
 """Columns that a warp multiplies at a time, and how many such groups a block has at most."""
 _MOST_UNITS, _MOST_PRODUCTS = 6, 16
 """Units of a block, and units times tiles of rows. More sums do not fit the registers of a thread."""
 _SMALL_BYTES, _FEW_COLUMNS = 8 << 20, 2048
 """With up to 8 rows, layers of fewer bytes and fewer columns are faster with few_rows_cuda.py, or as fast."""
 _LEAST_COLUMNS = 512
-_WARPS, _PAD = 8, 64
+WARPS, _PAD = 8, 64
 GPC = 16
 """Multiprocessors of a GPC, at least: the blocks of a cluster run in one."""
 
@@ -33,22 +33,22 @@ class Division(NamedTuple):
     tiles: int  # clusters
 
     def shared_bytes(self, columns: int, row_tiles: int, element_bytes: int = 1) -> int:
-        own = ceil_div(columns // _COLUMNS, self.cluster) * _COLUMNS * element_bytes
-        weights = _UNIT * self.units * (own + _PAD)
-        return max(weights, _WARPS * self.units * row_tiles * 4 * 128)
+        own = ceil_div(columns // COLUMNS, self.cluster) * COLUMNS * element_bytes
+        weights = UNIT * self.units * (own + _PAD)
+        return max(weights, WARPS * self.units * row_tiles * 4 * 128)
 
 
 @functools.cache
 def divide(weight_rows: int, columns: int, sms: int) -> Division | None:
     """A division in which all blocks run at once, one per multiprocessor; None if there is none."""
-    blocks = columns // _COLUMNS
+    blocks = columns // COLUMNS
     for cluster in (1, 2, 4):
         most = sms if cluster == 1 else sms // GPC * (GPC // cluster)
-        if not most or ceil_div(blocks, cluster) > _MOST_BLOCKS:
+        if not most or ceil_div(blocks, cluster) > MOST_BLOCKS:
             continue
-        units = max(2, ceil_div(ceil_div(weight_rows, most), _UNIT))
+        units = max(2, ceil_div(ceil_div(weight_rows, most), UNIT))
         if units <= _MOST_UNITS:
-            return Division(units, cluster, ceil_div(weight_rows, _UNIT * units))
+            return Division(units, cluster, ceil_div(weight_rows, UNIT * units))
     return None
 
 
@@ -57,7 +57,7 @@ def suits_at_once(x: torch.Tensor, values: torch.Tensor) -> bool:
     if not x.is_cuda or x.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
     weight_rows, columns = values.shape
-    if not 1 <= len(x) <= MOST_ROWS or columns % _COLUMNS or not values.is_contiguous():
+    if not 1 <= len(x) <= MOST_ROWS or columns % COLUMNS or not values.is_contiguous():
         return False
     if values.data_ptr() % 16 or x.data_ptr() % 16:
         return False
@@ -111,7 +111,7 @@ def launch_at_once(
         scales.stride(0),
         0 if scales.shape[1] == 1 else 1,
         blocks=division.cluster * division.tiles,
-        threads=32 * _WARPS,
+        threads=32 * WARPS,
         shared_bytes=shared_bytes,
         overlap_previous=True,
     )

@@ -39,6 +39,7 @@ from typing import IO, Any, NoReturn
 
 from pdserve.configs.gc_tuning import keep_for_good
 from tests.chat_template import CHAT_TEMPLATE
+from tests.processes import RUN_VARIABLE
 from tests.small_products import multiply_without_onednn
 
 LEADER, RANK = "pdserve.scheduler.engine.leader", "pdserve.scheduler.ranks.main"
@@ -140,7 +141,7 @@ class ForkServer:
     def __init__(self, python_path: str) -> None:
         """`python_path` has the packages `pdserve` and `tests`."""
         self._lock = threading.Lock()
-        run = os.environ.get("PDSERVE_TEST_RUN", str(os.getpid()))
+        run = os.environ.get(RUN_VARIABLE, str(os.getpid()))
         path = Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
         self._socket, self.pid = _connect(path, python_path)
         atexit.register(self.close)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.cluster.servers import REPOSITORY, python_path, wait_until
-from tests.processes import gone
+from tests.processes import RUN_VARIABLE, gone
 
 TEST_RUN = """
 import pathlib, sys, time
@@ -25,7 +25,7 @@ time.sleep(60)
 def test_killed_test_run_leaves_no_server_behind(llama: Path, tmp_path: Path) -> None:
     """Nor its fork server: it is a run of its own, which does not share that of this run."""
     environment = {**os.environ, "PYTHONPATH": f"{python_path()}{os.pathsep}{REPOSITORY}"}
-    environment.pop("PDSERVE_TEST_RUN", None)
+    environment.pop(RUN_VARIABLE, None)
     command = [sys.executable, "-P", "-c", TEST_RUN, str(llama), str(tmp_path / "log")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None

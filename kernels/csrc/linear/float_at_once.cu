@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return both;
 }
 
-// The first of two numbers without what `both` has of it, and the second one.
+// Subtract the two bfloat16 of `both`.
 __device__ __forceinline__ void subtract(float& low, float& high, unsigned both) {
     low -= __uint_as_float(both << 16);
     high -= __uint_as_float(both & 0xffff0000u);

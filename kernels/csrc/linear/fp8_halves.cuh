@@ -1,7 +1,7 @@
 // Products of fp8 weights with few rows of x in float16, for Hopper: expert_tiles.cu, fp8_at_once.cu.
 //
 // One instruction converts two fp8 to float16. So x is converted to float16 too, times a power of two for each row and
-// some adjacent columns, which keeps all bits of a bfloat16: only numbers below 2^-28 of the largest lose some.
+// some adjacent columns, which keeps all bits of a bfloat16: only numbers below 2^-31 of the largest lose some.
 // Products are exact, and added in float32.
 //
 // A product has 16 weight rows, 16 columns and 8 rows of x. The order of its columns is free, as long as both operands

@@ -8,8 +8,8 @@
 // warp multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a
 // unit has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows.
 //
-// Multiprocessors read at different rates: with equal shares the last block ended 17 us after the average one, of 133
-// (H200). So a block has a part of the units of all tiles, and then takes a few at a time of those that are left.
+// Multiprocessors read at different rates: with equal shares half of the blocks ended after 133 us, the last one after
+// 150 (H200). So a block has a part of the units of all tiles, and then takes a few at a time of those that are left.
 //
 // Constants: GATED; WHOLE_ROWS; HALF, 1 if x is float16, 0 if it is bfloat16.
 

@@ -72,6 +72,9 @@ WIDE_LATENT: Fields = WIDE_EXPERTS | {"q_lora_rank": 128}
 HEADS: Fields = {"head_dim": 64}
 LATENT: Fields = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 ALL_EXPERTS: Fields = {"num_experts_per_tok": 8}
+MANY_EXPERTS: Fields = {"n_routed_experts": 32}
+"""As many as the kernel that selects and sorts at once needs."""
+ALL_OF_MANY: Fields = {"num_experts_per_tok": 32}
 ALL_TOKENS: Fields = {"index_topk": CONTEXT, "index_head_dim": 128}
 
 FAMILIES = {
@@ -83,8 +86,10 @@ FAMILIES = {
     "mixtral": Family("mixtral", {}, WIDE | {"intermediate_size": 256}, ALL_EXPERTS),
     "gemma3": Family("gemma3_text", {}, WIDE | {"head_dim": 256}, {}),
     "gpt-oss": Family("gpt_oss", {}, WIDE | HEADS | {"intermediate_size": 256}, ALL_EXPERTS),
-    "deepseek-v3": Family("deepseek_v3", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | {"n_group": 1}),
-    "kimi-k2": Family("deepseek_v3", {"n_group": 1, "rope_parameters": YARN}, WIDE_LATENT, LATENT | ALL_EXPERTS),
+    "deepseek-v3": Family("deepseek_v3", MANY_EXPERTS, WIDE_LATENT, LATENT | ALL_OF_MANY | {"n_group": 1}),
+    "kimi-k2": Family(
+        "deepseek_v3", MANY_EXPERTS | {"n_group": 1, "rope_parameters": YARN}, WIDE_LATENT, LATENT | ALL_OF_MANY
+    ),
     "deepseek-v32": Family("deepseek_v32", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | {"n_group": 1} | ALL_TOKENS),
     "glm-dsa": Family("glm_moe_dsa", {}, WIDE_LATENT, LATENT | ALL_EXPERTS | ALL_TOKENS),
 }

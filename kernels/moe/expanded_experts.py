@@ -14,14 +14,12 @@ Lower bound: the products at the rate of the dtype of the rows, and for each wei
 it. So a grouped product of expanded weights is faster than packed_experts_triton.py from some rows per expert on.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn.functional import grouped_mm
 
-from ...configs.arithmetic import ceil_div, round_up
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..int4.group_format import GroupScaled
+from ..int4.int4_linear import output_parts
 from .expert_gate import expert_gate
 from .grouped_product import grouped_without_wait
 
@@ -30,9 +28,7 @@ EXPANDED_ROWS = 128
 traffic, the point where both take as long is 140 rows for Qwen3-30B-A3B, 120 for Mixtral-8x7B, 60 for gpt-oss-20b.
 """
 SCRATCH_BYTES = 512 << 20
-"""Expanded weights at a time, if that suffices for `_OUTPUTS` of all experts."""
-_OUTPUTS = 128
-"""A part has a multiple of these outputs, which are tiles of the grouped product."""
+"""Expanded weights at a time, if that suffices for OUTPUT_STEP outputs of all experts."""
 
 
 def expansion_pays(numbers: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -58,14 +54,14 @@ def expanded_results(
     _check(rows, ends, gate_up, down)
     size, hidden = gate_up.shape[1] // 2, down.shape[1]
     gated = rows.new_empty(len(rows), size)
-    for part in _parts(size, 2 * len(gate_up) * gate_up.columns * rows.itemsize, scratch_bytes):
+    for part in output_parts(size, 2 * len(gate_up) * gate_up.columns * rows.itemsize, scratch_bytes):
         if limit is None:  # gate, then up
             ranges = [part, slice(size + part.start, size + part.stop)]
         else:  # rows of both alternate
             ranges = [slice(2 * part.start, 2 * part.stop)]
         products = _products(rows, ends, gate_up, ranges, impl)
         expert_gate(products, ends, gate_up_bias, gated, part.start, gated=True, limit=limit, impl=impl)
-    parts = list(_parts(hidden, len(down) * down.columns * rows.itemsize, scratch_bytes))
+    parts = list(output_parts(hidden, len(down) * down.columns * rows.itemsize, scratch_bytes))
     if len(parts) == 1:
         results = _products(gated, ends, down, parts, impl)
         if down_bias is not None:
@@ -76,14 +72,6 @@ def expanded_results(
         products = _products(gated, ends, down, [part], impl)
         expert_gate(products, ends, down_bias, results, part.start, gated=False, impl=impl)
     return results
-
-
-def _parts(outputs: int, output_bytes: int, scratch_bytes: int) -> Iterator[slice]:
-    """Ranges of about equal size of `outputs`, whose weights take `output_bytes` each."""
-    most = max(_OUTPUTS, scratch_bytes // output_bytes // _OUTPUTS * _OUTPUTS)
-    step = round_up(ceil_div(outputs, ceil_div(outputs, most)), _OUTPUTS)
-    for first in range(0, outputs, step):
-        yield slice(first, min(first + step, outputs))
 
 
 def _products(

@@ -8,7 +8,7 @@ import torch
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
-from pdserve.kernels.int4.int4_linear import expanded_rows, int4_gated_linear, int4_linear
+from pdserve.kernels.int4.int4_linear import expanded_rows, int4_gated_linear, int4_linear, output_parts
 from pdserve.kernels.int4.int4_linear_cuda import suits_cuda
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
@@ -87,7 +87,7 @@ def test_blocks_take_several_tiles(rows: int) -> None:
     torch.testing.assert_close(found.double(), expected, **tolerance(place))
 
 
-@pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (33, 64, 32), (70, 128, 64)])
+@pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (133, 64, 32), (300, 128, 64)])
 def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: int) -> None:
     """Some rows at a time, and of rows that begin inside a matrix."""
     impl, _, dtype = kernels
@@ -99,6 +99,20 @@ def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: i
     expected = x.double() @ weight.expanded().to(dtype).double().T
     torch.testing.assert_close(found.double(), expected, **tolerance(kernels))
     torch.testing.assert_close(biased.double(), expected + bias.double(), **tolerance(kernels))
+
+
+def test_parts_are_about_equal_and_within_the_scratch_memory() -> None:
+    """The outputs of gate_up and their bytes: Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b; small ones."""
+    for outputs, output_bytes, expected in (
+        (768, 2 * 128 * 2048 * 2, [384, 384]),
+        (14336, 2 * 8 * 4096 * 2, [3584] * 4),
+        (2880, 2 * 32 * 2880 * 2, [1024, 1024, 832]),
+        (160, 1 << 30, [128, 32]),
+        (160, 1, [160]),
+    ):
+        parts = list(output_parts(outputs, output_bytes, 512 << 20))
+        assert [part.stop - part.start for part in parts] == expected
+        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
 
 
 def test_rows_of_a_matrix_are_multiplied(kernels: Place) -> None:

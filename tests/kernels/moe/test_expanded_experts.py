@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.moe.expanded_experts import EXPANDED_ROWS, _parts, expanded_results, expansion_pays
+from pdserve.kernels.moe.expanded_experts import EXPANDED_ROWS, expanded_results, expansion_pays
 from pdserve.kernels.moe.experts import experts_reference
 from pdserve.kernels.moe.routing import route_reference
 from tests.kernels.group_scaled import draw_mxfp4_experts, draw_packed_experts
@@ -95,20 +95,6 @@ def test_no_rows(here: Place) -> None:
     ends = torch.zeros(2, dtype=torch.int32, device=device)
     rows = torch.empty(0, 32, device=device, dtype=dtype)
     assert expanded_results(rows, ends, gate_up, down, impl=impl).shape == (0, 32)
-
-
-def test_parts_are_about_equal_and_within_the_scratch_memory() -> None:
-    """The outputs of gate_up and their bytes: Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b; a small one."""
-    for outputs, output_bytes, expected in (
-        (768, 2 * 128 * 2048 * 2, [384, 384]),
-        (14336, 2 * 8 * 4096 * 2, [3584] * 4),
-        (2880, 2 * 32 * 2880 * 2, [1024, 1024, 832]),
-        (160, 1 << 30, [128, 32]),
-        (160, 1, [160]),
-    ):
-        parts = list(_parts(outputs, output_bytes, 512 << 20))
-        assert [part.stop - part.start for part in parts] == expected
-        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
 
 
 def test_unsuitable_arguments_are_refused() -> None:

@@ -34,6 +34,9 @@ LEAST_PART_BLOCKS = 8
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, zero-padded."""
 
+FEW_KEYS = 4096
+"""Up to this many keys of every sequence, few sequences are attended by one kernel (rope_attention.py)."""
+
 PIECES_PER_SM = 4
 """Enough to hide latency and to balance the last wave; more only adds partial results."""
 
@@ -73,6 +76,7 @@ class WorkPlan:
     copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
     allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
     window: int | None = None  # the sliding window; None: queries see all keys before them
+    few_keys: bool = False  # every sequence has one query, which sees at most FEW_KEYS keys
 
 
 def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
@@ -101,6 +105,11 @@ def cut_decode(kv_lens: IntArray, most: int, window: int | None = None) -> tuple
     end = np.minimum(start + length, kv_lens[sequence])
     pieces = np.stack((sequence, start, end, number)).astype(np.int32)
     return pieces[:, np.argsort(start - end, kind="stable")], piece_starts
+
+
+def has_few_keys(kv_len: int, window: int | None) -> bool:
+    """Whether the last query of a sequence of this length sees at most FEW_KEYS keys."""
+    return min(kv_len, window or kv_len) <= FEW_KEYS
 
 
 def num_parts(num_heads: int, device: torch.device) -> int:
@@ -246,4 +255,5 @@ def make_work_plan(
         num_copies=num_copies,
         allow_cuda=allow_cuda,
         window=window,
+        few_keys=bool((queries == 1).all()) and has_few_keys(int(keys.max(initial=0)), window),
     )

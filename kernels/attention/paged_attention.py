@@ -229,6 +229,44 @@ def paged_attention(
     """Attention of the batch that `plan` describes, by the plan's implementation; see the module docstring. With
     `last_only`, only the last row of each sequence is defined.
     """
+    check_attention(query, key_pages, value_pages, plan, sinks)
+    if isinstance(plan, GatherPlan):
+        if not plan.decoding or not use_numba(plan.impl, query, pages=(key_pages, value_pages)):
+            return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale, sinks=sinks)
+        out = torch.empty_like(query)
+        launch = launcher("numba.paged_decode", "launch_decode")
+        launch(query, key_pages, value_pages, plan.decode_rows, out, scale=scale, sinks=sinks)
+        _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks)
+        return out
+    if (
+        key_pages.stride() != value_pages.stride()
+        or key_pages.stride(-1) != 1
+        or query.stride()[1:] != (query.shape[2], 1)
+    ):
+        raise ValueError(
+            f"query has strides {query.stride()}, key pages {key_pages.stride()}, value pages {value_pages.stride()}: "
+            "heads must be contiguous, and both page tensors alike"
+        )
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if plan.pieces.shape[1]:
+        launcher("attention.paged_decode_triton", "launch_decode")(
+            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks
+        )
+    if plan.tiles.tiles.shape[1]:
+        launcher("attention.paged_prefill_triton", "launch_prefill")(
+            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks, last_only=last_only
+        )
+    return out
+
+
+def check_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    plan: AttentionPlan,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Refuse tensors that do not fit each other and the plan."""
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
         raise ValueError(
@@ -245,26 +283,3 @@ def paged_attention(
         )
     if not can_store(key_pages.dtype, query.dtype) or key_pages.dtype != value_pages.dtype:
         raise ValueError(f"query is {query.dtype}, the pages are {key_pages.dtype} and {value_pages.dtype}")
-    if isinstance(plan, GatherPlan):
-        if not plan.decoding or not use_numba(plan.impl, query, pages=(key_pages, value_pages)):
-            return paged_attention_reference(query, key_pages, value_pages, plan, scale=scale, sinks=sinks)
-        out = torch.empty_like(query)
-        launch = launcher("numba.paged_decode", "launch_decode")
-        launch(query, key_pages, value_pages, plan.decode_rows, out, scale=scale, sinks=sinks)
-        _prefill_reference(query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks)
-        return out
-    if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1 or query.stride()[1:] != (head_dim, 1):
-        raise ValueError(
-            f"query has strides {query.stride()}, key pages {key_pages.stride()}, value pages {value_pages.stride()}: "
-            "heads must be contiguous, and both page tensors alike"
-        )
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if plan.pieces.shape[1]:
-        launcher("attention.paged_decode_triton", "launch_decode")(
-            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks
-        )
-    if plan.tiles.tiles.shape[1]:
-        launcher("attention.paged_prefill_triton", "launch_prefill")(
-            query, key_pages, value_pages, plan, out, scale=scale, sinks=sinks, last_only=last_only
-        )
-    return out

@@ -1,4 +1,4 @@
-"""Launcher of csrc/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on Hopper.
+"""Launcher of csrc/attention/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on Hopper.
 
 Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies them out of their pages. A block has the
 layout that matrix products read from shared memory, so one bulk copy without a tensor map brings it there.
@@ -47,7 +47,9 @@ def launch_tiles(
     """
     device, heads = query.device, query.shape[1]
     constants = (("GROUP", heads // plan.num_kv_heads), ("HALF", int(query.dtype == torch.float16)))
-    kernel = load_kernel("prefill_attention.cu", "prefill_attention", device, constants, _SHARED_BYTES, only_here=True)
+    kernel = load_kernel(
+        "attention/prefill_attention.cu", "prefill_attention", device, constants, _SHARED_BYTES, only_here=True
+    )
     kernel.launch(
         query.data_ptr(),
         query.stride(0) * query.itemsize,

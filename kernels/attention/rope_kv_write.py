@@ -72,6 +72,36 @@ def rope_kv_write(
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Returns the rotated queries and writes keys and values in place; see the module docstring."""
+    tokens, q_heads = check_rope(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm)
+    norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
+    if use_numba(impl, qkv, cos, signed_sin, *norms, pages=(key_pages, value_pages)):
+        launch = launcher("numba.rope_kv_write", "launch_rope_kv_write")
+    elif use_triton(impl, qkv.device):
+        launch = launcher("attention.rope_kv_write_triton", "launch_rope_kv_write")
+    else:
+        if live_rows is not None:
+            raise ValueError("live_rows is for padded batches in CUDA graphs")
+        return rope_kv_write_reference(
+            qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+    check_strides(cos, signed_sin, key_pages, value_pages)
+    query = qkv.new_empty(tokens, q_heads, key_pages.shape[3])
+    launch(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm, eps, live_rows, query)
+    return query
+
+
+def check_rope(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+) -> tuple[int, int]:
+    """The tokens and the query heads of arguments that fit each other."""
     tokens, (_, kv_heads, _, head_dim) = qkv.shape[0], key_pages.shape
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     if qkv.shape != (tokens, (q_heads + 2 * kv_heads) * head_dim) or q_heads < 1 or not qkv.is_contiguous():
@@ -89,21 +119,14 @@ def rope_kv_write(
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
-    norms = () if q_norm is None or k_norm is None else (q_norm, k_norm)
-    if use_numba(impl, qkv, cos, signed_sin, *norms, pages=(key_pages, value_pages)):
-        launch = launcher("numba.rope_kv_write", "launch_rope_kv_write")
-    elif use_triton(impl, qkv.device):
-        launch = launcher("attention.rope_kv_write_triton", "launch_rope_kv_write")
-    else:
-        if live_rows is not None:
-            raise ValueError("live_rows is for padded batches in CUDA graphs")
-        return rope_kv_write_reference(
-            qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
+    return tokens, q_heads
+
+
+def check_strides(
+    cos: torch.Tensor, signed_sin: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
+) -> None:
+    """Whether kernels can address these tensors."""
     if cos.stride() != signed_sin.stride() or cos.stride(1) != 1:
         raise ValueError(f"cos has strides {cos.stride()}, signed_sin {signed_sin.stride()}: rows must be contiguous")
     if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:
         raise ValueError(f"key pages have strides {key_pages.stride()}, value pages {value_pages.stride()}")
-    query = qkv.new_empty(tokens, q_heads, head_dim)
-    launch(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm, eps, live_rows, query)
-    return query

@@ -25,6 +25,12 @@ def shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
+@functools.cache
+def has_clusters(device: torch.device) -> bool:
+    """Whether blocks can read and write the shared memory of others: compute capability 9.0 and later."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def counters_of(device: torch.device) -> torch.Tensor:
     """Counters that are zero before and after every kernel that uses them. Kernels on the side stream (streams.py)
     have their own, because kernels that use the same counters must run one after another.

@@ -8,8 +8,7 @@ parts that are rounded first; in float32 that changes the last digits only.
 import torch
 
 from ...kernels.attention.gather_plan import GatherPlan
-from ...kernels.attention.paged_attention import paged_attention
-from ...kernels.attention.rope_kv_write import rope_kv_write
+from ...kernels.attention.rope_attention import rope_attention
 from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
@@ -110,7 +109,10 @@ class Decoder:
             windowed = self._windowed[index]
             cos, signed_sin = local_angles if windowed else angles
             key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
-            query = rope_kv_write(
+            at_end = last_only and index + 1 == len(layers)
+            plan = batch.windowed if windowed else batch.attention
+            assert plan is not None, "the batch was planned for this model"
+            attended = rope_attention(
                 qkv,
                 cos,
                 signed_sin,
@@ -118,16 +120,14 @@ class Decoder:
                 value_pages,
                 batch.page_ids,
                 batch.offsets,
+                plan,
+                scale=self._scale,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 eps=eps,
+                sinks=layer.sinks,
                 live_rows=live_rows,
-            )
-            at_end = last_only and index + 1 == len(layers)
-            plan = batch.windowed if windowed else batch.attention
-            assert plan is not None, "the batch was planned for this model"
-            attended = paged_attention(
-                query, key_pages, value_pages, plan, scale=self._scale, sinks=layer.sinks, last_only=at_end
+                last_only=at_end,
             )
             if at_end:
                 assert batch.last_rows is not None

@@ -9,7 +9,6 @@ graphs in the same order. With pipeline parallelism a stage has its own graphs; 
 """
 
 import bisect
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -56,10 +55,11 @@ def graph_token_counts(max_tokens: int) -> list[int]:
 class GraphedStep(Protocol):
     """The part that depends on the architecture: the inputs of a step, at fixed addresses, and the step.
 
-    Steps have `kinds` kinds, numbered from 0, which launch different kernels.
+    Steps of a size have several kinds, numbered from 0, which launch different kernels.
     """
 
-    kinds: int
+    def num_kinds(self, size: int, /) -> int:
+        """Of steps of this size."""
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         """The least size of a graph for this batch, in rows of the forward pass; None if no graph can run it."""
@@ -175,13 +175,14 @@ class StepGraphs:
         # a step without sequences: it writes no KV, and compiles every kernel, which a capture would forbid
         for size in reversed(self._sizes):
             self._step.fill([], size)
-            for kind in range(self._step.kinds):
+            for kind in range(self._step.num_kinds(size)):
                 self._run_step(size, kind)
         for rows in self._logits_sizes:
             self._run_logits(rows)
         torch.cuda.synchronize(self._device)
-        progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(self._sizes) * self._step.kinds)
-        for size, kind in itertools.product(reversed(self._sizes), range(self._step.kinds)):
+        steps = [(size, kind) for size in reversed(self._sizes) for kind in range(self._step.num_kinds(size))]
+        progress = ProgressLog(log, "CUDA graphs: %d of %d are captured", len(steps))
+        for size, kind in steps:
             with torch.cuda.graph(self._graphs.setdefault((size, kind), torch.cuda.CUDAGraph()), pool=memory):
                 self._run_step(size, kind)
             progress.add(1)
@@ -191,7 +192,7 @@ class StepGraphs:
         # the first replay uploads a graph to the device, which takes milliseconds
         for size in reversed(self._sizes):
             self._step.fill([], size)
-            for kind in range(self._step.kinds):
+            for kind in range(self._step.num_kinds(size)):
                 self._graphs[size, kind].replay()
         for graph in self._logits_graphs.values():
             graph.replay()

@@ -6,7 +6,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ...kernels.attention.attention_plan import Tiles, WorkPlan, cut_decode, num_pieces
+from ...kernels.attention.attention_plan import Tiles, WorkPlan, cut_decode, has_few_keys, num_pieces
+from ...kernels.attention.rope_decode_cuda import most_sequences
 from ...memory.kv_pool import KvCache
 from ..decoders.dense import Decoder
 from ..layers.batch import ForwardBatch, SequenceSlice
@@ -15,7 +16,9 @@ from .steps import SingleTokens
 
 
 class DenseStep(SingleTokens):
-    """Steps of a dense decoder over one cache; see capture.GraphedStep."""
+    """Steps of a dense decoder over one cache; see capture.GraphedStep. With few sequences
+    there is a second kind of step, in which none has many keys.
+    """
 
     def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:
         self._decoder = decoder
@@ -38,10 +41,16 @@ class DenseStep(SingleTokens):
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
         self._no_tiles = Tiles(self._none, self._none, self._none)
+        config, (key_pages, _) = decoder.config, self._pool.layer(0)
+        group = config.num_heads // config.num_kv_heads
+        self._few_sequences = most_sequences(group, key_pages, decoder.parameters.dtype)
 
-    def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
-        live_rows = self._inputs.device["live_rows"]
-        return self._decoder.hidden(self._batch(size), self._cache, hidden=received, live_rows=live_rows)
+    def num_kinds(self, size: int, /) -> int:
+        return 2 if size <= self._few_sequences else 1
+
+    def hidden(self, size: int, kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
+        batch, live_rows = self._batch(size, few_keys=kind == 1), self._inputs.device["live_rows"]
+        return self._decoder.hidden(batch, self._cache, hidden=received, live_rows=live_rows)
 
     def fill(self, slices: Sequence[SequenceSlice], size: int) -> int:
         """Padded rows have no keys, so they have no pieces."""
@@ -62,12 +71,12 @@ class DenseStep(SingleTokens):
             fill_table(host[f"{prefix}pieces"], pieces)
         host["pages"][: len(pages)] = pages
         self._inputs.upload(len(pages))
-        return 0
+        return int(self.num_kinds(size) == 2 and has_few_keys(int(kv_lens.max(initial=0)), None))
 
     def _num_pieces(self, size: int) -> int:
         return num_pieces(size, self._pool.num_heads, self._cache.device)
 
-    def _plan(self, size: int, prefix: str, window: int | None) -> WorkPlan:
+    def _plan(self, size: int, prefix: str, window: int | None, *, few_keys: bool) -> WorkPlan:
         parts = self._inputs.device
         return WorkPlan(
             tokens=size,
@@ -88,10 +97,11 @@ class DenseStep(SingleTokens):
             most_parts=0,
             num_copies=self._none,
             window=window,
+            few_keys=few_keys,
         )
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def _batch(self, size: int, *, few_keys: bool) -> ForwardBatch:
         """The first `size` rows as a batch of single tokens."""
         parts = self._inputs.device
-        attention, *windowed = (self._plan(size, *plan) for plan in self._plans)
+        attention, *windowed = (self._plan(size, *plan, few_keys=few_keys) for plan in self._plans)
         return token_batch(parts, size, attention=attention, windowed=windowed[0] if windowed else None)

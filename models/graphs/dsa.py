@@ -24,7 +24,7 @@ class DsaStep(SingleTokens):
         sections = {"visible": max_batch, "hot_slots": max_batch}
         super().__init__(cache, sections, max_batch=max_batch, max_pages=max_pages)
         self._decoder = decoder
-        self.kinds = 2 if isinstance(cache, HiSparseCache) else 1
+        self._kinds = 2 if isinstance(cache, HiSparseCache) else 1
         self._table = PageTable(self._inputs.host["pages"], max_batch, max_pages)
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=cache.device)
 

@@ -36,7 +36,7 @@ class DsaChunkStep(Chunks):
         sections = dict.fromkeys(_SIGHT_SECTIONS, limits.max_tokens)
         super().__init__(cache, sections, limits._replace(max_pages=max_pages))
         self._decoder = decoder
-        self.kinds = 1 if decoder.packed is None else 2
+        self._kinds = 1 if decoder.packed is None else 2
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         if isinstance(self._cache, HiSparseCache) and not all_resident(self._cache, slices):

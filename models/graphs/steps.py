@@ -13,7 +13,7 @@ from .inputs import SLICE_SECTIONS, TOKEN_SECTIONS, InputBuffer, fill_chunks, fi
 class SingleTokens:
     """A step of one token per sequence."""
 
-    kinds = 1
+    _kinds = 1
 
     def __init__(self, cache: KvCache, sections: Mapping[str, int], *, max_batch: int, max_pages: int) -> None:
         """`sections` are those that depend on the architecture. The last section, `pages`, holds page ids."""
@@ -22,6 +22,9 @@ class SingleTokens:
         tokens = dict.fromkeys(TOKEN_SECTIONS, max_batch)
         sizes = {"live_rows": 1, **tokens, **sections, "pages": max_batch * max_pages}
         self._inputs = InputBuffer(sizes, cache.device)
+
+    def num_kinds(self, _size: int, /) -> int:
+        return self._kinds
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         max_context = self._max_pages * self._cache.page_size
@@ -54,7 +57,7 @@ class ChunkLimits(NamedTuple):
 class Chunks:
     """A step of chunks of prompts."""
 
-    kinds = 1
+    _kinds = 1
 
     def __init__(self, cache: KvCache, sections: Mapping[str, int], limits: ChunkLimits) -> None:
         """`sections` as above."""
@@ -63,6 +66,9 @@ class Chunks:
         tokens, of_slices = dict.fromkeys(TOKEN_SECTIONS, max_tokens), dict.fromkeys(SLICE_SECTIONS, self._max_slices)
         sizes = {"live_rows": 1, **tokens, **of_slices, **sections, "pages": self._max_slices * self._max_pages}
         self._inputs = InputBuffer(sizes, cache.device)
+
+    def num_kinds(self, _size: int, /) -> int:
+        return self._kinds
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         max_context = self._max_pages * self._cache.page_size

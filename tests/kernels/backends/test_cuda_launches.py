@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.attention import paged_prefill_cuda
+from pdserve.kernels.attention import paged_prefill_cuda, rope_decode_cuda
 from pdserve.kernels.attention.attention_plan import make_work_plan
 from pdserve.kernels.backends import few_rows_cuda, float_at_once_cuda, fp8_at_once_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
@@ -87,6 +87,22 @@ def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyP
             query, keys, values, plan, plan.tiles, partial, partial[..., 0], torch.empty_like(query), scale=0.1
         )
     assert launched == ["prefill_attention"]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_decode_launch_matches_its_kernel(normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(rope_decode_cuda, "load_kernel", cuda_sources.load_kernel)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        plan = make_work_plan([1], [70], [[0, 1]], page_size=64, num_kv_heads=2, num_heads=8, device=DEVICE)
+        qkv, angle = (torch.zeros(1, size, dtype=torch.bfloat16, device=DEVICE) for size in (12 * 128, 128))
+        pages, out = torch.zeros(2, 2, 64, 128, dtype=torch.bfloat16, device=DEVICE), qkv[:, :1024].view(1, 8, 128)
+        norm = angle[0] if normed else None
+        rope_decode_cuda.launch_rope_decode(
+            qkv, angle, angle, pages, pages, plan, out, scale=0.1, q_norm=norm, k_norm=norm, eps=1e-6, sinks=None
+        )
+    assert launched == ["rope_decode"]
 
 
 @pytest.mark.parametrize("rows", [1, 9, 32, 100])
@@ -232,11 +248,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "prefill_attention", "select_top", "sparse_mla"}
+    kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "select_top", "sparse_mla"}
     kernels |= {"packed_mla", "swap_in", "write_back"}
     sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
     linears = ("float_at_once", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
     sources |= {name: f"linear/{name}.cu" for name in linears}
+    sources |= {name: f"attention/{name}.cu" for name in ("prefill_attention", "rope_decode")}
     sources |= {name: f"moe/{name}.cu" for name in ("expert_tiles", "select_route")}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")
     assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())

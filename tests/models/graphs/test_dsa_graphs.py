@@ -97,12 +97,12 @@ def test_step_is_of_the_resident_kind_only_if_all_are_within_capacity(tmp_path: 
     def kind(*ends: int) -> int:
         return step.fill([SequenceSlice([1], end - 1, pages[slot], slot) for slot, end in enumerate(ends)], 2)
 
-    assert step.kinds == 2
+    assert step.num_kinds(1) == 2
     assert [kind(21), kind(40, 40)] == [1, 1]
     assert kind(40, 41) == 0
     cache.resize(RequestSlot(0), hot_pages[0][:5], 16)
     assert [kind(16, 21), kind(17, 21)] == [1, 0]
-    assert DsaStep(decoder, decoder.make_cache(4, PAGE_SIZE), max_batch=1, max_pages=4).kinds == 1
+    assert DsaStep(decoder, decoder.make_cache(4, PAGE_SIZE), max_batch=1, max_pages=4).num_kinds(1) == 1
 
 
 class Setup:

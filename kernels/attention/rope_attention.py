@@ -1,0 +1,78 @@
+"""The attention of a layer from its fused projection: rope_kv_write.py, then paged_attention.py.
+
+    query  =  rope_kv_write(qkv)        writes the keys and values of the batch into pages
+    out    =  paged_attention(query)
+
+On a Hopper GPU, one CUDA kernel computes both for few sequences that have one query and at most `FEW_KEYS` keys. Three
+kernels take about 10 us, most of which each waits for the one before.
+
+Lower bound: that of paged_attention.py.
+"""
+
+import torch
+
+from ..backends.dispatch import Impl
+from .attention_plan import WorkPlan
+from .paged_attention import AttentionPlan, check_attention, paged_attention
+from .rope_decode_cuda import launch_rope_decode, most_sequences
+from .rope_kv_write import check_rope, check_strides, rope_kv_write
+
+
+def rope_attention(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offsets: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    live_rows: torch.Tensor | None = None,
+    last_only: bool = False,
+    impl: Impl = "auto",
+) -> torch.Tensor:
+    """Attention of a batch [tokens, heads, D]; the arguments are those of `rope_kv_write` and `paged_attention`. The
+    places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`.
+    """
+    tokens, heads = check_rope(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm)
+    group = heads // key_pages.shape[1]
+    if not isinstance(plan, WorkPlan) or not plan.few_keys or tokens > most_sequences(group, key_pages, qkv.dtype):
+        query = rope_kv_write(
+            qkv,
+            cos,
+            signed_sin,
+            key_pages,
+            value_pages,
+            page_ids,
+            offsets,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            live_rows=live_rows,
+            impl=impl,
+        )
+        return paged_attention(query, key_pages, value_pages, plan, scale=scale, sinks=sinks, last_only=last_only)
+    check_strides(cos, signed_sin, key_pages, value_pages)
+    out = qkv.new_empty(tokens, heads, key_pages.shape[3])
+    check_attention(out, key_pages, value_pages, plan, sinks)
+    launch_rope_decode(
+        qkv,
+        cos,
+        signed_sin,
+        key_pages,
+        value_pages,
+        plan,
+        out,
+        scale=scale,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        sinks=sinks,
+    )
+    return out

@@ -1,0 +1,385 @@
+// Rotation, KV write and attention of few sequences with one query each and not many keys, for Hopper: see
+// kernels/attention/rope_attention.py.
+//
+// A cluster has one KV head of one sequence, and its blocks share the keys. All keys but the newest are from earlier
+// steps, so a warp loads its first 16 keys and values before the previous kernel has ended. Then every block norms and
+// rotates the queries, and the last one also the newest key, which it writes to its page with the value.
+//
+// A warp has its own running softmax. At the end a block adds the results of its warps and sends each part of the sum
+// to the block that stores this part.
+//
+// Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements, 2
+// if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16.
+
+#include "linear/elements.cuh"
+
+namespace {
+
+constexpr float kNothing = -1e30f;  // the score of no key
+constexpr int kCluster = 8, kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kKeys = 16;                    // of a warp at a time
+constexpr int kRoundKeys = kWarps * kKeys;
+constexpr int kHeads = 8;                    // rows of a product; those from GROUP on are zero
+constexpr int kRuns = D / 32;                // of 8 adjacent elements of a key that a thread has
+constexpr int kOwn = D / 32;                 // adjacent elements of a head that a lane norms and rotates
+constexpr int kPitch = D + 8;                // elements of a row in shared memory: other banks than the row before
+constexpr int kUnits = GROUP * D / 4, kOwnUnits = kUnits / kCluster;  // of 4 adjacent results; those of a block
+static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kUnits <= kThreads, "a thread has a unit at most");
+
+struct Shared {
+    union {
+        Bits values[2][kKeys][kPitch];  // of two rounds
+        float sums[kHeads][D];          // of values, at the end
+    } of_warp[kWarps];
+    Bits queries[kHeads][kPitch];
+    Bits newest_key[D], newest_value[D];
+    float tops[kWarps + 1][kHeads], totals[kWarps + 1][kHeads];  // the last ones are of the newest key
+    float4 received[kCluster][kOwnUnits];
+    float2 received_softmax[kCluster][kOwnUnits];  // top and total
+};
+
+struct __align__(2 * kOwn) Elements {
+    Bits of[kOwn];
+};
+
+__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+
+__device__ __forceinline__ unsigned address(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+__device__ __forceinline__ float sum_of_warp(float number) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) number += __shfl_xor_sync(~0u, number, distance);
+    return number;
+}
+
+__device__ __forceinline__ void copy_async(void* to, const Bits* from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(to)), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void multiply(
+    float (&sums)[4], unsigned first, unsigned second, unsigned b0, unsigned b1
+) {  // rows 8 to 15 are zero
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
+        ".f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(first), "r"(second), "r"(0), "r"(b0), "r"(b1));
+}
+
+// Lane l has row 2 * (l % 4) and the one after it, column l / 4, of four matrices: keys 0 to 7 and 8 to 15 of 8 columns,
+// then of the next 8.
+__device__ __forceinline__ void load_transposed(unsigned (&words)[4], const Bits* from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address(from))
+                 : "memory");
+}
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+    return to_bits(low) | static_cast<unsigned>(to_bits(high)) << 16;
+}
+
+// The keys and values of a sequence's KV head.
+struct Pages {
+    const Bits *keys, *values;
+    const int* pages;
+    long long page_stride, token_stride;
+
+    __device__ __forceinline__ long long place(int token) const {
+        return pages[token / PAGE] * page_stride + token % PAGE * token_stride;
+    }
+};
+
+// The keys of a warp, in registers. A lane has runs of key lane / 4 and of key 8 + lane / 4.
+struct Keys {
+    uint4 runs[2][kRuns];
+
+    // Also starts the copy of the values.
+    __device__ __forceinline__ void load(const Pages& pages, int first, int end, Bits (*values)[kPitch]) {
+        long long places[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int key = first + 8 * half + lane() / 4;
+            places[half] = pages.place(min(key, end - 1));  // those that do not exist get no weight
+#pragma unroll
+            for (int run = 0; run < kRuns; ++run)
+                runs[half][run] =
+                    *reinterpret_cast<const uint4*>(pages.keys + places[half] + run * 32 + lane() % 4 * 8);
+        }
+        constexpr int kChunks = D / 8, kCopies = kKeys * kChunks / 32;
+#pragma unroll
+        for (int copy = 0; copy < kCopies; ++copy) {
+            const int row = copy * (32 / kChunks) + lane() / kChunks, column = lane() % kChunks * 8;
+            const long long place = __shfl_sync(~0u, places[copy / (kCopies / 2)], row % 8 * 4);
+            copy_async(&values[row][column], pages.values + place + column, first + row < end);
+        }
+    }
+};
+
+// The weights of a norm that a lane needs, in float32.
+struct NormWeights {
+    float of[kOwn];
+
+    __device__ __forceinline__ explicit NormWeights(const void* norm) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+#if NORM == 2
+            of[i] = static_cast<const float*>(norm)[lane() * kOwn + i];
+#elif NORM == 1
+            of[i] = to_float(static_cast<const Bits*>(norm)[lane() * kOwn + i]);
+#endif
+        }
+    }
+
+    // `other` if so. A choice between addresses would put both into local memory.
+    __device__ __forceinline__ NormWeights or_if(bool so, const NormWeights& other) const {
+        NormWeights chosen = *this;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) chosen.of[i] = so ? other.of[i] : of[i];
+        return chosen;
+    }
+};
+
+// A head of a projection, normed and rotated; a lane has kOwn adjacent elements.
+__device__ __forceinline__ Elements rotate(
+    const Bits* head, const Bits* cos, const Bits* signed_sin, const NormWeights& norm, float eps
+) {
+    const Elements x = reinterpret_cast<const Elements*>(head)[lane()];
+    const Elements c = reinterpret_cast<const Elements*>(cos)[lane()];
+    const Elements s = reinterpret_cast<const Elements*>(signed_sin)[lane()];
+    float own[kOwn], squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        own[i] = to_float(x.of[i]);
+        squares += own[i] * own[i];
+    }
+#if NORM
+    const float inverse = rsqrtf(sum_of_warp(squares) / D + eps);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        const float quotient = own[i] * inverse;
+        own[i] = rounded((NORM == 2 ? quotient : rounded(quotient)) * norm.of[i]);  // as in rms_norm.py
+    }
+#endif
+    Elements rotated;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+        const float opposite = __shfl_xor_sync(~0u, own[i], 16);  // in the other half of the head
+        rotated.of[i] = to_bits(rounded(own[i] * to_float(c.of[i])) + rounded(opposite * to_float(s.of[i])));
+    }
+    return rotated;
+}
+
+// The running softmax of a warp. A lane has head lane / 4; of scores, keys 2 * (lane % 4) and the next one; of sums, the
+// same columns of every 8.
+struct Softmax {
+    float top = kNothing, total = 0.0f;
+    float sums[D / 8][4] = {};
+
+    __device__ __forceinline__ void add(
+        const Keys& keys, const uint4 (&query)[kRuns], const Bits (*values)[kPitch], int first, int end, float scale
+    ) {
+        float scores[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int run = 0; run < kRuns; ++run) {
+                const uint4 q = query[run], k = keys.runs[half][run];
+                multiply(scores[half], q.x, q.y, k.x, k.y);
+                multiply(scores[half], q.z, q.w, k.z, k.w);
+            }
+        float most = top;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int key = first + 8 * half + lane() % 4 * 2 + i;
+                scores[half][i] = key < end ? scores[half][i] * scale : kNothing;
+                most = fmaxf(most, scores[half][i]);
+            }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        const float shrink = exp2f(top - most);
+        top = most;
+        total *= shrink;
+        unsigned weights[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float low = exp2f(scores[half][0] - most), high = exp2f(scores[half][1] - most);
+            total += low + high;
+            weights[half] = pack(low, high);
+        }
+#pragma unroll
+        for (int column = 0; column < D / 8; column += 2) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sums[column][i] *= shrink;
+                sums[column + 1][i] *= shrink;
+            }
+            unsigned words[4];
+            load_transposed(words, &values[lane() % 16][column * 8 + lane() / 16 * 8]);
+            multiply(sums[column], weights[0], weights[1], words[0], words[1]);
+            multiply(sums[column + 1], weights[0], weights[1], words[2], words[3]);
+        }
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) rope_decode(
+    const Bits* qkv, const Bits* cos, const Bits* signed_sin, const void* q_norm, const void* k_norm, Bits* key_pages,
+    Bits* value_pages, const int* pages, const int* page_starts, const int* row_starts, const int* kv_lens,
+    const float* sinks, Bits* out, long long kv_heads, long long cos_stride, long long page_stride,
+    long long head_stride, long long token_stride, long long window, long long eps_bits, long long scale_bits
+) {
+    extern __shared__ __align__(16) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // before another block writes here
+    start_next();
+    const int rank = blockIdx.x % kCluster, pair = blockIdx.x / kCluster;
+    const int sequence = pair / static_cast<int>(kv_heads), kv_head = pair % static_cast<int>(kv_heads);
+    // The plan was written before this step, so it is read before the previous kernel ends.
+    const int newest = kv_lens[sequence] - 1;
+    if (newest < 0) {  // a padded row
+        wait_for_previous();
+        asm volatile("barrier.cluster.wait.aligned;");
+        return;
+    }
+    const int first_key = window > 0 ? max(newest + 1 - static_cast<int>(window), 0) : 0;
+    const int share = (newest - first_key + kCluster * kKeys - 1) / (kCluster * kKeys) * kKeys;
+    const int begin = min(first_key + rank * share, newest), end = min(begin + share, newest);
+    const long long before_head = kv_head * head_stride;
+    const Pages own_pages = {
+        key_pages + before_head, value_pages + before_head, pages + page_starts[sequence], page_stride, token_stride
+    };
+    const long long row = row_starts[sequence];
+    const bool has_newest = rank == kCluster - 1;
+    const float eps = __int_as_float(static_cast<int>(eps_bits)), scale = __int_as_float(static_cast<int>(scale_bits));
+
+    auto& own = shared.of_warp[warp()];
+    int first = begin + warp() * kKeys;
+    Keys keys;
+    if (first < end) keys.load(own_pages, first, end, own.values[0]);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    const NormWeights of_queries(q_norm), of_keys(k_norm);
+    for (int i = threadIdx.x; i < (kHeads - GROUP) * kPitch; i += kThreads) (&shared.queries[GROUP][0])[i] = 0;
+
+    wait_for_previous();
+    const Bits* const heads = qkv + row * (kv_heads * (GROUP + 2) * D);
+    cos += row * cos_stride;
+    signed_sin += row * cos_stride;
+    for (int head = warp(); head < GROUP + has_newest; head += kWarps) {
+        const bool is_key = head == GROUP;
+        const long long number = is_key ? kv_heads * GROUP + kv_head : kv_head * GROUP + head;
+        const Elements rotated = rotate(heads + number * D, cos, signed_sin, of_queries.or_if(is_key, of_keys), eps);
+        reinterpret_cast<Elements*>(is_key ? shared.newest_key : shared.queries[head])[lane()] = rotated;
+        if (!is_key) continue;
+        const Elements value = reinterpret_cast<const Elements*>(heads + (number + kv_heads) * D)[lane()];
+        reinterpret_cast<Elements*>(shared.newest_value)[lane()] = value;
+        const long long place = before_head + own_pages.place(newest);
+        reinterpret_cast<Elements*>(key_pages + place)[lane()] = rotated;
+        reinterpret_cast<Elements*>(value_pages + place)[lane()] = value;
+    }
+    __syncthreads();
+    uint4 query[kRuns];
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run)
+        query[run] = *reinterpret_cast<const uint4*>(&shared.queries[lane() / 4][run * 32 + lane() % 4 * 8]);
+    if (warp() < GROUP) {
+        const Elements q = reinterpret_cast<const Elements*>(shared.queries[warp()])[lane()];
+        const Elements k = reinterpret_cast<const Elements*>(shared.newest_key)[lane()];
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) score += to_float(q.of[i]) * to_float(k.of[i]);
+        score = sum_of_warp(score) * scale;
+        shared.tops[kWarps][warp()] = has_newest ? score : kNothing;
+        shared.totals[kWarps][warp()] = has_newest ? 1.0f : 0.0f;
+    }
+
+    Softmax softmax;
+#pragma unroll 1
+    for (int buffer = 0; first < end; first += kRoundKeys, buffer ^= 1) {
+        Keys next;
+        __syncwarp();  // the buffer that is filled next has been read
+        if (first + kRoundKeys < end) next.load(own_pages, first + kRoundKeys, end, own.values[buffer ^ 1]);
+        asm volatile("cp.async.commit_group;\n\tcp.async.wait_group 1;" ::: "memory");
+        __syncwarp();
+        softmax.add(keys, query, own.values[buffer], first, end, scale);
+        keys = next;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+    softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
+    softmax.total += __shfl_xor_sync(~0u, softmax.total, 2);
+    if (lane() % 4 == 0) {
+        shared.tops[warp()][lane() / 4] = softmax.top;
+        shared.totals[warp()][lane() / 4] = softmax.total;
+    }
+#pragma unroll
+    for (int column = 0; column < D / 8; ++column)
+        *reinterpret_cast<float2*>(&own.sums[lane() / 4][column * 8 + lane() % 4 * 2]) =
+            make_float2(softmax.sums[column][0], softmax.sums[column][1]);
+    __syncthreads();
+
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have started
+    if (threadIdx.x < kUnits) {
+        const int head = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
+        float top = kNothing, total = 0.0f, sums[4] = {};
+#pragma unroll
+        for (int i = 0; i <= kWarps; ++i) top = fmaxf(top, shared.tops[i][head]);
+#pragma unroll
+        for (int i = 0; i <= kWarps; ++i) {
+            const float weight = exp2f(shared.tops[i][head] - top);
+            total += weight * shared.totals[i][head];
+            if (i < kWarps) {
+                const float4 part = *reinterpret_cast<const float4*>(&shared.of_warp[i].sums[head][column]);
+                sums[0] += weight * part.x;
+                sums[1] += weight * part.y;
+                sums[2] += weight * part.z;
+                sums[3] += weight * part.w;
+            } else if (has_newest) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sums[j] += weight * to_float(shared.newest_value[column + j]);
+            }
+        }
+        const int target = threadIdx.x / kOwnUnits, place = threadIdx.x % kOwnUnits;
+        unsigned to, to_softmax;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(to) : "r"(address(&shared.received[rank][place])), "r"(target));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(to_softmax) : "r"(address(&shared.received_softmax[rank][place])), "r"(target));
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sums[0]), "f"(sums[1]),
+                     "f"(sums[2]), "f"(sums[3]) : "memory");
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to_softmax), "f"(top), "f"(total) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+    if (threadIdx.x >= kOwnUnits) return;
+    const int unit = rank * kOwnUnits + threadIdx.x;
+    const long long head = kv_head * GROUP + unit / (D / 4);
+    float top = kNothing, total = 0.0f, sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kCluster; ++i) top = fmaxf(top, shared.received_softmax[i][threadIdx.x].x);
+#if SINKS
+    const float sink = sinks[head] * 1.4426950408889634f;  // log2(e)
+    top = fmaxf(top, sink);
+    total = exp2f(sink - top);
+#endif
+#pragma unroll
+    for (int i = 0; i < kCluster; ++i) {
+        const float2 part_softmax = shared.received_softmax[i][threadIdx.x];
+        const float4 part = shared.received[i][threadIdx.x];
+        const float weight = exp2f(part_softmax.x - top);
+        total += weight * part_softmax.y;
+        sums[0] += weight * part.x;
+        sums[1] += weight * part.y;
+        sums[2] += weight * part.z;
+        sums[3] += weight * part.w;
+    }
+    Bits* const to = out + (row * kv_heads * GROUP + head) * D + unit % (D / 4) * 4;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pack(sums[0] / total, sums[1] / total), pack(sums[2] / total, sums[3] / total));
+}

@@ -1,4 +1,5 @@
-"""Launcher of csrc/attention/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on Hopper.
+"""Launcher of csrc/attention/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on
+Hopper.
 
 Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies them out of their pages. A block has the
 layout that matrix products read from shared memory, so one bulk copy without a tensor map brings it there.

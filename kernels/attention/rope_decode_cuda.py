@@ -6,8 +6,8 @@ from ..backends.nvrtc import float_bits, load_kernel, log2_scale_bits
 from ..backends.occupancy import has_clusters, multiprocessors
 from .attention_plan import WorkPlan
 
-_CLUSTER, _THREADS, _WARPS, _KEYS, _HEADS = 8, 256, 8, 16, 8
-"""Of the kernel: blocks of a cluster; threads and warps of a block; keys of a warp at a time; most heads of a group."""
+_CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
+"""Of the kernel: blocks of a cluster; warps of a block; keys of a warp at a time; most heads of a group."""
 _PAD = 8
 
 
@@ -78,7 +78,7 @@ def launch_rope_decode(
         float_bits(eps),
         log2_scale_bits(scale),
         blocks=len(plan.kv_lens) * kv_heads * _CLUSTER,
-        threads=_THREADS,
+        threads=32 * _WARPS,
         shared_bytes=shared_bytes,
         overlap_previous=True,
     )

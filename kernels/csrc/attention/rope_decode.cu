@@ -24,7 +24,7 @@ constexpr int kRuns = D / 32;                // of 8 adjacent elements of a key 
 constexpr int kOwn = D / 32;                 // adjacent elements of a head that a lane norms and rotates
 constexpr int kPitch = D + 8;                // elements of a row in shared memory: other banks than the row before
 constexpr int kUnits = GROUP * D / 4, kOwnUnits = kUnits / kCluster;  // of 4 adjacent results; those of a block
-static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kUnits <= kThreads, "a thread has a unit at most");
+static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kOwnUnits <= kThreads, "a thread stores a unit at most");
 
 struct Shared {
     union {
@@ -145,11 +145,8 @@ struct NormWeights {
 
 // A head of a projection, normed and rotated; a lane has kOwn adjacent elements.
 __device__ __forceinline__ Elements rotate(
-    const Bits* head, const Bits* cos, const Bits* signed_sin, const NormWeights& norm, float eps
+    const Elements& x, const Elements& cos, const Elements& signed_sin, const NormWeights& norm, float eps
 ) {
-    const Elements x = reinterpret_cast<const Elements*>(head)[lane()];
-    const Elements c = reinterpret_cast<const Elements*>(cos)[lane()];
-    const Elements s = reinterpret_cast<const Elements*>(signed_sin)[lane()];
     float own[kOwn], squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -168,7 +165,7 @@ __device__ __forceinline__ Elements rotate(
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         const float opposite = __shfl_xor_sync(~0u, own[i], 16);  // in the other half of the head
-        rotated.of[i] = to_bits(rounded(own[i] * to_float(c.of[i])) + rounded(opposite * to_float(s.of[i])));
+        rotated.of[i] = to_bits(rounded(own[i] * to_float(cos.of[i])) + rounded(opposite * to_float(signed_sin.of[i])));
     }
     return rotated;
 }
@@ -269,15 +266,31 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 
     wait_for_previous();
     const Bits* const heads = qkv + row * (kv_heads * (GROUP + 2) * D);
-    cos += row * cos_stride;
-    signed_sin += row * cos_stride;
-    for (int head = warp(); head < GROUP + has_newest; head += kWarps) {
+    const auto load_head = [&](long long number) {
+        return reinterpret_cast<const Elements*>(heads + number * D)[lane()];
+    };
+    const Elements own_cos = reinterpret_cast<const Elements*>(cos + row * cos_stride)[lane()];
+    const Elements own_sin = reinterpret_cast<const Elements*>(signed_sin + row * cos_stride)[lane()];
+    // All heads of a warp are loaded before the first is rotated. After the queries comes the newest key.
+    constexpr int kTurns = GROUP / kWarps + 1;
+    Elements loaded[kTurns], value;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int head = turn * kWarps + warp();
+        if (head < GROUP) loaded[turn] = load_head(kv_head * GROUP + head);
+        if (head == GROUP && has_newest) {
+            loaded[turn] = load_head(kv_heads * GROUP + kv_head);
+            value = load_head(kv_heads * (GROUP + 1) + kv_head);
+        }
+    }
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int head = turn * kWarps + warp();
+        if (head >= GROUP + has_newest) break;
         const bool is_key = head == GROUP;
-        const long long number = is_key ? kv_heads * GROUP + kv_head : kv_head * GROUP + head;
-        const Elements rotated = rotate(heads + number * D, cos, signed_sin, of_queries.or_if(is_key, of_keys), eps);
+        const Elements rotated = rotate(loaded[turn], own_cos, own_sin, of_queries.or_if(is_key, of_keys), eps);
         reinterpret_cast<Elements*>(is_key ? shared.newest_key : shared.queries[head])[lane()] = rotated;
         if (!is_key) continue;
-        const Elements value = reinterpret_cast<const Elements*>(heads + (number + kv_heads) * D)[lane()];
         reinterpret_cast<Elements*>(shared.newest_value)[lane()] = value;
         const long long place = before_head + own_pages.place(newest);
         reinterpret_cast<Elements*>(key_pages + place)[lane()] = rotated;
@@ -288,15 +301,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 #pragma unroll
     for (int run = 0; run < kRuns; ++run)
         query[run] = *reinterpret_cast<const uint4*>(&shared.queries[lane() / 4][run * 32 + lane() % 4 * 8]);
-    if (warp() < GROUP) {
-        const Elements q = reinterpret_cast<const Elements*>(shared.queries[warp()])[lane()];
+    for (int head = warp(); head < GROUP; head += kWarps) {
+        const Elements q = reinterpret_cast<const Elements*>(shared.queries[head])[lane()];
         const Elements k = reinterpret_cast<const Elements*>(shared.newest_key)[lane()];
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) score += to_float(q.of[i]) * to_float(k.of[i]);
         score = sum_of_warp(score) * scale;
-        shared.tops[kWarps][warp()] = has_newest ? score : kNothing;
-        shared.totals[kWarps][warp()] = has_newest ? 1.0f : 0.0f;
+        shared.tops[kWarps][head] = has_newest ? score : kNothing;
+        shared.totals[kWarps][head] = has_newest ? 1.0f : 0.0f;
     }
 
     Softmax softmax;
@@ -325,8 +338,8 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     __syncthreads();
 
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have started
-    if (threadIdx.x < kUnits) {
-        const int head = threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
+    for (int unit = threadIdx.x; unit < kUnits; unit += kThreads) {
+        const int head = unit / (D / 4), column = unit % (D / 4) * 4;
         float top = kNothing, total = 0.0f, sums[4] = {};
 #pragma unroll
         for (int i = 0; i <= kWarps; ++i) top = fmaxf(top, shared.tops[i][head]);
@@ -345,7 +358,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                 for (int j = 0; j < 4; ++j) sums[j] += weight * to_float(shared.newest_value[column + j]);
             }
         }
-        const int target = threadIdx.x / kOwnUnits, place = threadIdx.x % kOwnUnits;
+        const int target = unit / kOwnUnits, place = unit % kOwnUnits;
         unsigned to, to_softmax;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                      : "=r"(to) : "r"(address(&shared.received[rank][place])), "r"(target));

@@ -34,7 +34,7 @@ LEAST_PART_BLOCKS = 8
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, zero-padded."""
 
-FEW_KEYS = 4096
+FEW_KEYS = 8192
 """Up to this many keys of every sequence, few sequences are attended by one kernel (rope_attention.py)."""
 
 PIECES_PER_SM = 4

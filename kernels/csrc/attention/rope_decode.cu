@@ -8,8 +8,8 @@
 // A warp has its own running softmax. At the end a block adds the results of its warps and sends each part of the sum
 // to the block that stores this part.
 //
-// Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements, 2
-// if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16.
+// Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements,
+// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16.
 
 #include "linear/elements.cuh"
 
@@ -69,8 +69,8 @@ __device__ __forceinline__ void multiply(
         : "r"(first), "r"(second), "r"(0), "r"(b0), "r"(b1));
 }
 
-// Lane l has row 2 * (l % 4) and the one after it, column l / 4, of four matrices: keys 0 to 7 and 8 to 15 of 8 columns,
-// then of the next 8.
+// Lane l has row 2 * (l % 4) and the one after it, column l / 4, of four matrices: keys 0 to 7 and 8 to 15 of 8
+// columns, then of the next 8.
 __device__ __forceinline__ void load_transposed(unsigned (&words)[4], const Bits* from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -170,8 +170,8 @@ __device__ __forceinline__ Elements rotate(
     return rotated;
 }
 
-// The running softmax of a warp. A lane has head lane / 4; of scores, keys 2 * (lane % 4) and the next one; of sums, the
-// same columns of every 8.
+// The running softmax of a warp. A lane has head lane / 4; of scores, keys 2 * (lane % 4) and the next one; of sums,
+// the same columns of every 8.
 struct Softmax {
     float top = kNothing, total = 0.0f;
     float sums[D / 8][4] = {};

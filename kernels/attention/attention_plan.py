@@ -76,7 +76,7 @@ class WorkPlan:
     copied: torch.Tensor | None = None  # [2, Hkv * copied_tokens, D], memory for the copy; None: allocated per call
     allow_cuda: bool = True  # whether tiles may be computed by the CUDA kernel, if it supports the geometry
     window: int | None = None  # the sliding window; None: queries see all keys before them
-    few_keys: bool = False  # every sequence has one query, which sees at most FEW_KEYS keys
+    few_keys: bool = False  # every sequence has one query, which sees at most FEW_KEYS keys; CUDA kernels are allowed
 
 
 def num_pieces(batch: int, num_kv_heads: int, device: torch.device) -> int:
@@ -255,5 +255,5 @@ def make_work_plan(
         num_copies=num_copies,
         allow_cuda=allow_cuda,
         window=window,
-        few_keys=bool((queries == 1).all()) and has_few_keys(int(keys.max(initial=0)), window),
+        few_keys=allow_cuda and bool((queries == 1).all()) and has_few_keys(int(keys.max(initial=0)), window),
     )

@@ -38,7 +38,8 @@ def rope_attention(
     impl: Impl = "auto",
 ) -> torch.Tensor:
     """Attention of a batch [tokens, heads, D]; the arguments are those of `rope_kv_write` and `paged_attention`. The
-    places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`.
+    places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`. What a call
+    writes for one sequence, no other may read in the same call.
     """
     tokens, heads = check_rope(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm)
     group = heads // key_pages.shape[1]

@@ -44,6 +44,7 @@ def launch_rope_decode(
     _, kv_heads, page_size, head_dim = key_pages.shape
     group = out.shape[1] // kv_heads
     page_stride, head_stride, token_stride, _ = key_pages.stride()
+    shared_bytes = _shared_bytes(head_dim, group)
     norm = 0 if q_norm is None else 2 if q_norm.dtype == torch.float32 else 1
     constants = (
         ("D", head_dim),
@@ -52,8 +53,8 @@ def launch_rope_decode(
         ("NORM", norm),
         ("SINKS", int(sinks is not None)),
         ("HALF", int(qkv.dtype == torch.float16)),
+        ("SHARED_BYTES", shared_bytes),
     )
-    shared_bytes = _shared_bytes(head_dim, group)
     kernel = load_kernel("attention/rope_decode.cu", "rope_decode", qkv.device, constants, shared_bytes)
     q_norm, k_norm = (out if weight is None else weight for weight in (q_norm, k_norm))  # not read then
     kernel.launch(

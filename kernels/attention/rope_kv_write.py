@@ -119,6 +119,8 @@ def check_rope(
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given together")
+    if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
+        raise ValueError(f"q_norm is {q_norm.dtype}, k_norm {k_norm.dtype}: both must have one dtype")
     return tokens, q_heads
 
 

@@ -122,13 +122,18 @@ class DecoderParameters(RankParameters[LayerParameters]):
     memory = _Memory
 
     @property
+    def heads(self) -> range:
+        """The global query heads of this rank."""
+        return self.shard.part("num_attention_heads", self.config.num_heads)
+
+    @property
     def kv_heads(self) -> range:
         """The global KV heads of this rank."""
         return self.shard.kv_heads(self.config.num_kv_heads)
 
     def layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
         config, shard, head_dim = self.config, self.shard, self.config.head_dim
-        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), self.kv_heads
+        heads, kv_heads = self.heads, self.kv_heads
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
         slots = mlp_slots(layer.mlp, config, shard)
         for name, norm in (

@@ -41,9 +41,10 @@ class DenseStep(SingleTokens):
         self._rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._none = torch.empty(2, 0, dtype=torch.int32, device=device)
         self._no_tiles = Tiles(self._none, self._none, self._none)
-        config, (key_pages, _) = decoder.config, self._pool.layer(0)
-        group = config.num_heads // config.num_kv_heads
-        self._few_sequences = most_sequences(group, key_pages, decoder.parameters.dtype)
+        parameters, (key_pages, _) = decoder.parameters, self._pool.layer(0)
+        group = len(parameters.heads) // len(parameters.kv_heads)
+        self._window = decoder.config.page_window  # of all layers
+        self._few_sequences = most_sequences(group, key_pages, parameters.dtype)
 
     def num_kinds(self, size: int, /) -> int:
         return 2 if size <= self._few_sequences else 1
@@ -71,7 +72,7 @@ class DenseStep(SingleTokens):
             fill_table(host[f"{prefix}pieces"], pieces)
         host["pages"][: len(pages)] = pages
         self._inputs.upload(len(pages))
-        return int(self.num_kinds(size) == 2 and has_few_keys(int(kv_lens.max(initial=0)), None))
+        return int(self.num_kinds(size) == 2 and has_few_keys(int(kv_lens.max(initial=0)), self._window))
 
     def _num_pieces(self, size: int) -> int:
         return num_pieces(size, self._pool.num_heads, self._cache.device)

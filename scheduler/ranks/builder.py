@@ -313,10 +313,10 @@ def trial_steps(
     on_gpu: bool = True,
     unpacked_rows: Callable[[int], int] = lambda _tokens: 0,
 ) -> list[list[StepRow]]:
-    """The steps that need most memory or special kernels. Decode: the largest batch and, if it computes prompts, a
-    chunk at the end of a prompt of `longest` tokens, with the batch and alone. Prefill: such a chunk, and chunks of
-    several prompts, up to the largest number. Both: chunks of prompts that have as many rows as a step of so many
-    tokens unpacks at most (`unpacked_rows`); steps with more rows unpack none.
+    """The steps that need most memory or special kernels. Decode: the largest batch, a single token and, if it computes
+    prompts, a chunk at the end of a prompt of `longest` tokens, with the batch and alone. Prefill: such a chunk, and
+    chunks of several prompts, up to the largest number. Both: chunks of prompts that have as many rows as a step of so
+    many tokens unpacks at most (`unpacked_rows`); steps with more rows unpack none.
     """
     sampling = SamplingParams(temperature=1.0, top_p=0.99)  # needs most memory
 
@@ -332,13 +332,13 @@ def trial_steps(
         return [[row(rows // count - tokens // count, tokens // count)] * count]
 
     if isinstance(config, DecodeConfig):
-        running = [row(0, 1)] * step_limit
+        running, one = [row(0, 1)] * step_limit, [row(0, 1)]
         if not computes_prompts(config):
-            return [running]
+            return [running, one]
         tokens = step_tokens(config, on_gpu=on_gpu)
         chunks = [min(longest, count) for count in (max(config.page_size, tokens - step_limit), tokens)]
         beside, alone = (row(longest - chunk, chunk) for chunk in chunks)
-        return [running, [*running, beside], [alone], *unpacking(chunks[1])]
+        return [running, one, [*running, beside], [alone], *unpacking(chunks[1])]
     chunk = min(step_limit, longest)
     most = min(chunk, config.max_queued_requests)
     counts = sorted({*(1 << power for power in range(most.bit_length())), most})

@@ -9,7 +9,8 @@
 // to the block that stores this part.
 //
 // Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements,
-// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16.
+// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16;
+// SHARED_BYTES of a block.
 
 #include "linear/elements.cuh"
 
@@ -37,6 +38,8 @@ struct Shared {
     float4 received[kCluster][kOwnUnits];
     float2 received_softmax[kCluster][kOwnUnits];  // top and total
 };
+
+static_assert(sizeof(Shared) == SHARED_BYTES, "as the launcher computes it");
 
 struct __align__(2 * kOwn) Elements {
     Bits of[kOwn];

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.kernels.attention import attention_plan
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.graphs import dense
 from pdserve.models.graphs.capture import ChunkGraphs, DecodeGraphs, graph_batch_sizes, graph_token_counts
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
@@ -152,6 +154,64 @@ def test_batches_that_fit_a_graph(setup: Setup) -> None:
     assert setup.graphs.size_for([one, SequenceSlice([1, 2], 10, pages)]) is None
     with pytest.raises(ValueError, match="have 2 pages"):
         run_graph(setup.graphs, [SequenceSlice([1], 10, [3, 4])])
+
+
+def test_steps_of_few_sequences_with_few_keys_are_of_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_plan, "FEW_KEYS", 20)
+    monkeypatch.setattr(dense, "most_sequences", lambda *_: 2)
+    source = locate_model(str(make_checkpoint(tmp_path, "qwen3")))
+    decoder = Decoder(DecoderParameters.allocate(source.config, device=torch.device("cpu"), dtype=torch.float32))
+    step = dense.DenseStep(decoder, decoder.make_cache(16, PAGE_SIZE), max_batch=4, max_pages=8)
+    assert [step.num_kinds(size) for size in (1, 2, 4)] == [2, 2, 1]
+
+    def kind(*ends: int, size: int) -> int:
+        return step.fill([SequenceSlice([1], end - 1, list(range(8))) for end in ends], size)
+
+    assert [kind(20, size=1), kind(21, size=1)] == [1, 0]
+    assert [kind(3, 20, size=2), kind(3, 21, size=2)] == [1, 0]
+    assert [kind(1, 2, 3, size=4), kind(size=1)] == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sequences_that_get_many_keys_change_the_kind_of_step(
+    tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits equal those of the kernels for any number of keys; everything else in the pool is NaN."""
+    device, dtype, few = torch.device("cuda"), torch.bfloat16, 40
+    directory = make_checkpoint(
+        tmp_path, "qwen3", hidden_size=256, head_dim=128, num_attention_heads=4, num_key_value_heads=2
+    )
+    source = locate_model(str(directory))
+    parameters = DecoderParameters.allocate(source.config, device=device, dtype=dtype)
+    load_weights(source, parameters.slots())
+    decoder = Decoder(parameters)
+    caches = [decoder.make_cache(64, 16) for _ in range(2)]
+    for cache in caches:
+        cache.pools[0].data.fill_(torch.nan)
+    monkeypatch.setattr(attention_plan, "FEW_KEYS", few)
+    graphs = DecodeGraphs(decoder, caches[0], max_batch=2, max_context=MAX_CONTEXT)
+    eager = ModelRunner(decoder, device=device, dtype=dtype)
+    choice = random.Random(4)
+    tokens = [choice.choices(range(256), k=few + 10) for _ in range(batch)]
+    pages = [list(range(8 * row, 8 * row + 8)) for row in range(batch)]
+    prompt = [SequenceSlice(ids[:30], 0, where) for ids, where in zip(tokens, pages, strict=True)]
+    for cache in caches:
+        eager.forward(cache, prompt)
+    kinds = []
+    for position in range(30, few + 10):
+        slices = [SequenceSlice([ids[position]], position, where) for ids, where in zip(tokens, pages, strict=True)]
+        found = run_graph(graphs, slices).clone()
+        kinds.append(graphs._last_kind)
+        with monkeypatch.context() as patches:
+            patches.setattr(attention_plan, "FEW_KEYS", 0)
+            expected = eager.forward(caches[1], slices)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.06)
+    assert kinds == [1] * (few - 30) + [0] * 10
+    unwritten = [cache.pools[0].data.isnan() for cache in caches]
+    assert unwritten[0].equal(unwritten[1])
 
 
 @pytest.mark.gpu

@@ -33,13 +33,14 @@ def test_every_trial_row_samples_a_token(executor: Executor, config: AnyServerCo
         assert [len(result.drawn) for result in results] == [1] * len(rows)
 
 
-def test_decode_tries_its_largest_batch() -> None:
-    (step,) = trial_steps(DecodeConfig(page_size=4, local_prefill="never"), 7, LONGEST)
+def test_decode_tries_its_largest_batch_and_one_token() -> None:
+    step, one = trial_steps(DecodeConfig(page_size=4, local_prefill="never"), 7, LONGEST)
     assert [(row.start, row.length) for row in step] == [(0, 1)] * 7
+    assert [(row.start, row.length) for row in one] == [(0, 1)]
 
 
 def test_decode_that_computes_prompts_tries_the_end_of_the_longest_one_with_and_without_the_batch() -> None:
-    _, mixed, alone = trial_steps(DecodeConfig(page_size=4, max_step_tokens=24), 7, LONGEST)
+    _, _, mixed, alone = trial_steps(DecodeConfig(page_size=4, max_step_tokens=24), 7, LONGEST)
     assert [(row.start, row.length) for row in mixed] == [(0, 1)] * 7 + [(83, 17)]
     assert [(row.start, row.length) for row in alone] == [(76, 24)]
 

@@ -1,4 +1,4 @@
-"""Launcher of csrc/all_reduce.cu: sums and gathers between processes, through memory that all of them have mapped.
+"""Launcher of csrc/collectives/all_reduce.cu: sums and gathers between processes, through memory that all have mapped.
 
     all_reduce    parts[0] + parts[1] + ...      in float32, in the order of the ranks, rounded once
     gather        the shares of all ranks side by side, along the last dimension
@@ -134,7 +134,7 @@ class IpcCollectives:
         two_shot = tensor.nbytes > ONE_SHOT_BYTES.get(self._ranks, ONE_SHOT_BYTES_OF_MANY)
         constants = (*self._constants, ("ELEMENT", _ELEMENTS[tensor.dtype]), ("TWO_SHOT", int(two_shot)))
         vectors = ceil_div(tensor.nbytes, _VECTOR_BYTES * (self._ranks if two_shot else 1))
-        load_kernel("all_reduce.cu", "all_reduce", self._device, constants).launch(
+        load_kernel("collectives/all_reduce.cu", "all_reduce", self._device, constants).launch(
             aligned.data_ptr(),
             tensor.nbytes,
             *self._places,
@@ -152,7 +152,9 @@ class IpcCollectives:
         """
         rows, row_bytes = share.shape[0], share.shape[1] * share.itemsize
         unit = math.gcd(row_bytes, _VECTOR_BYTES)
-        load_kernel("all_reduce.cu", "gather_shares", self._device, (*self._constants, ("UNIT_BYTES", unit))).launch(
+        load_kernel(
+            "collectives/all_reduce.cu", "gather_shares", self._device, (*self._constants, ("UNIT_BYTES", unit))
+        ).launch(
             share.data_ptr(),
             rows,
             row_bytes // unit,

@@ -3,6 +3,10 @@
 //
 // Constants: HALF, 1 for float16 elements and 0 for bfloat16.
 
+#pragma once
+
+#include "overlap.cuh"
+
 #if HALF
 #define ELEMENT "f16"
 #else

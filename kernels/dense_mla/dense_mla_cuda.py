@@ -1,4 +1,4 @@
-"""Launcher of csrc/dense_mla.cu, which supports only latent rows of 512 + 64 elements in 16 bits on Hopper."""
+"""Launcher of csrc/mla/dense_mla.cu, which supports only latent rows of 512 + 64 elements in 16 bits on Hopper."""
 
 import torch
 
@@ -28,7 +28,7 @@ def launch_dense_mla_cuda(
         ("PAGE_SIZE", plan.page_size),
         ("HALF", int(query.dtype == torch.float16)),
     )
-    kernel = load_kernel("dense_mla.cu", "dense_mla", query.device, constants, SHARED_BYTES, only_here=True)
+    kernel = load_kernel("mla/dense_mla.cu", "dense_mla", query.device, constants, SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
         pages.data_ptr(),

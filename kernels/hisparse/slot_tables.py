@@ -45,7 +45,7 @@ def buffer_pages(hot_rows: int, page_size: int) -> int:
 
 
 def plan_shared_bytes(top_k: int, hot_rows: int, page_size: int) -> int:
-    """Shared memory of one planning block: `Shared` in csrc/swap_in.cu."""
+    """Shared memory of one planning block: `Shared` in csrc/hisparse/swap_in.cu."""
     words = (1 << bucket_bits(top_k)) + top_k + 3 * 32 + 32 * 32 + buffer_pages(hot_rows, page_size)
     return 4 * words + 2 * top_k + hot_rows + 1 + 3
 

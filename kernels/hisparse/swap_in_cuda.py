@@ -1,4 +1,4 @@
-"""Launches csrc/swap_in.cu and copy_misses.cu. Blocks and threads depend on geometry and device, not on counts.
+"""Launches csrc/hisparse/swap_in.cu and copy_misses.cu. Blocks and threads depend on geometry and device, not counts.
 
 PCIe is saturated with about 300 KB in flight, 264 rows of 1,152 bytes; half of that was 6 % slower, and no way of
 loading was faster than one row per warp (H200, PCIe 5). One row per warp on half of the multiprocessors is enough, and
@@ -53,7 +53,7 @@ def launch_swap_in(
     host_address = device_address(host)
     in_words = (host_address, *host.stride()[:2], hot.data_ptr(), *hot.stride()[:2], row_bytes)
     fetch_early = int(row_bytes <= MAX_EARLY_ROW_BYTES and all(number % 16 == 0 for number in in_words))
-    load_kernel("swap_in.cu", "swap_in", hot.device, tuple(constants.items()), shared_bytes).launch(
+    load_kernel("hisparse/swap_in.cu", "swap_in", hot.device, tuple(constants.items()), shared_bytes).launch(
         top_k.data_ptr(),
         top_k.stride(0),
         requests.data_ptr(),
@@ -93,7 +93,7 @@ def launch_copy_misses(plan: SwapPlan, host: torch.Tensor, hot: torch.Tensor) ->
     if batch == 0:
         return
     constants = {"TOP_K": width, "PAGE_SIZE": host.shape[1], "ROW_BYTES": hot.shape[2], "THREADS": COPY_THREADS}
-    load_kernel("copy_misses.cu", "copy_misses", hot.device, tuple(constants.items())).launch(
+    load_kernel("hisparse/copy_misses.cu", "copy_misses", hot.device, tuple(constants.items())).launch(
         plan.miss_sources.data_ptr(),
         plan.miss_rows.data_ptr(),
         plan.miss_counts.data_ptr(),

@@ -57,7 +57,7 @@ def write_back(
     if items == 0:
         return
     constants = (("PAGE_SIZE", host.shape[2]), ("ROW_BYTES", hot.shape[3]), ("THREADS", THREADS))
-    load_kernel("write_back.cu", "write_back", hot.device, constants).launch(
+    load_kernel("hisparse/write_back.cu", "write_back", hot.device, constants).launch(
         device_address(hot),
         *hot.stride()[:3],
         hot_rows.data_ptr(),

@@ -51,7 +51,7 @@ def keep_top_p(logits: torch.Tensor, weights: torch.Tensor, needed: torch.Tensor
 
 
 def launch_keep_top_p(logits: torch.Tensor, weights: torch.Tensor, needed: torch.Tensor) -> None:
-    load_kernel("keep_top_p.cu", "keep_top_p", logits.device, (("THREADS", THREADS),)).launch(
+    load_kernel("sampling/keep_top_p.cu", "keep_top_p", logits.device, (("THREADS", THREADS),)).launch(
         logits.data_ptr(),
         logits.stride(0),
         weights.data_ptr(),

@@ -359,8 +359,8 @@ prefill_attention(const char* query, long long query_pitch, const char* keys, co
         fence_barriers();
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    start_next();
+    wait_for_previous();
 
     const Plan plan = {kv_lens, query_lens, row_starts, tiles, copy_starts, tiles_stride, copied_tokens};
     const int num_heads = static_cast<int>(heads);

@@ -12,6 +12,7 @@
 // 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16;
 // SHARED_BYTES of a block.
 
+#include "hopper.cuh"
 #include "linear/elements.cuh"
 
 namespace {
@@ -48,19 +49,10 @@ struct __align__(2 * kOwn) Elements {
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
-__device__ __forceinline__ unsigned address(const void* shared) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
-}
-
 __device__ __forceinline__ float sum_of_warp(float number) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) number += __shfl_xor_sync(~0u, number, distance);
     return number;
-}
-
-__device__ __forceinline__ void copy_async(void* to, const Bits* from, bool exists) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address(to)), "l"(from), "r"(exists ? 16 : 0)
-                 : "memory");
 }
 
 __device__ __forceinline__ void multiply(
@@ -77,7 +69,7 @@ __device__ __forceinline__ void multiply(
 __device__ __forceinline__ void load_transposed(unsigned (&words)[4], const Bits* from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address(from))
+                 : "r"(shared_address(from))
                  : "memory");
 }
 
@@ -117,7 +109,8 @@ struct Keys {
         for (int copy = 0; copy < kCopies; ++copy) {
             const int row = copy * (32 / kChunks) + lane() / kChunks, column = lane() % kChunks * 8;
             const long long place = __shfl_sync(~0u, places[copy / (kCopies / 2)], row % 8 * 4);
-            copy_async(&values[row][column], pages.values + place + column, first + row < end);
+            const char* const from = reinterpret_cast<const char*>(pages.values + place + column);
+            copy_16_async(shared_address(&values[row][column]), from, first + row < end);
         }
     }
 };
@@ -326,7 +319,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         softmax.add(keys, query, own.values[buffer], first, end, scale);
         keys = next;
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies();
     __syncwarp();
     softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
     softmax.total += __shfl_xor_sync(~0u, softmax.total, 2);
@@ -362,16 +355,12 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
             }
         }
         const int target = unit / kOwnUnits, place = unit % kOwnUnits;
-        unsigned to, to_softmax;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                     : "=r"(to) : "r"(address(&shared.received[rank][place])), "r"(target));
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                     : "=r"(to_softmax) : "r"(address(&shared.received_softmax[rank][place])), "r"(target));
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(sums[0]), "f"(sums[1]),
-                     "f"(sums[2]), "f"(sums[3]) : "memory");
+        const unsigned to = in_block(shared_address(&shared.received[rank][place]), target);
+        store_remote(to, sums[0], sums[1], sums[2], sums[3]);
+        const unsigned to_softmax = in_block(shared_address(&shared.received_softmax[rank][place]), target);
         asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to_softmax), "f"(top), "f"(total) : "memory");
     }
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    sync_cluster();
 
     if (threadIdx.x >= kOwnUnits) return;
     const int unit = rank * kOwnUnits + threadIdx.x;

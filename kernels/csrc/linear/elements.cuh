@@ -1,8 +1,10 @@
-// Elements of x and of results, and programmatic dependent launch, for all kernels of linear layers.
+// Elements of x and of results, for all kernels of linear layers and others of 16-bit elements.
 //
 // Constants: HALF, 1 for float16, 0 for bfloat16.
 
 #pragma once
+
+#include "overlap.cuh"
 
 #if HALF
 #define ELEMENT "f16"
@@ -35,18 +37,6 @@ __device__ __forceinline__ float rounded(float value) { return to_float(to_bits(
 __device__ __forceinline__ float swiglu(float gate, float up) {
     gate = rounded(gate);
     return rounded(gate / (1.0f + __expf(-gate))) * rounded(up);
-}
-
-__device__ __forceinline__ void start_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 }  // namespace

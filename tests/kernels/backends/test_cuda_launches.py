@@ -229,9 +229,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], message: str) -> None:
     address = torch.zeros(1).data_ptr()
     args = (address, 128, address, address, 1, address, TOP_K, address)
-    cuda_sources.check_launch("select_top.cu", "select_top", args)
+    cuda_sources.check_launch("mla/select_top.cu", "select_top", args)
     with pytest.raises(AssertionError, match=message):
-        cuda_sources.check_launch("select_top.cu", "select_top", spoil(args))
+        cuda_sources.check_launch("mla/select_top.cu", "select_top", spoil(args))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -248,13 +248,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
-    kernels = {"all_reduce", "copy_misses", "dense_mla", "keep_top_p", "select_top", "sparse_mla"}
-    kernels |= {"packed_mla", "swap_in", "write_back"}
-    sources = {name: f"{name}.cu" for name in kernels} | {"gather_shares": "all_reduce.cu"}
-    linears = ("float_at_once", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear")
-    sources |= {name: f"linear/{name}.cu" for name in linears}
-    sources |= {name: f"attention/{name}.cu" for name in ("prefill_attention", "rope_decode")}
-    sources |= {name: f"moe/{name}.cu" for name in ("expert_tiles", "select_route")}
+    folders = {
+        "attention": ("prefill_attention", "rope_decode"),
+        "collectives": ("all_reduce",),
+        "hisparse": ("copy_misses", "swap_in", "write_back"),
+        "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "int4_linear", "plain_linear"),
+        "mla": ("dense_mla", "packed_mla", "select_top", "sparse_mla"),
+        "moe": ("expert_tiles", "select_route"),
+        "sampling": ("keep_top_p",),
+    }
+    sources = {name: f"{folder}/{name}.cu" for folder, names in folders.items() for name in names}
+    sources |= {"gather_shares": "collectives/all_reduce.cu"}
     sources |= dict.fromkeys(("expert_gates", "expert_sums"), "linear/token_experts.cu")
     assert {str(path.relative_to(SOURCE_FOLDER)) for path in SOURCE_FOLDER.rglob("*.cu")} == set(sources.values())
     for name, source in sources.items():

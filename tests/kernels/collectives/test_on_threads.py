@@ -1,4 +1,4 @@
-"""csrc/all_reduce.cu itself, compiled for the CPU: its ranks, blocks and threads are threads of one process.
+"""csrc/collectives/all_reduce.cu itself, compiled for the CPU: its ranks, blocks and threads are threads of a process.
 
 PTX is replaced by what it does; everything else is the kernel. This finds ranks that read too early or overwrite too
 early, which a test of one rank at a time cannot.
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 def command(**constants: object) -> list[str]:
     defined = [f"-D{name}={value}" for name, value in (SIZES | constants).items()]
-    return [str(COMPILER), "-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", *defined]
+    return [str(COMPILER), "-std=c++20", "-O1", "-pthread", f"-I{SOURCES}", f"-I{SOURCE_FOLDER}", *defined]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def compiled_main(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], P
 
 def compile_ranks(folder: Path, main: Path, ranks: int, **changes: str) -> Path:
     """A program of main.o and a kernel of each kind for each rank; `changes` are made to the kernels' source."""
-    code = (SOURCE_FOLDER / "all_reduce.cu").read_text(encoding="utf-8")
+    code = (SOURCE_FOLDER / "collectives" / "all_reduce.cu").read_text(encoding="utf-8")
     for old, new in (*PTX.items(), *changes.items()):
         assert old in code, old
         code = code.replace(old, new)

@@ -250,7 +250,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_cuda_kernel_takes_numbers_of_any_size(k: int, page_size: int, latent: float, query: float) -> None:
     """Latents and queries whose products would not fit a float16 if they were not scaled; NaN in all other rows.
 
-    The smallest of the largest latents of a group is 2e-4: csrc/packed_mla.cu says from where on weights are precise.
+    The smallest of the largest latents of a group is 2e-4: csrc/mla/packed_mla.cu says from where weights are precise.
     """
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(k)
     rows = torch.stack([torch.randperm(256, generator=generator)[:k] for _ in range(3)]).int()

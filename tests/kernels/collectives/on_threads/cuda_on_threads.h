@@ -3,6 +3,7 @@
 #pragma once
 
 #define __device__
+#define __forceinline__ inline
 #define __global__
 #define __launch_bounds__(threads)
 

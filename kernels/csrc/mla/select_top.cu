@@ -9,6 +9,8 @@
 //
 // Constants: THREADS; CLUSTER; PAGE, tokens of a page, or 0 for positions.
 
+#include "overlap.cuh"
+
 namespace {
 
 constexpr int kThreads = THREADS;
@@ -128,10 +130,8 @@ select_top(const float* scores, long long stride, const int* visible, const int*
     for (int bin = thread; bin < kBins; bin += kThreads) {
         for (int digit = 0; digit < kDigits; ++digit) shared.histograms[digit][bin] = 0;
     }
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    start_next();
+    wait_for_previous();
     const long long row = blockIdx.x / kBlocks;
     const int n = visible[row];
     out += row * k;

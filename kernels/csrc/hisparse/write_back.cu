@@ -1,7 +1,7 @@
 // Write-back of new rows; see kernels/hisparse/write_back.py. One warp per row, rows of all layers in one launch.
 // Constants: ROW_BYTES, PAGE_SIZE, THREADS.
 
-#include "copy_row.cuh"
+#include "hisparse/copy_row.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_back(const char* hot, long long hot_page_stride, long long hot_layer_stride, long long hot_token_stride,

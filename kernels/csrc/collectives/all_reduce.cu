@@ -12,6 +12,8 @@
 // Constants: RANKS, RANK, MAX_BLOCKS, HALF_BYTES, THREADS; all_reduce: ELEMENT (0 bfloat16, 1 float16, 2 float32) and
 // TWO_SHOT; gather_shares: UNIT_BYTES.
 
+#include "overlap.cuh"
+
 namespace {
 
 typedef unsigned long long Flag;
@@ -19,14 +21,6 @@ typedef unsigned long long Flag;
 constexpr long long kFlagBytes = MAX_BLOCKS * RANKS * sizeof(Flag);
 static_assert(kFlagBytes % 16 == 0 && HALF_BYTES % 16 == 0, "vectors of 16 bytes are aligned");
 static_assert(RANKS <= THREADS && MAX_BLOCKS <= THREADS, "a thread per flag and per counter");
-
-// The next kernel may start, and what the previous one has written is there.
-__device__ void overlap_others() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // What a rank keeps for itself.
 struct State {
@@ -184,7 +178,8 @@ struct Sum {
 // tensors, writes the result over its own part of that share, and reads the other shares' results.
 extern "C" __global__ void __launch_bounds__(THREADS)
 all_reduce(char* tensor, long long bytes, char* const* memory, char* state_memory, char* report_memory) {
-    overlap_others();
+    start_next();
+    wait_for_previous();
     State* state = reinterpret_cast<State*>(state_memory);
     Flag* report = reinterpret_cast<Flag*>(report_memory);
     const Flag call = state->calls[blockIdx.x] + 1;
@@ -269,7 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 gather_shares(const char* share, long long rows, long long row_units, char* out, long long out_row_units,
               long long first_rank, long long end_rank, char* const* memory, char* state_memory,
               char* report_memory) {
-    overlap_others();
+    start_next();
+    wait_for_previous();
     State* state = reinterpret_cast<State*>(state_memory);
     const Flag call = state->calls[blockIdx.x] + 1;
     const long long units = rows * row_units;

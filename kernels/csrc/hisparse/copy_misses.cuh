@@ -1,7 +1,7 @@
 // The copying half of swap-in: warps of many blocks copy the misses of all batch rows in turn. Constants: ROW_BYTES,
 // PAGE_SIZE, TOP_K.
 
-#include "copy_row.cuh"
+#include "hisparse/copy_row.cuh"
 
 // One layer of both pools.
 struct Pools {

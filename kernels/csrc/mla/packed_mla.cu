@@ -345,8 +345,8 @@ packed_mla(const char* query, long long token_bytes, long long head_bytes, const
         shared.last_row = 0;
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    start_next();
+    wait_for_previous();
 
     const long long share = blockIdx.x % shares, token = blockIdx.x / shares;
     const Pages all_pages = {pages, page_bytes, slot_bytes};

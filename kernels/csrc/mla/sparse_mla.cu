@@ -5,7 +5,7 @@
 //
 // Constants: SHARES (a power of two), PAGE_SIZE, HALF (see hopper.cuh).
 
-#include "latent_attention.cuh"
+#include "mla/latent_attention.cuh"
 
 namespace {
 
@@ -153,8 +153,8 @@ sparse_mla(const char* query, long long token_bytes, long long head_bytes, const
         shared.last_row = 0;
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    start_next();
+    wait_for_previous();
 
     const int share = blockIdx.x % kShares, tiles = static_cast<int>(heads) / kHeads;
     const int tile = blockIdx.x / kShares % tiles;

@@ -1,6 +1,6 @@
 // Fetch the rows of a plan for one more layer; see kernels/hisparse/swap_in.py. Constants: ROW_BYTES, PAGE_SIZE, TOP_K, THREADS.
 
-#include "copy_misses.cuh"
+#include "hisparse/copy_misses.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 copy_misses(const int* miss_sources, const int* miss_rows, const int* miss_counts, int* counters, long long batch,

@@ -6,7 +6,7 @@
 //
 // Constants: HEADS, TILE_TOKENS, PAGE_SIZE, HALF (see hopper.cuh).
 
-#include "latent_attention.cuh"
+#include "mla/latent_attention.cuh"
 
 namespace {
 
@@ -80,8 +80,8 @@ dense_mla(const char* query, const char* pages, long long page_bytes, long long 
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     if (threadIdx.x == 0) init_barriers(shared);
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    start_next();
+    wait_for_previous();
 
     const Piece piece(pieces + blockIdx.x / kRowBlocks, pieces_stride);
     const int first_row = blockIdx.x % kRowBlocks * kHeads;

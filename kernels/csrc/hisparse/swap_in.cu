@@ -11,7 +11,8 @@
 //
 // Constants: TOP_K, HOT_ROWS, PAGE_SIZE, ROW_BYTES, THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
 
-#include "copy_misses.cuh"
+#include "hisparse/copy_misses.cuh"
+#include "overlap.cuh"
 
 constexpr int SLOTS = HOT_ROWS + 1;
 constexpr int WARPS = THREADS / 32;
@@ -103,9 +104,7 @@ swap_in(const int* top_k, long long top_k_stride, const int* requests, const int
         int* miss_sources, int* miss_rows, int* __restrict__ miss_counts, int* signals, long long batch,
         const char* host, long long host_page_stride, long long host_token_stride, char* hot,
         long long hot_page_stride, long long hot_token_stride, long long fetch_early) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    wait_for_previous();
     extern __shared__ __align__(16) char dynamic[];
     const Pools pools{host, host_page_stride, host_token_stride, hot, hot_page_stride, hot_token_stride};
     if (blockIdx.x >= batch) {

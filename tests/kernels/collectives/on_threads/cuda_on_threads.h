@@ -1,4 +1,4 @@
-// The part of CUDA that csrc/all_reduce.cu uses, on threads of a CPU. main.cc has the functions that need large headers,
+// The part of CUDA that csrc/collectives/all_reduce.cu uses, on threads of a CPU. main.cc has the functions that need large headers,
 // which take most of the time to compile.
 #pragma once
 

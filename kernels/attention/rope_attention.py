@@ -41,9 +41,7 @@ def rope_attention(
     places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`. What a call
     writes for one sequence, no other may read in the same call.
     """
-    tokens, heads = check_rope(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm)
-    group = heads // key_pages.shape[1]
-    if not isinstance(plan, WorkPlan) or not plan.few_keys or tokens > most_sequences(group, key_pages, qkv.dtype):
+    if not isinstance(plan, WorkPlan) or not _in_one_kernel(qkv, key_pages, plan):
         query = rope_kv_write(
             qkv,
             cos,
@@ -59,6 +57,7 @@ def rope_attention(
             impl=impl,
         )
         return paged_attention(query, key_pages, value_pages, plan, scale=scale, sinks=sinks, last_only=last_only)
+    tokens, heads = check_rope(qkv, cos, signed_sin, key_pages, value_pages, page_ids, offsets, q_norm, k_norm)
     check_strides(cos, signed_sin, key_pages, value_pages)
     out = qkv.new_empty(tokens, heads, key_pages.shape[3])
     check_attention(out, key_pages, value_pages, plan, sinks)
@@ -77,3 +76,11 @@ def rope_attention(
         sinks=sinks,
     )
     return out
+
+
+def _in_one_kernel(qkv: torch.Tensor, key_pages: torch.Tensor, plan: WorkPlan) -> bool:
+    if not plan.few_keys:
+        return False
+    _, kv_heads, _, head_dim = key_pages.shape
+    group = qkv.shape[1] // head_dim // kv_heads - 2
+    return len(qkv) <= most_sequences(group, key_pages, qkv.dtype)

@@ -1,18 +1,21 @@
 """rope_attention against float64, on queries and keys that are rotated in torch; nothing else in the pool changes."""
 
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
-from pdserve.kernels.attention.attention_plan import FEW_KEYS, WorkPlan
+from pdserve.kernels.attention import rope_decode_cuda
+from pdserve.kernels.attention.attention_plan import FEW_KEYS, WorkPlan, make_work_plan
 from pdserve.kernels.attention.paged_attention import plan_attention
 from pdserve.kernels.attention.rope_attention import rope_attention
 from pdserve.kernels.attention.rope_decode_cuda import launch_rope_decode, most_sequences
 from pdserve.kernels.attention.rope_kv_write import rope_kv_write
 from pdserve.kernels.backends.dispatch import Impl
+from tests.kernels.attention.fibers import COMPILER, FiberKernels
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -27,6 +30,7 @@ where = each_of(
     ("auto", "cuda", torch.float16),
 )
 LAUNCHER = "pdserve.kernels.attention.rope_attention.launch_rope_decode"
+BF16_ON_CPU: Where = ("auto", torch.device("cpu"), torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 EPS = 1e-3
 STEPS = {FP8: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -68,6 +72,7 @@ def check(
     pages_dtype: torch.dtype | None = None,
     window: int | None = None,
     with_sinks: bool = False,
+    on_fibers: bool = False,
 ) -> None:
     """A step of sequences of these lengths on scattered pages, which hold NaN where nothing may be read."""
     heads, kv_heads, dim, page_size = geometry
@@ -113,7 +118,18 @@ def check(
         window=window,
         impl=impl,
     )
-    assert isinstance(plan, WorkPlan) == (impl == "triton" or device.type == "cuda")
+    if on_fibers:
+        plan = make_work_plan(
+            query_lens,
+            kv_lens,
+            tables,
+            page_size=page_size,
+            num_kv_heads=kv_heads,
+            num_heads=heads,
+            device=device,
+            window=window,
+        )
+    assert isinstance(plan, WorkPlan) == (impl == "triton" or device.type == "cuda" or on_fibers)
     q_norm, k_norm = norms
     norm_options: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS}
     expected_pool = pool.clone()
@@ -141,11 +157,12 @@ def check(
             impl=impl,
         )
     in_one_kernel = impl == "auto" and device.type == "cuda" and dim in (64, 128) and pages_dtype is None
-    assert launch.called == (in_one_kernel and max(query_lens) == 1 and max(kv_lens) <= FEW_KEYS)
-    step = STEPS[dtype]
+    in_one_kernel = in_one_kernel and max(query_lens) == 1 and max(kv_lens) <= FEW_KEYS
+    assert launch.called == (in_one_kernel or on_fibers)
+    rounding = STEPS[dtype] / 2
     if pages_dtype == FP8:
-        step = STEPS[FP8]  # a key that is nearly between two values of fp8 may become either
-    allowed = step * torch.stack(expected).abs() + 4 * step * torch.stack(bound)
+        rounding = STEPS[FP8]  # a key that is nearly between two values of fp8 may become either
+    allowed = rounding * torch.stack(expected).abs() + 4 * rounding * torch.stack(bound)
     assert ((out.double() - torch.stack(expected)).abs() <= allowed + 1e-6).all()
     written, reference = (each[slots[0], 1, :, :, slots[1]].float() for each in (pool, expected_pool))
     step = STEPS[pool.dtype]
@@ -214,6 +231,32 @@ def test_norms_in_float32_and_fp8_pages(geometry: Geometry, where: Where) -> Non
 def test_prompts(where: Where) -> None:
     """With several queries of a sequence, in two kernels."""
     check([9, 50, 20], SMALL, where, query_lens=[9, 1, 4], norm_dtype=where[2])
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestOnFibers:
+    """The CUDA kernel on a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def kernels(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path).load)
+        monkeypatch.setattr("pdserve.kernels.attention.rope_attention.most_sequences", lambda *_: 8)
+
+    def test_decode_steps(self) -> None:
+        check([1, 18, 130], WIDE, BF16_ON_CPU, norm_dtype=torch.bfloat16, on_fibers=True)
+
+    def test_window_and_sinks(self) -> None:
+        norm, geometry = torch.float32, Geometry(6, 2, 64, 5)
+        check([1, 21, 300], geometry, BF16_ON_CPU, norm_dtype=norm, window=140, with_sinks=True, on_fibers=True)
+
+    def test_odd_groups_and_pages(self) -> None:
+        check([3, 150], Geometry(5, 1, 128, 48), BF16_ON_CPU, on_fibers=True)
+
+    def test_a_lost_key_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        changes = {"end = min(begin + share, newest);": "end = min(begin + share, newest - 1);"}
+        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path, changes).load)
+        with pytest.raises(AssertionError):
+            check([700], Geometry(2, 1, 64, 16), BF16_ON_CPU, on_fibers=True)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,170 @@
+// The part of CUDA that csrc/attention/rope_decode.cu uses, on a CPU: the threads of a cluster are fibers, which take
+// turns at barriers and at operations of warps. cp.async copies at once.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __align__(bytes) alignas(bytes)
+#define __cluster_dims__(...)
+#define __launch_bounds__(...)
+#define __shared__
+
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+constexpr int kClusterBlocks = 8, kBlockThreads = 256, kStackBytes = 64 << 10;
+
+struct Barrier {
+    int arrived = 0, phase = 0;
+};
+
+struct Warp {
+    Barrier barrier;
+    char operands[2][32][64];  // of lanes, in two phases
+};
+
+struct Block {
+    Barrier barrier;
+    Warp warps[kBlockThreads / 32];
+    std::vector<char> memory;
+    int index;
+
+    char* shared() {
+        return reinterpret_cast<char*>((reinterpret_cast<unsigned long long>(memory.data()) + 127) & ~127ull);
+    }
+};
+
+struct Cluster {
+    Barrier barrier;
+    Block blocks[kClusterBlocks];
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    Block* block;
+    int thread, cluster_phase;
+    bool done;
+};
+
+struct Index {
+    int x;
+};
+
+inline Cluster* cluster;
+inline Fiber* current;
+inline ucontext_t scheduler;
+
+#define threadIdx (Index{current->thread})
+#define blockIdx (Index{current->block->index})
+
+inline void take_turns() { swapcontext(&current->context, &scheduler); }
+
+inline void wait_at(Barrier& barrier, int count) {
+    const int phase = barrier.phase;
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0;
+        ++barrier.phase;
+    }
+    while (barrier.phase == phase) take_turns();
+}
+
+inline void __syncthreads() { wait_at(current->block->barrier, kBlockThreads); }
+
+inline void arrive_at_cluster() {
+    Barrier& barrier = cluster->barrier;
+    current->cluster_phase = barrier.phase;
+    if (++barrier.arrived == kClusterBlocks * kBlockThreads) {
+        barrier.arrived = 0;
+        ++barrier.phase;
+    }
+}
+
+inline void wait_for_cluster() {
+    while (cluster->barrier.phase == current->cluster_phase) take_turns();
+}
+
+// The operands of all lanes of this warp.
+template <typename T>
+std::vector<T> operands_of_warp(const T& own) {
+    Warp& warp = current->block->warps[current->thread / 32];
+    auto& operands = warp.operands[warp.barrier.phase % 2];
+    std::memcpy(operands[current->thread % 32], &own, sizeof own);
+    wait_at(warp.barrier, 32);
+    std::vector<T> all(32);
+    for (int lane = 0; lane < 32; ++lane) std::memcpy(&all[lane], operands[lane], sizeof own);
+    return all;
+}
+
+inline void __syncwarp() { operands_of_warp(0); }
+
+template <typename T>
+T __shfl_sync(unsigned, T own, int lane) {
+    return operands_of_warp(own)[lane];
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T own, int distance) {
+    return operands_of_warp(own)[current->thread % 32 ^ distance];
+}
+
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+
+inline float __int_as_float(int bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+// Run a kernel with so many bytes of shared memory, one cluster after the other.
+inline void run_clusters(int clusters, int shared_bytes, const std::function<void()>& kernel) {
+    static std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
+    static const std::function<void()>* body;
+    body = &kernel;
+    for (int number = 0; number < clusters; ++number) {
+        Cluster own;
+        cluster = &own;
+        for (int rank = 0; rank < kClusterBlocks; ++rank) {
+            own.blocks[rank].memory.assign(shared_bytes + 127, static_cast<char>(0xff));
+            own.blocks[rank].index = number * kClusterBlocks + rank;
+        }
+        for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
+            Fiber& fiber = fibers[i];
+            fiber.stack.resize(kStackBytes);
+            fiber.block = &own.blocks[i / kBlockThreads];
+            fiber.thread = i % kBlockThreads;
+            fiber.done = false;
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.data();
+            fiber.context.uc_stack.ss_size = fiber.stack.size();
+            fiber.context.uc_link = &scheduler;
+            makecontext(&fiber.context, [] { (*body)(); current->done = true; }, 0);
+        }
+        for (bool running = true; running;) {
+            running = false;
+            for (Fiber& fiber : fibers) {
+                if (fiber.done) continue;
+                running = true;
+                current = &fiber;
+                swapcontext(&scheduler, &fiber.context);
+            }
+        }
+    }
+}

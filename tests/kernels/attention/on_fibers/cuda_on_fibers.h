@@ -135,7 +135,7 @@ inline float __int_as_float(int bits) {
 
 // Run a kernel with so many bytes of shared memory, one cluster after the other.
 inline void run_clusters(int clusters, int shared_bytes, const std::function<void()>& kernel) {
-    static std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
+    std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
     static const std::function<void()>* body;
     body = &kernel;
     for (int number = 0; number < clusters; ++number) {

@@ -3,21 +3,22 @@
 import torch
 
 from ..backends.nvrtc import float_bits, load_kernel, log2_scale_bits
-from ..backends.occupancy import has_clusters, multiprocessors
+from ..backends.occupancy import is_hopper_or_later, multiprocessors
 from .attention_plan import WorkPlan
 
 _CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
 """Of the kernel: blocks of a cluster; warps of a block; keys of a warp at a time; most heads of a group."""
 _PAD = 8
+"""Elements after a row in shared memory."""
 
 
 def most_sequences(group: int, key_pages: torch.Tensor, dtype: torch.dtype) -> int:
     """The sequences over such pages that the kernel attends at a time, with `group` query heads of `dtype` per KV head;
-    0 if it cannot. They have at most half of the GPU: with all of it, other kernels were as fast (H200, 2 sequences of
-    Qwen3-8B and 4 of Qwen3-30B-A3B).
+    0 if it cannot. They have at most half of the GPU: with all of it, the other kernels were as fast or faster (H200, 2
+    sequences of Qwen3-8B and 4 of Qwen3-30B-A3B).
     """
     device, (_, kv_heads, _, head_dim) = key_pages.device, key_pages.shape
-    if not has_clusters(device) or dtype.itemsize != 2 or key_pages.dtype != dtype:
+    if not is_hopper_or_later(device) or dtype.itemsize != 2 or key_pages.dtype != dtype:
         return 0
     aligned = key_pages.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in key_pages.stride()[:3])
     if not aligned or head_dim not in (64, 128) or group > _HEADS:

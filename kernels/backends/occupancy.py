@@ -26,8 +26,8 @@ def shared_memory(device: torch.device) -> int:
 
 
 @functools.cache
-def has_clusters(device: torch.device) -> bool:
-    """Whether blocks can read and write the shared memory of others: compute capability 9.0 and later."""
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether kernels can start before the previous one ends, and blocks can form clusters."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -6,12 +6,13 @@ next kernel start once every program of this one has called it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
-import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from .occupancy import is_hopper_or_later
 
 
 @triton.jit
@@ -39,9 +40,4 @@ def prefetch(pointers):
 
 def overlap_options(device: torch.device) -> dict[str, Any]:
     """Launch arguments: the kernel's OVERLAP, and the launch attribute that goes with it."""
-    return {"OVERLAP": True, "launch_pdl": True} if _overlaps(device) else {"OVERLAP": False}
-
-
-@functools.cache
-def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAP": True, "launch_pdl": True} if is_hopper_or_later(device) else {"OVERLAP": False}

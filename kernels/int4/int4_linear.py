@@ -32,8 +32,8 @@ with it for 96 rows, expanded 261; for 112 rows 297 and 268 (H200).
 SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
 OUTPUT_STEP = 128
-"""Outputs that are computed at a time are multiples of this. For 2,730 of them cuBLAS took three times as long as for
-2,048 (H200): their rows were not aligned.
+"""Outputs that are computed at a time are multiples of this. In ranges of 2,730 and 1,366, whose rows are not aligned,
+`down` of Qwen3-8B took 3.4 ms for 8,192 rows; cuBLAS multiplies them with the whole matrix in 1.15 (H200).
 """
 
 

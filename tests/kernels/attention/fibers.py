@@ -8,7 +8,6 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -80,7 +79,7 @@ class FiberKernels:
 class FiberKernel:
     """A compiled kernel, with the interface of `CudaKernel`."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def launch(

@@ -21,7 +21,7 @@ __device__ __forceinline__ void store_tile(
     Bits* out, const float (&all_sums)[WARPS][kSums][32], const Shape& shape, const Bits* bias, int number
 ) {
     const long long first = first_output(shape, number);
-    const long long first_row = static_cast<long long>(number % shape.row_tiles) * kRows;
+    const long long first_row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows;
     const int lane = threadIdx.x % 32;
     for (int sum = threadIdx.x / 32; sum < kSums; sum += WARPS) {
         const int part = sum % 4, row_tile = sum / 4 % ROW_TILES, tile = sum / 4 / ROW_TILES;
@@ -54,61 +54,54 @@ __device__ __forceinline__ void multiply_tiles(
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     char* ring = rings + warp * kRingBytes;
 
-    // What is copied next: a tile, a step, and a stage of the ring.
-    int ahead_tile = blockIdx.x, ahead_step = warp, ahead_stage = 0;
-    const auto advance = [&](int& tile, int& step, int& stage) {
-        step += WARPS;
-        if (step - warp >= weights.steps) {  // all warps have as many turns; some have no step in the last one
-            step = warp;
-            tile += gridDim.x;
-        }
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    const unsigned ring_address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
+
+    // What is copied next: a step of a tile, to a place in the ring.
+    int ahead_tile = blockIdx.x, ahead_step = warp, ahead_place = 0;
+    auto source = weights.source(shape, ahead_tile, lane);
+    const auto copy_next = [&] {
+        if (ahead_tile < tiles && ahead_step < weights.steps)
+            weights.copy(ring_address + ahead_place, source, ahead_step, lane);
+        commit();
+        ahead_place = ahead_place + Weights::kStageBytes == kRingBytes ? 0 : ahead_place + Weights::kStageBytes;
+        ahead_step += WARPS;
+        if (ahead_step - warp < weights.steps) return;  // all warps have as many turns; the last one may have no step
+        ahead_step = warp;
+        ahead_tile += gridDim.x;
+        if (ahead_tile < tiles) source = weights.source(shape, ahead_tile, lane);
     };
 #pragma unroll 1
-    for (int count = 0; count < STAGES - 1; ++count) {
-        if (ahead_tile < tiles && ahead_step < weights.steps)
-            weights.copy(ring + ahead_stage * Weights::kStageBytes, shape, ahead_tile, ahead_step, lane);
-        commit();
-        advance(ahead_tile, ahead_step, ahead_stage);
-    }
+    for (int count = 0; count < STAGES - 1; ++count) copy_next();
     wait_for_previous();
-    // The x of the next step is loaded ahead, as far as there are registers for it.
-    constexpr bool kAhead = ROW_TILES == 1;
-    int tile = blockIdx.x, step = warp, stage = 0;
-    typename Weights::X x, next;
-    if (kAhead && tile < tiles && step < weights.steps) weights.load(next, shape, tile, step, lane);
-    Sums sums = {};
-    int buffer = 0;
+    // x is loaded while weights are awaited, as far as there are registers for it.
+    constexpr bool kEarly = ROW_TILES == 1;
+    int place = 0, buffer = 0;
 #pragma unroll 1
-    while (tile < tiles) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        __syncwarp();  // scales are copied by other lanes, and all have read the stage that is filled next
-        if (ahead_tile < tiles && ahead_step < weights.steps)
-            weights.copy(ring + ahead_stage * Weights::kStageBytes, shape, ahead_tile, ahead_step, lane);
-        commit();
-        advance(ahead_tile, ahead_step, ahead_stage);
-        const int current = tile, current_step = step, current_stage = stage;
-        advance(tile, step, stage);
-        if (kAhead) {
-            x = next;
-            if (tile < tiles && step < weights.steps) weights.load(next, shape, tile, step, lane);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const auto inputs = weights.inputs(shape, tile, lane);
+        Sums sums = {};
+#pragma unroll 1
+        for (int step = warp; step - warp < weights.steps; step += WARPS) {
+            typename Weights::X x;
+            if (kEarly && step < weights.steps) weights.load(x, inputs, step, lane);
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+            __syncwarp();  // scales are copied by other lanes, and all have read the stage that is filled next
+            copy_next();
+            if (step < weights.steps) {
+                if (!kEarly) weights.load(x, inputs, step, lane);
+                weights.add(sums, ring + place, x, lane);
+            }
+            place = place + Weights::kStageBytes == kRingBytes ? 0 : place + Weights::kStageBytes;
         }
-        if (current_step < weights.steps) {
-            if (!kAhead) weights.load(x, shape, current, current_step, lane);
-            weights.add(sums, ring + current_stage * Weights::kStageBytes, x, lane);
-        }
-        if (tile == current) continue;
 #pragma unroll
         for (int output = 0; output < OUTPUT_TILES; ++output)
 #pragma unroll
             for (int row = 0; row < ROW_TILES; ++row)
 #pragma unroll
-                for (int part = 0; part < 4; ++part) {
+                for (int part = 0; part < 4; ++part)
                     all_sums[buffer][warp][(output * ROW_TILES + row) * 4 + part][lane] = sums[output][row][part];
-                    sums[output][row][part] = 0.0f;
-                }
         __syncthreads();
-        store(current, all_sums[buffer]);
+        store(tile, all_sums[buffer]);
         buffer ^= 1;  // the other one has been read: before the __syncthreads above
     }
 }
@@ -116,7 +109,7 @@ __device__ __forceinline__ void multiply_tiles(
 template <class Weights>
 __device__ __forceinline__ void few_rows(const Weights& weights, const Shape& shape, const Bits* bias, Bits* out) {
     start_next();
-    const int tiles = static_cast<int>((shape.out_size + kOutputs - 1) / kOutputs) * shape.row_tiles;
+    const int tiles = static_cast<int>((shape.out_size + kOutputs - 1) / kOutputs) * shape.row_tiles.value;
     multiply_tiles(weights, shape, tiles, [&](int number, const float (&sums)[WARPS][kSums][32]) {
         store_tile(out, sums, shape, bias, number);
     });

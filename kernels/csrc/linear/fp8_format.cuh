@@ -34,39 +34,63 @@ struct BlockScaled {
     const unsigned char* values;
     const float* scales;
     long long row_group, scale_stride, scale_step;  // `scale_step` is 0 if a row has one scale
+    unsigned matrix_bytes, matrix_scales;           // of an expert
     int steps;
 
-    // Each thread copies the weights that it multiplies.
-    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int block, int lane) const {
+    struct Source {
+        WeightRows rows;
+        const float* scales[OUTPUT_TILES];  // lanes below 16 copy them
+
+        __device__ __forceinline__ void to_expert(const BlockScaled& weights, int expert) {
+            rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+                scales[tile] += static_cast<unsigned long long>(expert) * weights.matrix_scales;
+        }
+    };
+
+    __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
+        Source found = {{values, shape, number, lane, shape.in_size, lane % 4 * 16}};
         const long long first = first_output(shape, number);
+        const int half = lane / 8 % 2;
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+            const long long row = weight_row(shape, output_of(first, tile, half, lane % 8), half);
+            found.scales[tile] = kept(scales + row / row_group * scale_stride);
+        }
+        return found;
+    }
+
+    // Each thread copies the weights that it multiplies.
+    __device__ __forceinline__ void copy(unsigned stage, const Source& source, int block, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
-                const unsigned char* bytes =
-                    values + row * shape.in_size + static_cast<long long>(block) * kBlock + lane % 4 * 16;
+                const char* bytes = source.rows.starts[tile][half] + block * kBlock;
 #pragma unroll
                 for (int word = 0; word < kWords; word += 4)
                     copy_async<16>(
-                        stage + (((tile * 2 + half) * kWords + word) * 32 + lane * 4) * 4, bytes + word * 16
+                        stage + lane * 16 + ((tile * 2 + half) * kWords + word) * 32 * 4, bytes + word * 16
                     );
             }
-            if (lane < 16) {
-                const int half = lane / 8;
-                const long long row = weight_row(shape, output_of(first, tile, half, lane % 8), half);
+            if (lane < 16)
                 copy_async<4>(
-                    stage + kWeightBytes + (tile * 16 + lane) * 4,
-                    scales + row / row_group * scale_stride + block * scale_step
+                    stage + lane * 4 + kWeightBytes + tile * 16 * 4,
+                    source.scales[tile] + block * static_cast<int>(scale_step)
                 );
-            }
         }
     }
 
+    typedef XRows Inputs;
     typedef Columns<kBlock, 16> X;
 
-    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int block, int lane) const {
-        x.load(shape, number, static_cast<long long>(block) * kBlock, lane);
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
+        return {shape, number, lane};
+    }
+
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int block, int lane) const {
+        x.load(inputs, block * kBlock, lane);
     }
 
     __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& columns, int lane) const {

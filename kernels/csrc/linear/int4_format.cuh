@@ -29,43 +29,72 @@ struct GroupScaled {
     const unsigned char* packed;
     const Bits *scales, *zeros;
     long long row_bytes, group_stride;
+    unsigned matrix_bytes, matrix_scales;  // of an expert
     int steps;
 
-    // Each thread copies the weights that it multiplies.
-    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int pair, int lane) const {
+    struct Source {
+        WeightRows rows;
+        const Bits* scales[OUTPUT_TILES];  // or zeros; lanes below 8 copy them
+
+        __device__ __forceinline__ void to_expert(const GroupScaled& weights, int expert) {
+            rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+                scales[tile] += static_cast<unsigned long long>(expert) * weights.matrix_scales;
+        }
+    };
+
+    // Lane (zeros * 2 + group) * 2 + half copies 8 adjacent scales or zeros.
+    __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
+        Source found = {{packed, shape, number, lane, row_bytes, lane % 4 * 4 * kLoad}};
         const long long first = first_output(shape, number);
+        const int half = lane % 2, group = lane / 2 % 2;
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+            const long long row = weight_row(shape, output_of(first, tile, half, 0), half);
+            found.scales[tile] = kept((lane < 4 ? scales : zeros) + group * group_stride + row);
+        }
+        return found;
+    }
+
+    // Each thread copies the weights that it multiplies.
+    __device__ __forceinline__ void copy(unsigned stage, const Source& source, int pair, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
-                const unsigned char* bytes =
-                    packed + row * row_bytes + static_cast<long long>(pair) * GROUP + lane % 4 * 4 * kLoad;
+                const char* bytes = source.rows.starts[tile][half] + pair * GROUP;
 #pragma unroll
                 for (int word = 0; word < kWords; word += kLoad)
                     copy_async<4 * kLoad>(
-                        stage + (((tile * 2 + half) * kWords + word) * 32 + lane * kLoad) * 4, bytes + word * 16
+                        stage + lane * 4 * kLoad + ((tile * 2 + half) * kWords + word) * 32 * 4, bytes + word * 16
                     );
             }
-            if (lane < 8) {  // 8 adjacent scales or zeros: lane = (zeros * 2 + group) * 2 + half
-                const int half = lane % 2, group = lane / 2 % 2;
-                const long long row = weight_row(shape, output_of(first, tile, half, 0), half);
-                const long long place = (2 * pair + group) * group_stride + row;
-                copy_async<16>(stage + kWeightBytes + (tile * 8 + lane) * 16, (lane < 4 ? scales : zeros) + place);
-            }
+            if (lane < 8)
+                copy_async<16>(
+                    stage + lane * 16 + kWeightBytes + tile * 8 * 16, source.scales[tile] + 2 * pair * group_stride
+                );
         }
     }
+
+    struct Inputs : XRows {
+        int columns;
+    };
 
     struct X {
         Columns<GROUP, 4 * kLoad> groups[2];
     };
 
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
+        return {{shape, number, lane}, static_cast<int>(shape.in_size)};
+    }
+
     // A group that does not exist has no x; its scales are 0.
-    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int pair, int lane) const {
-        const long long first = 2 * static_cast<long long>(pair) * GROUP;
-        x.groups[0].load(shape, number, first, lane);
-        if (first + GROUP < shape.in_size)
-            x.groups[1].load(shape, number, first + GROUP, lane);
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int pair, int lane) const {
+        const int first = 2 * pair * GROUP;
+        x.groups[0].load(inputs, first, lane);
+        if (first + GROUP < inputs.columns)
+            x.groups[1].load(inputs, first + GROUP, lane);
         else
             x.groups[1] = {};
     }

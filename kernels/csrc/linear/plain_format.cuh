@@ -13,28 +13,45 @@ struct Plain {
     static constexpr int kStageBytes = OUTPUT_TILES * 16 * kColumns * 2;
 
     const Bits* values;
+    unsigned matrix_bytes;  // of an expert
     int steps;
 
+    struct Source {
+        WeightRows rows;
+
+        __device__ __forceinline__ void to_expert(const Plain& weights, int expert) {
+            rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
+        }
+    };
+
+    __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
+        return {{values, shape, number, lane, shape.in_size * 2, lane % 4 * kRun * 2}};
+    }
+
     // Each thread copies the weights that it multiplies.
-    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int step, int lane) const {
-        const long long first = first_output(shape, number);
+    __device__ __forceinline__ void copy(unsigned stage, const Source& source, int step, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
-                const Bits* own =
-                    values + row * shape.in_size + static_cast<long long>(step) * kColumns + lane % 4 * kRun;
+                const char* own = source.rows.starts[tile][half] + step * (kColumns * 2);
 #pragma unroll
                 for (int run = 0; run < kRuns; ++run)
-                    copy_async<16>(stage + (((tile * 2 + half) * kRuns + run) * 32 + lane) * 16, own + run * 4 * kRun);
+                    copy_async<16>(
+                        stage + lane * 16 + ((tile * 2 + half) * kRuns + run) * 32 * 16, own + run * 4 * kRun * 2
+                    );
             }
     }
 
+    typedef XRows Inputs;
     typedef Columns<kColumns, kRun> X;
 
-    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int step, int lane) const {
-        x.load(shape, number, static_cast<long long>(step) * kColumns, lane);
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
+        return {shape, number, lane};
+    }
+
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int step, int lane) const {
+        x.load(inputs, step * kColumns, lane);
     }
 
     __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& columns, int lane) const {

@@ -7,6 +7,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) plain_linear(
     const Bits* x, const Bits* values, const Bits* bias, Bits* out, long long rows, long long out_size,
     long long in_size
 ) {
-    const Plain weights = {values, static_cast<int>(in_size / kColumns)};
-    few_rows(weights, {x, rows, out_size, in_size, static_cast<int>((rows + kRows - 1) / kRows)}, bias, out);
+    const Plain weights = {values, 0, static_cast<int>(in_size / kColumns)};
+    few_rows(weights, {x, rows, out_size, in_size}, bias, out);
 }

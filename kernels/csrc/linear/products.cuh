@@ -10,9 +10,14 @@
 // A format (plain_format.cuh, fp8_format.cuh, int4_format.cuh) is a struct with these members:
 //     kStageBytes                                   of a step in the ring of a warp
 //     steps                                         of a row
-//     copy(stage, shape, number, step, lane)        copy the weights of a step of tile `number`, asynchronously
-//     X; load(x, shape, number, step, lane)         load the x of a step
+//     Source; source(shape, number, lane)           where a thread finds the weights of tile `number`;
+//                                                   source.to_expert(weights, expert): in the matrix of an expert
+//     copy(stage, source, step, lane)               copy the weights of a step, asynchronously, to that address
+//     Inputs; inputs(shape, number, lane)           where it finds the x of a tile
+//     X; load(x, inputs, step, lane)                load the x of a step
 //     add(sums, stage, x, lane)                     add the products of a step
+//
+// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`.
 
 #pragma once
 
@@ -25,21 +30,37 @@ typedef float Sums[OUTPUT_TILES][ROW_TILES][4];  // of a thread, as products hav
 constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
 constexpr int kRows = 8 * ROW_TILES;
 
+// To an address in shared memory.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(char* to, const void* from) {
-    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Divides numbers below 2^31 / value, faster than the GPU does.
+struct Divisor {
+    int value;
+    unsigned inverse;  // 2^31 / value, rounded up
+
+    __device__ __forceinline__ explicit Divisor(int value)
+        : value(value), inverse((0x80000000u + value - 1) / static_cast<unsigned>(value)) {}
+
+    __device__ __forceinline__ int quotient(int number) const { return __umulhi(2 * number, inverse); }
+    __device__ __forceinline__ int rest(int number) const { return number - quotient(number) * value; }
+};
+
 struct Shape {
     const Bits* x;
     long long rows, out_size, in_size;
-    int row_tiles;
+    Divisor row_tiles;
+
+    __device__ __forceinline__ Shape(const Bits* x, long long rows, long long out_size, long long in_size)
+        : x(x), rows(rows), out_size(out_size), in_size(in_size),
+          row_tiles(static_cast<int>((rows + kRows - 1) / kRows)) {}
 };
 
 // The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
@@ -53,8 +74,63 @@ __device__ __forceinline__ long long output_of(long long first, int tile, int ha
 }
 
 __device__ __forceinline__ long long first_output(const Shape& shape, int number) {
-    return static_cast<long long>(number / shape.row_tiles) * kOutputs;
+    return static_cast<long long>(shape.row_tiles.quotient(number)) * kOutputs;
 }
+
+// A pointer to global memory that the compiler does not compute again in every step.
+template <typename T>
+__device__ __forceinline__ T* kept(T* pointer) {
+    unsigned long long address = __cvta_generic_to_global(pointer);
+    asm volatile("" : "+l"(address));
+    return static_cast<T*>(__cvta_global_to_generic(address));
+}
+
+// Where the weight rows of a thread begin, in a tile.
+struct WeightRows {
+    const char* starts[OUTPUT_TILES][2];
+
+    // Rows have `row_bytes`; the part of a thread begins `offset` bytes after that.
+    __device__ __forceinline__ WeightRows(
+        const void* matrix, const Shape& shape, int number, int lane, long long row_bytes, int offset
+    ) {
+        const long long first = first_output(shape, number);
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const long long row = weight_row(shape, output_of(first, tile, half, lane / 4), half);
+                starts[tile][half] = kept(static_cast<const char*>(matrix) + row * row_bytes + offset);
+            }
+    }
+
+    // So many bytes further: in the matrix of another expert.
+    __device__ __forceinline__ void move(unsigned long long bytes) {
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) starts[tile][half] += bytes;
+    }
+};
+
+// Where the rows of x of a thread begin.
+struct XRows {
+    const Bits* rows[ROW_TILES];
+
+    __device__ __forceinline__ XRows(const Shape& shape, int number, int lane) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            const long long row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows + 8 * tile + lane / 4;
+            // instead of a row that does not exist, the last one: its results are not stored
+            rows[tile] = kept(shape.x + min(row, shape.rows - 1) * shape.in_size);
+        }
+    }
+
+    // So many elements further.
+    __device__ __forceinline__ void move(int elements) {
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) rows[tile] += elements;
+    }
+};
 
 __device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
@@ -83,12 +159,10 @@ struct Columns {
     static constexpr int kWords = COLUMNS / 16;
     uint4 of_words[ROW_TILES][kWords / 2];
 
-    __device__ __forceinline__ void load(const Shape& shape, int number, long long first, int lane) {
+    __device__ __forceinline__ void load(const XRows& inputs, int first, int lane) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
-            const long long row = static_cast<long long>(number % shape.row_tiles) * kRows + 8 * tile + lane / 4;
-            // instead of a row that does not exist, the last one: its results are not stored
-            const Bits* x = shape.x + min(row, shape.rows - 1) * shape.in_size + first + lane % 4 * RUN;
+            const Bits* x = inputs.rows[tile] + (first + lane % 4 * RUN);
 #pragma unroll
             for (int word = 0; word < kWords; word += 2)
                 of_words[tile][word / 2] =

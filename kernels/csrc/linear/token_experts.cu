@@ -23,15 +23,15 @@ namespace {
 
 // The choices of all tokens, at most 32: a lane has one.
 struct Choices {
-    int count, own;
+    Divisor count;
+    int own;
     float own_weight;
 
     // `weights` may be null.
     __device__ __forceinline__ Choices(
         const long long* experts, const float* weights, long long tokens, long long first, long long experts_here
-    ) {
-        count = static_cast<int>(tokens) * PER_TOKEN;
-        const int place = min(static_cast<int>(threadIdx.x) % 32, count - 1);
+    ) : count(static_cast<int>(tokens) * PER_TOKEN) {
+        const int place = min(static_cast<int>(threadIdx.x) % 32, count.value - 1);
         const long long expert = __ldcg(experts + place) - first;
         own = expert >= 0 && expert < experts_here ? static_cast<int>(expert) : -1;
         own_weight = weights == nullptr ? 0.0f : __ldcg(weights + place);
@@ -46,66 +46,67 @@ struct Choices {
 typedef Plain Weights;
 
 __device__ __forceinline__ Weights matrices(const void* values, const void*, const void*, const Shape& shape,
-                                            long long, long long, long long) {
-    return {static_cast<const Bits*>(values), static_cast<int>(shape.in_size / kColumns)};
-}
-
-__device__ __forceinline__ Weights matrix_of(Weights weights, long long expert, long long rows, long long columns) {
-    weights.values += expert * rows * columns;
-    return weights;
+                                            long long matrix_rows, long long, long long, long long) {
+    return {static_cast<const Bits*>(values), static_cast<unsigned>(matrix_rows * shape.in_size * 2),
+            static_cast<int>(shape.in_size / kColumns)};
 }
 #elif FORMAT == 1
 typedef BlockScaled Weights;
 
 __device__ __forceinline__ Weights matrices(const void* values, const void* scales, const void*, const Shape& shape,
-                                            long long row_group, long long scale_stride, long long scale_step) {
+                                            long long matrix_rows, long long row_group, long long scale_stride,
+                                            long long scale_step) {
+    const long long row_groups = (matrix_rows + row_group - 1) / row_group;
     return {static_cast<const unsigned char*>(values), static_cast<const float*>(scales), row_group, scale_stride,
-            scale_step, static_cast<int>(shape.in_size / kBlock)};
-}
-
-__device__ __forceinline__ Weights matrix_of(Weights weights, long long expert, long long rows, long long columns) {
-    weights.values += expert * rows * columns;
-    weights.scales += expert * ((rows + weights.row_group - 1) / weights.row_group) * weights.scale_stride;
-    return weights;
+            scale_step, static_cast<unsigned>(matrix_rows * shape.in_size),
+            static_cast<unsigned>(row_groups * scale_stride), static_cast<int>(shape.in_size / kBlock)};
 }
 #else
 typedef GroupScaled Weights;
 
 __device__ __forceinline__ Weights matrices(const void* packed, const void* scales, const void* zeros, const Shape&,
-                                            long long row_bytes, long long group_stride, long long) {
+                                            long long matrix_rows, long long row_bytes, long long group_stride,
+                                            long long) {
+    const int steps = static_cast<int>(row_bytes / GROUP);
     return {static_cast<const unsigned char*>(packed), static_cast<const Bits*>(scales),
-            static_cast<const Bits*>(zeros), row_bytes, group_stride, static_cast<int>(row_bytes / GROUP)};
-}
-
-__device__ __forceinline__ Weights matrix_of(Weights weights, long long expert, long long rows, long long) {
-    const long long groups = 2 * weights.steps;
-    weights.packed += expert * rows * weights.row_bytes;
-    weights.scales += expert * groups * weights.group_stride;
-    weights.zeros += expert * groups * weights.group_stride;
-    return weights;
+            static_cast<const Bits*>(zeros), row_bytes, group_stride, static_cast<unsigned>(matrix_rows * row_bytes),
+            static_cast<unsigned>(2 * steps * group_stride), steps};
 }
 #endif
 
 // A tile has outputs of one choice. Of n choices, tile `number` is tile number / n of choice number % n.
 struct Gates {
     static constexpr int kStageBytes = Weights::kStageBytes;
+    struct Source {
+        Weights::Source own;
+        bool exists;
+    };
+    typedef Weights::Inputs Inputs;
     typedef Weights::X X;
 
     Weights all;
     Choices choices;
     int steps;
 
-    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int step, int lane) const {
-        const int expert = choices.expert(number % choices.count);
-        if (expert < 0) return;
-        const Weights own = matrix_of(all, expert, 2 * shape.out_size, shape.in_size);
-        own.copy(stage, shape, number / choices.count, step, lane);
+    __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
+        const int expert = choices.expert(choices.count.rest(number));
+        Source found = {all.source(shape, choices.count.quotient(number), lane), expert >= 0};
+        found.own.to_expert(all, max(expert, 0));
+        return found;
     }
 
-    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int step, int lane) const {
+    __device__ __forceinline__ void copy(unsigned stage, const Source& source, int step, int lane) const {
+        if (source.exists) all.copy(stage, source.own, step, lane);
+    }
+
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
         Shape row = shape;
-        row.x += number % choices.count / PER_TOKEN * shape.in_size;
-        all.load(x, row, 0, step, lane);
+        row.x += choices.count.rest(number) / PER_TOKEN * shape.in_size;
+        return all.inputs(row, 0, lane);
+    }
+
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int step, int lane) const {
+        all.load(x, inputs, step, lane);
     }
 
     __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& x, int lane) const {
@@ -117,6 +118,14 @@ struct Gates {
 // number % tokens.
 struct WeightedSums {
     static constexpr int kStageBytes = Weights::kStageBytes;
+    struct Source {
+        Weights::Source first_expert;
+        int first_choice;
+    };
+    struct Inputs {
+        Weights::Inputs first;  // row
+        int first_choice, columns;
+    };
     struct X {
         Weights::X columns;
         float weight;
@@ -125,23 +134,37 @@ struct WeightedSums {
 
     Weights all;
     Choices choices;
-    int tokens, steps;
+    Divisor tokens, steps_of_choice;
+    int steps;
 
-    __device__ __forceinline__ void copy(char* stage, const Shape& shape, int number, int step, int lane) const {
-        const int expert = choices.expert(number % tokens * PER_TOKEN + step / all.steps);
-        if (expert < 0) return;
-        const Weights own = matrix_of(all, expert, shape.out_size, shape.in_size);
-        own.copy(stage, shape, number / tokens, step % all.steps, lane);
+    __device__ __forceinline__ WeightedSums(const Weights& all, const Choices& choices, int tokens)
+        : all(all), choices(choices), tokens(tokens), steps_of_choice(all.steps), steps(PER_TOKEN * all.steps) {}
+
+    __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
+        return {all.source(shape, tokens.quotient(number), lane), tokens.rest(number) * PER_TOKEN};
     }
 
-    __device__ __forceinline__ void load(X& x, const Shape& shape, int number, int step, int lane) const {
-        const int choice = number % tokens * PER_TOKEN + step / all.steps;
+    __device__ __forceinline__ void copy(unsigned stage, const Source& source, int step, int lane) const {
+        const int choice = steps_of_choice.quotient(step);
+        const int expert = choices.expert(source.first_choice + choice);
+        if (expert < 0) return;
+        Weights::Source own = source.first_expert;
+        own.to_expert(all, expert);
+        all.copy(stage, own, step - choice * all.steps, lane);
+    }
+
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
+        return {all.inputs(shape, 0, lane), tokens.rest(number) * PER_TOKEN, static_cast<int>(shape.in_size)};
+    }
+
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int step, int lane) const {
+        const int own = steps_of_choice.quotient(step), choice = inputs.first_choice + own;
         x.exists = choices.expert(choice) >= 0;
         x.weight = choices.weight(choice);
         if (!x.exists) return;
-        Shape row = shape;
-        row.x += choice * shape.in_size;
-        all.load(x.columns, row, 0, step % all.steps, lane);
+        Weights::Inputs row = inputs.first;
+        row.move(choice * inputs.columns);
+        all.load(x.columns, row, step - own * all.steps, lane);
     }
 
     __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& x, int lane) const {
@@ -165,14 +188,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) expert_gates(
 ) {
     wait_for_previous();  // for the choices
     start_next();         // `expert_sums` reads the choices before this kernel ends
-    const Shape shape = {x, 1, out_size, in_size, 1};
-    const Weights all = matrices(values, scales, zeros, shape, row_size, scale_stride, scale_step);
+    const Shape shape(x, 1, out_size, in_size);
+    const Weights all = matrices(values, scales, zeros, shape, 2 * out_size, row_size, scale_stride, scale_step);
     const Gates gates = {all, Choices(experts, nullptr, tokens, first, experts_here), all.steps};
-    const int count = gates.choices.count;
-    multiply_tiles(gates, shape, tiles_of(shape) * count, [&](int number, const float (&sums)[WARPS][kSums][32]) {
-        const int choice = number % count;
+    const Divisor& count = gates.choices.count;
+    multiply_tiles(gates, shape, tiles_of(shape) * count.value, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+        const int choice = count.rest(number);
         if (gates.choices.expert(choice) >= 0)
-            store_tile(gated + choice * out_size, sums, shape, nullptr, number / count);
+            store_tile(gated + choice * out_size, sums, shape, nullptr, count.quotient(number));
     });
 }
 
@@ -182,13 +205,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) expert_sums(
     long long first, long long experts_here, long long row_size, long long scale_stride, long long scale_step
 ) {
     start_next();
-    const Shape shape = {gated, 1, out_size, in_size, 1};
-    const Weights all = matrices(values, scales, zeros, shape, row_size, scale_stride, scale_step);
-    const int count = static_cast<int>(tokens);
+    const Shape shape(gated, 1, out_size, in_size);
+    const Weights all = matrices(values, scales, zeros, shape, out_size, row_size, scale_stride, scale_step);
     const Choices choices(experts, weights, tokens, first, experts_here);
-    const WeightedSums weighted = {all, choices, count, PER_TOKEN * all.steps};
-    multiply_tiles(weighted, shape, tiles_of(shape) * count, [&](int number, const float (&sums)[WARPS][kSums][32]) {
-        const long long before = number % count * out_size;
-        store_tile(out + before, sums, shape, shared + before, number / count);
+    const WeightedSums weighted(all, choices, static_cast<int>(tokens));
+    const Divisor& count = weighted.tokens;
+    multiply_tiles(weighted, shape, tiles_of(shape) * count.value, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+        const long long before = count.rest(number) * out_size;
+        store_tile(out + before, sums, shape, shared + before, count.quotient(number));
     });
 }

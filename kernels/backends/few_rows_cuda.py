@@ -41,6 +41,8 @@ class Format:
 
     name: str  # of the kernel and of its source in csrc/linear/
     step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
+    x_rows: int = ROW_TILE  # of x that a product has
+    x_bytes: int = 0  # of x in shared memory
     warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
     constants: tuple[tuple[str, int], ...] = ()
 
@@ -61,12 +63,12 @@ def launch_few_rows(
         return
     tiles = tiles or Tiles()
     row_tiles = 1
-    while row_tiles * ROW_TILE < min(len(x), MOST_ROWS):
+    while row_tiles * form.x_rows < min(len(x), MOST_ROWS):
         row_tiles *= 2
     weight_rows = out.shape[1] * (2 if gated else 1)
     outputs = tiles.outputs or (1 if weight_rows <= OUTPUT_TILE * multiprocessors(x.device) else 2) * OUTPUT_TILE
     output_tiles = outputs // OUTPUT_TILE
-    count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * ROW_TILE)
+    count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * form.x_rows)
     launch_tiles(
         f"{form.name}.cu",
         form.name,
@@ -120,6 +122,7 @@ def launch_tiles(
         ("STAGES", stages),
         ("OUTPUT_TILES", output_tiles),
         ("ROW_TILES", row_tiles),
+        ("X_ROWS", form.x_rows),
         ("GATED", int(gated)),
         ("BIAS", bias),
         ("HALF", int(x.dtype == torch.float16)),
@@ -154,8 +157,8 @@ def _fit(
     warps = tiles.warps or form.warps[2 if many else 0 if count <= processors else 1]
     while True:
         stage_bytes = warps * output_tiles * form.step_bytes
-        sum_bytes = 2 * warps * output_tiles * row_tiles * 4 * 128
-        stages = min(tiles.stages or (3 if many else 5), (limit - sum_bytes) // stage_bytes)
+        other_bytes = form.x_bytes + 2 * warps * output_tiles * row_tiles * form.x_rows // 2 * 128  # x, and sums
+        stages = min(tiles.stages or (3 if many else 5), (limit - other_bytes) // stage_bytes)
         if stages >= LEAST_STAGES and (warps == 1 or tiles.warps or steps > warps // 2):
-            return warps, stages, stages * stage_bytes + sum_bytes
+            return warps, stages, stages * stage_bytes + other_bytes
         warps //= 2

@@ -1,9 +1,18 @@
-"""Launcher of csrc/linear/int4_linear.cu, for x of few rows in 16 bits."""
+"""Launcher of csrc/linear/int4_linear.cu, for x of few rows in 16 bits.
+
+Where x is short, each block turns it into integers of 8 bits: their products take fewer instructions, which limit the
+kernel more than memory does.
+"""
 
 import torch
 
 from ..backends.few_rows_cuda import OUTPUT_TILE, Format, Tiles, launch_few_rows
 from .group_format import GroupScaled
+
+INTEGER_ROWS = 4
+"""Rows of x of a product of integers: each of them takes two of its 8 rows."""
+MOST_INTEGER_BYTES = 32 << 10
+"""Of x as integers in shared memory; with more, too few weights are on their way at a time."""
 
 
 def launch_int4_linear_cuda(
@@ -17,25 +26,36 @@ def launch_int4_linear_cuda(
 ) -> None:
     """Fill `out` [rows, outputs]; for tensors that `suits_cuda` accepts."""
     assert weight.zeros is not None, "MXFP4 has only kernels of experts"
+    steps = weight.packed.shape[1] // weight.group
     launch_few_rows(
-        cuda_format(weight.group),
+        cuda_format(weight.group, integer_bytes(weight.group, steps, len(x)) if len(x) <= INTEGER_ROWS else None),
         x,
         (weight.packed.data_ptr(), weight.scales.data_ptr(), weight.zeros.data_ptr()),
         bias,
         out,
         weight.packed.shape[1],
         weight.scales.stride(0),
-        steps=weight.packed.shape[1] // weight.group,
+        steps=steps,
         gated=gated,
         tiles=tiles,
     )
 
 
-def cuda_format(group: int) -> Format:
-    """The kernel for groups of so many columns."""
-    scale_bytes = 8 * OUTPUT_TILE  # scales and zeros of two groups
+def integer_bytes(group: int, steps: int, rows: int) -> int | None:
+    """Shared memory for rows of x as integers, of so many pairs of groups (csrc/linear/int4_byte_format.cuh); None if
+    they are too long.
+    """
+    found = rows * (2 * (2 * steps * group + min(group, 64)) + 2 * steps * 8)
+    return found if found <= MOST_INTEGER_BYTES else None
+
+
+def cuda_format(group: int, x_bytes: int | None) -> Format:
+    """The kernel for groups of so many columns, and for x as integers of so many bytes, or as it is."""
+    step_bytes = OUTPUT_TILE * group + 8 * OUTPUT_TILE  # values; scales and zeros of two groups
     constants = (("GROUP", group),)
-    return Format("int4_linear", OUTPUT_TILE * group + scale_bytes, warps=(16, 8, 4), constants=constants)
+    if x_bytes is None:
+        return Format("int4_linear", step_bytes, warps=(16, 8, 4), constants=constants)
+    return Format("int4_linear", step_bytes, INTEGER_ROWS, x_bytes, constants=constants)
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:

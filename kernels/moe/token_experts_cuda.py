@@ -12,7 +12,7 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ..backends.few_rows_cuda import OUTPUT_TILE, Format, can_run, launch_tiles
 from ..int4.group_format import GroupScaled
-from ..int4.int4_linear_cuda import cuda_format
+from ..int4.int4_linear_cuda import cuda_format, integer_bytes
 from ..linear.block_format import BLOCK, BlockScaled, Weight
 from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
 from ..linear.linear import CUDA_COLUMNS
@@ -61,7 +61,8 @@ def _aligned(*tensors: torch.Tensor) -> bool:
     return all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _matrices(weight: Weight) -> _Matrices:
+def _matrices(weight: Weight, rows: int) -> _Matrices:
+    """For so many rows of x."""
     if isinstance(weight, BlockScaled):
         values, scales = weight.values, weight.scales
         sizes = weight.row_group, scales.stride(-2), 0 if weight.by_row else 1
@@ -71,7 +72,10 @@ def _matrices(weight: Weight) -> _Matrices:
         addresses = weight.packed.data_ptr(), weight.scales.data_ptr(), weight.zeros.data_ptr()
         row_bytes = weight.packed.shape[-1]
         sizes = row_bytes, weight.scales.stride(-2), 0
-        return _Matrices(cuda_format(weight.group), 2, addresses, sizes, row_bytes // weight.group)
+        steps = row_bytes // weight.group
+        return _Matrices(
+            cuda_format(weight.group, integer_bytes(weight.group, steps, rows)), 2, addresses, sizes, steps
+        )
     assert isinstance(weight, torch.Tensor)
     return _Matrices(PLAIN_FORMAT, 0, (weight.data_ptr(),) * 3, (0, 0, 0), weight.shape[-1] // CUDA_COLUMNS)
 
@@ -107,7 +111,7 @@ def _launch(
     *,
     bias: int,
 ) -> None:
-    (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight)
+    (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight, len(x))
     count = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
     launch_tiles(
         "token_experts.cu",

@@ -14,8 +14,6 @@
 
 namespace {
 
-constexpr int kSums = 4 * OUTPUT_TILES * ROW_TILES;  // of a thread
-
 // A thread stores a result: a part of what lane `lane` of all warps has summed up.
 __device__ __forceinline__ void store_tile(
     Bits* out, const float (&all_sums)[WARPS][kSums][32], const Shape& shape, const Bits* bias, int number
@@ -24,15 +22,17 @@ __device__ __forceinline__ void store_tile(
     const long long first_row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows;
     const int lane = threadIdx.x % 32;
     for (int sum = threadIdx.x / 32; sum < kSums; sum += WARPS) {
-        const int part = sum % 4, row_tile = sum / 4 % ROW_TILES, tile = sum / 4 / ROW_TILES;
-        const long long row = first_row + 8 * row_tile + 2 * (lane % 4) + part % 2;
-        const long long output = output_of(first, tile, part / 2, lane / 4);
-        if (row >= shape.rows || output >= shape.out_size || (GATED && part >= 2)) continue;
+        constexpr int kParts = 2 * kPerHalf;
+        const int part = sum % kParts, row_tile = sum / kParts % ROW_TILES, tile = sum / kParts / ROW_TILES;
+        const int half = part / kPerHalf;
+        const long long row = first_row + X_ROWS * row_tile + kPerHalf * (lane % 4) + part % kPerHalf;
+        const long long output = output_of(first, tile, half, lane / 4);
+        if (row >= shape.rows || output >= shape.out_size || (GATED && half)) continue;
         float total = 0.0f, up = 0.0f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) {
             total += all_sums[warp][sum][lane];
-            if (GATED) up += all_sums[warp][sum + 2][lane];
+            if (GATED) up += all_sums[warp][sum + kPerHalf][lane];
         }
         if (BIAS) {
             if (BIAS == 2) total = rounded(total);
@@ -43,10 +43,10 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-// Compute `tiles` tiles; `store(number, sums)` stores the results of one.
-template <class Weights, class Store>
+// Compute `tiles` tiles; `begin()` is called when x is there, and `store(number, sums)` stores the results of a tile.
+template <class Weights, class Begin, class Store>
 __device__ __forceinline__ void multiply_tiles(
-    const Weights& weights, const Shape& shape, int tiles, const Store& store
+    const Weights& weights, const Shape& shape, int tiles, const Begin& begin, const Store& store
 ) {
     extern __shared__ __align__(16) char rings[];
     constexpr int kRingBytes = STAGES * Weights::kStageBytes;
@@ -73,6 +73,7 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll 1
     for (int count = 0; count < STAGES - 1; ++count) copy_next();
     wait_for_previous();
+    begin();
     // x is loaded while weights are awaited, as far as there are registers for it.
     constexpr bool kEarly = ROW_TILES == 1;
     int place = 0, buffer = 0;
@@ -98,8 +99,9 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
             for (int row = 0; row < ROW_TILES; ++row)
 #pragma unroll
-                for (int part = 0; part < 4; ++part)
-                    all_sums[buffer][warp][(output * ROW_TILES + row) * 4 + part][lane] = sums[output][row][part];
+                for (int part = 0; part < 2 * kPerHalf; ++part)
+                    all_sums[buffer][warp][(output * ROW_TILES + row) * 2 * kPerHalf + part][lane] =
+                        sums[output][row][part];
         __syncthreads();
         store(tile, all_sums[buffer]);
         buffer ^= 1;  // the other one has been read: before the __syncthreads above
@@ -110,7 +112,8 @@ template <class Weights>
 __device__ __forceinline__ void few_rows(const Weights& weights, const Shape& shape, const Bits* bias, Bits* out) {
     start_next();
     const int tiles = static_cast<int>((shape.out_size + kOutputs - 1) / kOutputs) * shape.row_tiles.value;
-    multiply_tiles(weights, shape, tiles, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+    const auto begin = [&] { prepare(weights, shape, static_cast<int>(shape.rows)); };
+    multiply_tiles(weights, shape, tiles, begin, [&](int number, const float (&sums)[WARPS][kSums][32]) {
         store_tile(out, sums, shape, bias, number);
     });
 }

@@ -4,7 +4,7 @@
 // free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
 // columns. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
 //
-// Constants: OUTPUT_TILES, and ROW_TILES of 8 rows of x; GATED, 1 if the lower 8 rows of a product are of the gate and
+// Constants: OUTPUT_TILES, and ROW_TILES of X_ROWS rows of x, 8 if not said otherwise; GATED, 1 if the lower 8 rows of a product are of the gate and
 // the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
 //
 // A format (plain_format.cuh, fp8_format.cuh, int4_format.cuh) is a struct with these members:
@@ -13,11 +13,12 @@
 //     Source; source(shape, number, lane)           where a thread finds the weights of tile `number`;
 //                                                   source.to_expert(weights, expert): in the matrix of an expert
 //     copy(stage, source, step, lane)               copy the weights of a step, asynchronously, to that address
-//     Inputs; inputs(shape, number, lane)           where it finds the x of a tile
+//     Inputs; inputs(shape, number, lane)           where it finds the x of a tile; inputs.move(rows, shape.in_size)
 //     X; load(x, inputs, step, lane)                load the x of a step
 //     add(sums, stage, x, lane)                     add the products of a step
 //
-// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`.
+// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`. If a format has a function
+// `prepare(weights, shape, rows)`, a block calls it once, when x is there.
 
 #pragma once
 
@@ -25,10 +26,12 @@
 
 namespace {
 
-typedef float Sums[OUTPUT_TILES][ROW_TILES][4];  // of a thread, as products have them
+constexpr int kPerHalf = X_ROWS / 4;  // results of a thread in 8 weight rows and a row tile
+typedef float Sums[OUTPUT_TILES][ROW_TILES][2 * kPerHalf];  // of a thread, as products have them
+constexpr int kSums = 2 * kPerHalf * OUTPUT_TILES * ROW_TILES;
 
 constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
-constexpr int kRows = 8 * ROW_TILES;
+constexpr int kRows = X_ROWS * ROW_TILES;
 
 // To an address in shared memory.
 template <int BYTES>
@@ -112,6 +115,14 @@ struct WeightRows {
     }
 };
 
+struct Anything {
+    template <class T>
+    __device__ __forceinline__ Anything(const T&) {}
+};
+
+// Most formats read x from global memory.
+__device__ __forceinline__ void prepare(Anything, const Shape&, int) {}
+
 // Where the rows of x of a thread begin.
 struct XRows {
     const Bits* rows[ROW_TILES];
@@ -125,10 +136,10 @@ struct XRows {
         }
     }
 
-    // So many elements further.
-    __device__ __forceinline__ void move(int elements) {
+    // So many rows further.
+    __device__ __forceinline__ void move(int count, long long in_size) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) rows[tile] += elements;
+        for (int tile = 0; tile < ROW_TILES; ++tile) rows[tile] += count * in_size;
     }
 };
 
@@ -141,15 +152,13 @@ __device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigne
 
 // Add the sums of a group; a thread has one row of the lower 8 of a tile and one of the upper 8, each with its scale.
 __device__ __forceinline__ void add_scaled(
-    float (&sums)[ROW_TILES][4], const float (&parts)[ROW_TILES][4], float lower, float upper
+    float (&sums)[ROW_TILES][2 * kPerHalf], const float (&parts)[ROW_TILES][2 * kPerHalf], float lower, float upper
 ) {
 #pragma unroll
-    for (int row = 0; row < ROW_TILES; ++row) {
-        sums[row][0] += parts[row][0] * lower;
-        sums[row][1] += parts[row][1] * lower;
-        sums[row][2] += parts[row][2] * upper;
-        sums[row][3] += parts[row][3] * upper;
-    }
+    for (int row = 0; row < ROW_TILES; ++row)
+#pragma unroll
+        for (int part = 0; part < 2 * kPerHalf; ++part)
+            sums[row][part] += parts[row][part] * (part < kPerHalf ? lower : upper);
 }
 
 // A thread's columns of a group: words of 4, in runs of RUN adjacent columns. The 4 threads that share a row of x have

@@ -15,6 +15,8 @@
 #include "linear/plain_format.cuh"
 #elif FORMAT == 1
 #include "linear/fp8_format.cuh"
+#elif X_ROWS == 4
+#include "linear/int4_byte_format.cuh"
 #else
 #include "linear/int4_format.cuh"
 #endif
@@ -68,9 +70,9 @@ __device__ __forceinline__ Weights matrices(const void* packed, const void* scal
                                             long long matrix_rows, long long row_bytes, long long group_stride,
                                             long long) {
     const int steps = static_cast<int>(row_bytes / GROUP);
-    return {static_cast<const unsigned char*>(packed), static_cast<const Bits*>(scales),
-            static_cast<const Bits*>(zeros), row_bytes, group_stride, static_cast<unsigned>(matrix_rows * row_bytes),
-            static_cast<unsigned>(2 * steps * group_stride), steps};
+    return {{static_cast<const unsigned char*>(packed), static_cast<const Bits*>(scales),
+             static_cast<const Bits*>(zeros), row_bytes, group_stride, static_cast<unsigned>(matrix_rows * row_bytes),
+             static_cast<unsigned>(2 * steps * group_stride), steps}};
 }
 #endif
 
@@ -100,9 +102,9 @@ struct Gates {
     }
 
     __device__ __forceinline__ Inputs inputs(const Shape& shape, int number, int lane) const {
-        Shape row = shape;
-        row.x += choices.count.rest(number) / PER_TOKEN * shape.in_size;
-        return all.inputs(row, 0, lane);
+        Inputs found = all.inputs(shape, 0, lane);
+        found.move(choices.count.rest(number) / PER_TOKEN, shape.in_size);
+        return found;
     }
 
     __device__ __forceinline__ void load(X& x, const Inputs& inputs, int step, int lane) const {
@@ -163,7 +165,7 @@ struct WeightedSums {
         x.weight = choices.weight(choice);
         if (!x.exists) return;
         Weights::Inputs row = inputs.first;
-        row.move(choice * inputs.columns);
+        row.move(choice, inputs.columns);
         all.load(x.columns, row, step - own * all.steps, lane);
     }
 
@@ -192,7 +194,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) expert_gates(
     const Weights all = matrices(values, scales, zeros, shape, 2 * out_size, row_size, scale_stride, scale_step);
     const Gates gates = {all, Choices(experts, nullptr, tokens, first, experts_here), all.steps};
     const Divisor& count = gates.choices.count;
-    multiply_tiles(gates, shape, tiles_of(shape) * count.value, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+    const auto begin = [&] { prepare(all, shape, static_cast<int>(tokens)); };
+    const int tiles = tiles_of(shape) * count.value;
+    multiply_tiles(gates, shape, tiles, begin, [&](int number, const float (&sums)[WARPS][kSums][32]) {
         const int choice = count.rest(number);
         if (gates.choices.expert(choice) >= 0)
             store_tile(gated + choice * out_size, sums, shape, nullptr, count.quotient(number));
@@ -210,7 +214,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) expert_sums(
     const Choices choices(experts, weights, tokens, first, experts_here);
     const WeightedSums weighted(all, choices, static_cast<int>(tokens));
     const Divisor& count = weighted.tokens;
-    multiply_tiles(weighted, shape, tiles_of(shape) * count.value, [&](int number, const float (&sums)[WARPS][kSums][32]) {
+    const auto begin = [&] { prepare(all, shape, choices.count.value); };
+    const int tiles = tiles_of(shape) * count.value;
+    multiply_tiles(weighted, shape, tiles, begin, [&](int number, const float (&sums)[WARPS][kSums][32]) {
         const long long before = count.rest(number) * out_size;
         store_tile(out + before, sums, shape, shared + before, count.quotient(number));
     });

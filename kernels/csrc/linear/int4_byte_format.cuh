@@ -1,0 +1,203 @@
+// Weights in 4 bits, for products.cuh, multiplied as integers of 8 bits; group_format.py has the layout.
+//
+// x becomes integers, once in a block: x = scale * (256 * high + low), with a power of two as the scale of a group of
+// columns and a row, and the two integers of 8 bits as two rows of a product. Values of at least 1/64 of the largest one
+// of their group keep all bits of a bfloat16; smaller ones are rounded to 1/16384 of that power of two. Products are
+// added exactly, and scaled in float32:
+//
+//     result  +=  weight scale * (x scale * sum(value * x) - zero * x scale * sum(x))
+//
+// A byte with two values is two operands after three instructions, where values in 16 bits take eleven. A step has a
+// pair of groups. Constants: GROUP columns of a group; X_ROWS is 4.
+
+#pragma once
+
+#include "linear/int4_copy.cuh"
+
+namespace {
+
+constexpr int kXPad = 16 * kLoad;  // bytes after a row in shared memory, so that adjacent rows are in different banks
+constexpr int kFraction = 13;      // bits of the largest x of a group after its first one
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: the sum with a number has that number, rounded, in its low bits
+
+struct alignas(4 * kLoad) Words {
+    unsigned words[kLoad];
+};
+
+__device__ __forceinline__ Words load_words(const char* from) { return *reinterpret_cast<const Words*>(from); }
+
+__device__ __forceinline__ void multiply_bytes(int (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Byte BYTE of four numbers.
+template <int BYTE>
+__device__ __forceinline__ unsigned bytes_of(const unsigned* numbers) {
+    constexpr unsigned kTwo = BYTE | (4 + BYTE) << 4;
+    return __byte_perm(__byte_perm(numbers[0], numbers[1], kTwo), __byte_perm(numbers[2], numbers[3], kTwo), 0x5410);
+}
+
+// A row of x in shared memory: `high` of all columns, `low` of all columns, and for each group its scale and, scaled, its
+// sum.
+struct XRow {
+    int groups, pitch, bytes;
+
+    __device__ __forceinline__ explicit XRow(int steps)
+        : groups(2 * steps), pitch(groups * GROUP + kXPad), bytes(2 * pitch + groups * static_cast<int>(sizeof(float2))) {}
+
+    // After the rings and the sums of few_rows.cuh.
+    static __device__ __forceinline__ char* first() {
+        extern __shared__ __align__(16) char rings[];
+        return rings + WARPS * (STAGES * PackedGroups::kStageBytes + 2 * kSums * 32 * static_cast<int>(sizeof(float)));
+    }
+};
+
+// All threads of a block write `rows` rows of x to shared memory.
+__device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape& shape, int rows) {
+    constexpr int kChunk = 8, kLanes = GROUP / kChunk;  // columns of a thread; lanes that have a group
+    const XRow form(weights.steps);
+    const Divisor per_row(form.groups * GROUP / kChunk);
+    const int total = rows * per_row.value, lane = threadIdx.x % 32;
+    for (int first = threadIdx.x - lane; first < total; first += 32 * WARPS) {
+        const int chunk = min(first + lane, total - 1);
+        const int row = per_row.quotient(chunk), column = (chunk - row * per_row.value) * kChunk;
+        uint4 loaded = {};  // of a group that does not exist; its scales are 0
+        if (column < shape.in_size)
+            loaded = *reinterpret_cast<const uint4*>(shape.x + row * shape.in_size + column);
+        const unsigned pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        float values[kChunk];
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            const unsigned bits = pairs[i / 2] >> 16 * (i % 2) & 0xffffu;
+            values[i] = to_float(static_cast<Bits>(bits));
+            largest = max(largest, bits & 0x7fffu);
+        }
+#pragma unroll
+        for (int other = kLanes / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
+        // the exponent of the largest one, as a float32 has it: 255 of infinity and NaN
+        const unsigned exponent = max(__float_as_uint(to_float(static_cast<Bits>(largest))) >> 23, kFraction + 1u);
+        const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);
+        const float scale = __uint_as_float(exponent == 255 ? 0x7fc00000u : (exponent - kFraction) << 23);
+        unsigned numbers[kChunk], above[kChunk];  // the second byte is `high` after 128 was added
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) {
+            numbers[i] = __float_as_uint(fmaf(values[i], inverse, kRounding));
+            above[i] = numbers[i] + 128;
+            sum += static_cast<int>(numbers[i] - __float_as_uint(kRounding));
+        }
+#pragma unroll
+        for (int other = kLanes / 2; other; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+        if (first + lane >= total) continue;
+        char* const to = XRow::first() + row * form.bytes;
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(bytes_of<1>(above), bytes_of<1>(above + 4));
+        *reinterpret_cast<uint2*>(to + form.pitch + column) = make_uint2(bytes_of<0>(numbers), bytes_of<0>(numbers + 4));
+        if (column % GROUP == 0)
+            reinterpret_cast<float2*>(to + 2 * form.pitch)[column / GROUP] =
+                make_float2(scale, scale * static_cast<float>(sum));
+    }
+    __syncthreads();
+}
+
+struct GroupScaled : PackedGroups {
+    // A thread has one of the 8 rows of an operand, `high` or `low` of a row of x, and the results of one of 4 rows of x.
+    // Instead of a row that does not exist, the last one: its results are not stored.
+    struct Inputs {
+        const char* bytes[ROW_TILES];
+        const float2* groups[ROW_TILES];
+        int row_bytes;
+
+        __device__ __forceinline__ void move(int rows, long long) {
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+                bytes[tile] += rows * row_bytes;
+                groups[tile] = reinterpret_cast<const float2*>(
+                    reinterpret_cast<const char*>(groups[tile]) + rows * row_bytes
+                );
+            }
+        }
+    };
+    typedef Inputs X;  // of a step
+
+    __device__ __forceinline__ Inputs inputs(const Shape& shape, int, int lane) const {
+        const XRow form(steps);
+        const int last = static_cast<int>(shape.rows) - 1;
+        Inputs found;
+        found.row_bytes = form.bytes;
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            const char* const operand = XRow::first() + min(4 * tile + lane / 8, last) * form.bytes;
+            const char* const result = XRow::first() + min(4 * tile + lane % 4, last) * form.bytes;
+            found.bytes[tile] = operand + lane / 4 % 2 * form.pitch + lane % 4 * 4 * kLoad;
+            found.groups[tile] = reinterpret_cast<const float2*>(result + 2 * form.pitch);
+        }
+        return found;
+    }
+
+    __device__ __forceinline__ void load(X& x, const Inputs& inputs, int pair, int) const {
+        x = inputs;
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            x.bytes[tile] += 2 * pair * GROUP;
+            x.groups[tile] += 2 * pair;
+        }
+    }
+
+    // Group 0 is in the low halves of the bytes, group 1 in the high halves.
+    __device__ __forceinline__ void add(Sums& sums, const char* stage, const X& x, int lane) const {
+        int parts[2][OUTPUT_TILES][ROW_TILES][4] = {};
+#pragma unroll
+        for (int word = 0; word < kWords; word += kLoad) {
+            Words columns[2][ROW_TILES];
+#pragma unroll
+            for (int group = 0; group < 2; ++group)
+#pragma unroll
+                for (int row = 0; row < ROW_TILES; ++row)
+                    columns[group][row] = load_words(x.bytes[row] + group * GROUP + word * 16);
+#pragma unroll
+            for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
+                const char* own = stage + lane * 4 * kLoad + (tile * 2 * kWords + word) * 32 * 4;
+                const Words lower = load_words(own), upper = load_words(own + kWords * 32 * 4);
+#pragma unroll
+                for (int pair = 0; pair < kLoad; pair += 2)
+#pragma unroll
+                    for (int group = 0; group < 2; ++group) {
+                        const auto values = [&](unsigned bytes) { return bytes >> 4 * group & 0x0f0f0f0fu; };
+                        const unsigned a[4] = {
+                            values(lower.words[pair]), values(upper.words[pair]),
+                            values(lower.words[pair + 1]), values(upper.words[pair + 1])
+                        };
+#pragma unroll
+                        for (int row = 0; row < ROW_TILES; ++row) {
+                            const Words& own_x = columns[group][row];
+                            multiply_bytes(parts[group][tile][row], a, own_x.words[pair], own_x.words[pair + 1]);
+                        }
+                    }
+            }
+        }
+        const Bits* own = reinterpret_cast<const Bits*>(stage + kWeightBytes) + lane / 4;
+#pragma unroll
+        for (int group = 0; group < 2; ++group)
+#pragma unroll
+            for (int row = 0; row < ROW_TILES; ++row) {
+                const float2 scale_and_sum = x.groups[row][group];
+#pragma unroll
+                for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int(&two)[4] = parts[group][tile][row];
+                        const float product = static_cast<float>(256 * two[2 * half] + two[2 * half + 1]);
+                        const Bits* of_group = own + (tile * 8 + group * 2 + half) * 8;
+                        const float zero = to_float(of_group[4 * 8]);
+                        sums[tile][row][half] += to_float(*of_group)
+                            * (product * scale_and_sum.x - zero * scale_and_sum.y);
+                    }
+            }
+    }
+};
+
+}  // namespace

@@ -39,12 +39,13 @@ class Format:
     of the weights.
     """
 
-    name: str  # of the kernel and of its source in csrc/linear/
+    name: str  # of the kernel and of its source
     step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
     x_rows: int = ROW_TILE  # of x that a product has
     x_bytes: int = 0  # of x in shared memory
     warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
     constants: tuple[tuple[str, int], ...] = ()
+    folder: str = "linear"  # of csrc/
 
 
 def launch_few_rows(
@@ -70,7 +71,7 @@ def launch_few_rows(
     output_tiles = outputs // OUTPUT_TILE
     count = ceil_div(weight_rows, outputs) * ceil_div(len(x), row_tiles * form.x_rows)
     launch_tiles(
-        f"{form.name}.cu",
+        f"{form.folder}/{form.name}.cu",
         form.name,
         form,
         x,
@@ -109,7 +110,7 @@ def launch_tiles(
     row_tiles: int = 1,
     tiles: Tiles | None = None,
 ) -> None:
-    """Launch kernel `name` of a source in csrc/linear/ for `count` tiles, with x and then `arguments`, and with
+    """Launch kernel `name` of a source in csrc/ for `count` tiles, with x and then `arguments`, and with
     `constants` besides those of csrc/linear/few_rows.cuh.
     """
     processors, limit = multiprocessors(x.device), shared_memory(x.device)
@@ -128,7 +129,7 @@ def launch_tiles(
         ("HALF", int(x.dtype == torch.float16)),
         *constants,
     )
-    kernel = load_kernel(f"linear/{source}", name, x.device, constants, shared_bytes)
+    kernel = load_kernel(source, name, x.device, constants, shared_bytes)
     kernel.launch(
         x.data_ptr(),
         *arguments,

@@ -1,4 +1,4 @@
-"""Launcher of csrc/linear/int4_linear.cu, for x of few rows in 16 bits.
+"""Launcher of csrc/int4/int4_linear.cu, for x of few rows in 16 bits.
 
 Where x is short, each block turns it into integers of 8 bits: their products take fewer instructions, which limit the
 kernel more than memory does.
@@ -42,7 +42,7 @@ def launch_int4_linear_cuda(
 
 
 def integer_bytes(group: int, steps: int, rows: int) -> int | None:
-    """Shared memory for rows of x as integers, of so many pairs of groups (csrc/linear/int4_byte_format.cuh); None if
+    """Shared memory for rows of x as integers, of so many pairs of groups (csrc/int4/byte_format.cuh); None if
     they are too long.
     """
     found = rows * (2 * (2 * steps * group + min(group, 64)) + 2 * steps * 8)
@@ -54,8 +54,8 @@ def cuda_format(group: int, x_bytes: int | None) -> Format:
     step_bytes = OUTPUT_TILE * group + 8 * OUTPUT_TILE  # values; scales and zeros of two groups
     constants = (("GROUP", group),)
     if x_bytes is None:
-        return Format("int4_linear", step_bytes, warps=(16, 8, 4), constants=constants)
-    return Format("int4_linear", step_bytes, INTEGER_ROWS, x_bytes, constants=constants)
+        return Format("int4_linear", step_bytes, warps=(16, 8, 4), constants=constants, folder="int4")
+    return Format("int4_linear", step_bytes, INTEGER_ROWS, x_bytes, constants=constants, folder="int4")
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:

@@ -114,7 +114,7 @@ def _launch(
     (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight, len(x))
     count = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
     launch_tiles(
-        "token_experts.cu",
+        "linear/token_experts.cu",
         name,
         matrices.form,
         x,

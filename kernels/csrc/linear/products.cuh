@@ -7,7 +7,7 @@
 // Constants: OUTPUT_TILES, and ROW_TILES of X_ROWS rows of x, 8 if not said otherwise; GATED, 1 if the lower 8 rows of a product are of the gate and
 // the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
 //
-// A format (plain_format.cuh, fp8_format.cuh, int4_format.cuh) is a struct with these members:
+// A format (plain_format.cuh, fp8_format.cuh, int4/*format.cuh) is a struct with these members:
 //     kStageBytes                                   of a step in the ring of a warp
 //     steps                                         of a row
 //     Source; source(shape, number, lane)           where a thread finds the weights of tile `number`;

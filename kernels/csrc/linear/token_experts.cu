@@ -16,9 +16,9 @@
 #elif FORMAT == 1
 #include "linear/fp8_format.cuh"
 #elif X_ROWS == 4
-#include "linear/int4_byte_format.cuh"
+#include "int4/byte_format.cuh"
 #else
-#include "linear/int4_format.cuh"
+#include "int4/format.cuh"
 #endif
 
 namespace {

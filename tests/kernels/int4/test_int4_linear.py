@@ -87,6 +87,36 @@ def test_blocks_take_several_tiles(rows: int) -> None:
     torch.testing.assert_close(found.double(), expected, **tolerance(place))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_x_as_integers(group: int, dtype: torch.dtype) -> None:
+    """Groups of columns of very different sizes, a few large columns among small ones, and the largest mantissa."""
+    place: Place = ("triton", torch.device("cuda"), dtype)
+    x, weight, _ = drawn(place, 2, 256, 1024, group)
+    x *= torch.logspace(-3, 1.5, 1024, device=x.device).to(dtype)[torch.randperm(1024)]
+    x[:, ::97] *= 30
+    x[1, 512:640] = torch.tensor(0x53FF if dtype == torch.float16 else 0x427F, dtype=torch.int16).view(dtype)
+    x[1, 640:768] = 0
+    products = x.double()[:, None] * weight.expanded().double()
+    found = int4_linear(x, weight)
+    error = (found.double() - products.sum(-1)).abs()
+    # one rounding of the result, and one of x to 2^-14 of the largest of its group
+    largest = x.double().abs().reshape(2, -1, group).amax(-1).repeat_interleave(group, dim=1)
+    rounding = 2**-15 * 1.01 * largest @ weight.expanded().double().abs().T
+    limit = TOLERANCES[dtype] / 2 * products.sum(-1).abs() + rounding
+    assert float((error / limit).max()) < 1
+
+
+@pytest.mark.gpu
+def test_nan_stays_nan() -> None:
+    place: Place = ("triton", torch.device("cuda"), torch.bfloat16)
+    x, weight, _ = drawn(place, 2, 64, 512, 128)
+    x[0, 300] = float("nan")
+    x[1, 5] = float("inf")
+    assert not int4_linear(x, weight).isfinite().any()
+
+
 @pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (133, 64, 32), (300, 128, 64)])
 def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: int) -> None:
     """Some rows at a time, and of rows that begin inside a matrix."""

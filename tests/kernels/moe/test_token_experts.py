@@ -14,7 +14,8 @@ from tests.kernels.group_scaled import draw_packed_experts
 from tests.kernels.poison import poisoned
 
 CUDA = torch.device("cuda", 0)
-TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8}
+"""Of sums of 8 experts whose results are of order 3, and whose gated values are rounded."""
 
 
 def draw_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Weight:

@@ -2,9 +2,9 @@
 
 #include "linear/few_rows.cuh"
 #if X_ROWS == 4
-#include "linear/int4_byte_format.cuh"
+#include "int4/byte_format.cuh"
 #else
-#include "linear/int4_format.cuh"
+#include "int4/format.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) int4_linear(

@@ -1,9 +1,8 @@
 // Weights in 4 bits, for products.cuh, multiplied as integers of 8 bits; group_format.py has the layout.
 //
 // x becomes integers, once in a block: x = scale * (256 * high + low), with a power of two as the scale of a group of
-// columns and a row, and the two integers of 8 bits as two rows of a product. Values of at least 1/64 of the largest one
-// of their group keep all bits of a bfloat16; smaller ones are rounded to 1/16384 of that power of two. Products are
-// added exactly, and scaled in float32:
+// columns and a row, and the two integers of 8 bits as two rows of a product. The largest value of a group has 15 bits:
+// of a bfloat16, values of at least 1/64 of it keep all 8. Products are added exactly, and scaled in float32:
 //
 //     result  +=  weight scale * (x scale * sum(value * x) - zero * x scale * sum(x))
 //
@@ -12,12 +11,13 @@
 
 #pragma once
 
-#include "linear/int4_copy.cuh"
+#include "int4/copy.cuh"
 
 namespace {
 
 constexpr int kXPad = 16 * kLoad;  // bytes after a row in shared memory, so that adjacent rows are in different banks
-constexpr int kFraction = 13;      // bits of the largest x of a group after its first one
+constexpr int kFraction = 14;      // bits of the largest x of a group after its first one
+constexpr float kMost = 32639.0f;  // the largest integer whose high part is below 128
 constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: the sum with a number has that number, rounded, in its low bits
 
 struct alignas(4 * kLoad) Words {
@@ -78,8 +78,9 @@ __device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape
         }
 #pragma unroll
         for (int other = kLanes / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-        // the exponent of the largest one, as a float32 has it: 255 of infinity and NaN
-        const unsigned exponent = max(__float_as_uint(to_float(static_cast<Bits>(largest))) >> 23, kFraction + 1u);
+        // such that the largest one becomes at most kMost; as a float32 has it: 255 of infinity and NaN
+        const float enlarged = to_float(static_cast<Bits>(largest)) * (32768.0f / kMost);
+        const unsigned exponent = max(__float_as_uint(enlarged) >> 23, kFraction + 1u);
         const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);
         const float scale = __uint_as_float(exponent == 255 ? 0x7fc00000u : (exponent - kFraction) << 23);
         unsigned numbers[kChunk], above[kChunk];  // the second byte is `high` after 128 was added

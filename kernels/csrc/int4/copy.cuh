@@ -1,4 +1,4 @@
-// Weights in 4 bits in shared memory, for int4_format.cuh and int4_byte_format.cuh; group_format.py has the layout. A
+// Weights in 4 bits in shared memory, for format.cuh and byte_format.cuh; group_format.py has the layout. A
 // step has a pair of groups. Constant: GROUP columns of a group.
 
 #pragma once

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "linear/int4_copy.cuh"
+#include "int4/copy.cuh"
 
 namespace {
 

@@ -88,7 +88,7 @@ class RunQueue:
             return len(self._steps) < self._stages
         if not self._steps:
             return True
-        needs_tokens = any(request.sampling.counts_tokens for request in self.running)
+        needs_tokens = any(request.counts_tokens for request in self.running)
         return self._overlap and len(self._steps) < 2 and not needs_tokens
 
     def next_batch(self) -> list[Request]:

@@ -63,6 +63,8 @@ from .run_queue import DecodeStep, RunQueue
 from .steps import Steps
 from .submissions import Submissions
 
+_COUNTED_STATES = tuple(state.value for state in State if state is not State.FREED)
+
 
 class DecodeScheduler:
     """Owns the requests, the page allocator and the batch of one decode server."""
@@ -377,9 +379,9 @@ class DecodeScheduler:
         }
 
     def state_counts(self) -> dict[str, int]:
-        counts = {state.value: 0 for state in State if state is not State.FREED}
+        counts = dict.fromkeys(_COUNTED_STATES, 0)
         for request in [*self.requests.values(), *self.endings.draining]:
-            counts[request.state.value] += 1
+            counts[request.state] += 1
         return counts
 
     def load(self) -> Load:

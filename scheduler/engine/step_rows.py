@@ -19,7 +19,7 @@ def decode_row(row: DecodeRow) -> StepRow:
     grammar: they would dominate the message, like the text of the grammar.
     """
     request = row.request
-    counts = request.sampling.counts_tokens
+    counts = request.counts_tokens
     sampling, state = request.sampling, None
     if sampling.grammar is not None:
         state = request.prompt.prompt_id * MAX_SAMPLES + request.sample

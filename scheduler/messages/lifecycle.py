@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from ...configs.errors import PdserveError
 
 
-class State(enum.Enum):
+class State(enum.StrEnum):
     """A request on a decode server."""
 
     QUEUED = "queued"  # waits for memory and for a prefill server
@@ -25,7 +25,7 @@ class State(enum.Enum):
     FREED = "freed"
 
 
-class PrefillState(enum.Enum):
+class PrefillState(enum.StrEnum):
     """A request on a prefill server."""
 
     WAITING = "waiting"  # waits for pages

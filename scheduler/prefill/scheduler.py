@@ -44,6 +44,7 @@ from .request import PageSpace, PrefillRequest, PrefillStep
 from .stored_prefixes import StoredPrefixes
 from .transfers import Transfers
 
+_COUNTED_STATES = tuple(state.value for state in PrefillState if state is not PrefillState.CLOSED)
 MAX_MISFITS = 8
 """A turn stops after this many requests that find no pages."""
 BEGUN_AFTER_S = 1.0
@@ -271,12 +272,12 @@ class PrefillScheduler:
 
     def state_counts(self) -> dict[str, int]:
         """Requests that have pages, but are in no step in flight, count as waiting."""
-        counts = {state.value: 0 for state in PrefillState if state is not PrefillState.CLOSED}
+        counts = dict.fromkeys(_COUNTED_STATES, 0)
         for request in self.requests.values():
-            counts[request.state.value] += 1
+            counts[request.state] += 1
         in_no_step = len(self._computing) - self._running
-        counts[PrefillState.COMPUTING.value] -= in_no_step
-        counts[PrefillState.WAITING.value] += in_no_step
+        counts[PrefillState.COMPUTING] -= in_no_step
+        counts[PrefillState.WAITING] += in_no_step
         return counts
 
     def gauges(self) -> dict[str, float]:

@@ -225,6 +225,7 @@ class Request:
         self.priority = prompt.priority
         self.prompt_ids = prompt.token_ids
         self.sampling = sampling
+        self.counts_tokens = sampling.counts_tokens
         self.sampling_without_grammar = (
             sampling if sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
         )
@@ -281,7 +282,7 @@ class Request:
     @property
     def kv_tokens(self) -> int:
         """KV rows that exist: one per token, except for the newest token, which the next step feeds."""
-        return len(self.prompt_ids) + max(0, len(self.output_ids) - 1)
+        return len(self.prompt_ids) + (len(self.output_ids) - 1 if self.output_ids else 0)
 
     @property
     def waits_for_prefill(self) -> bool:

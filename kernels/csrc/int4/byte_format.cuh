@@ -40,13 +40,14 @@ __device__ __forceinline__ unsigned bytes_of(const unsigned* numbers) {
     return __byte_perm(__byte_perm(numbers[0], numbers[1], kTwo), __byte_perm(numbers[2], numbers[3], kTwo), 0x5410);
 }
 
-// A row of x in shared memory: `high` of all columns, `low` of all columns, and for each group its scale and, scaled, its
-// sum.
+// A row of x in shared memory: `high` of all columns, `low` of all columns, and for each group its scale and its sum,
+// scaled.
 struct XRow {
     int groups, pitch, bytes;
 
     __device__ __forceinline__ explicit XRow(int steps)
-        : groups(2 * steps), pitch(groups * GROUP + kXPad), bytes(2 * pitch + groups * static_cast<int>(sizeof(float2))) {}
+        : groups(2 * steps), pitch(groups * GROUP + kXPad),
+          bytes(2 * pitch + groups * static_cast<int>(sizeof(float2))) {}
 
     // After the rings and the sums of few_rows.cuh.
     static __device__ __forceinline__ char* first() {
@@ -55,23 +56,28 @@ struct XRow {
     }
 };
 
-// All threads of a block write `rows` rows of x to shared memory.
-__device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape& shape, int rows) {
-    constexpr int kChunk = 8, kLanes = GROUP / kChunk;  // columns of a thread; lanes that have a group
-    const XRow form(weights.steps);
-    const Divisor per_row(form.groups * GROUP / kChunk);
-    const int total = rows * per_row.value, lane = threadIdx.x % 32;
-    for (int first = threadIdx.x - lane; first < total; first += 32 * WARPS) {
-        const int chunk = min(first + lane, total - 1);
-        const int row = per_row.quotient(chunk), column = (chunk - row * per_row.value) * kChunk;
-        uint4 loaded = {};  // of a group that does not exist; its scales are 0
+// Adjacent columns of a row of x, which a thread turns into integers.
+struct Chunk {
+    static constexpr int kColumns = 8, kLanes = GROUP / kColumns;  // lanes that have a group
+
+    int row, column;
+    uint4 loaded;
+
+    __device__ __forceinline__ void load(const Shape& shape, const Divisor& per_row, int number) {
+        row = per_row.quotient(number);
+        column = per_row.rest(number) * kColumns;
+        loaded = {};  // of a group that does not exist; its scales are 0
         if (column < shape.in_size)
             loaded = *reinterpret_cast<const uint4*>(shape.x + row * shape.in_size + column);
+    }
+
+    // Called by whole warps; `exists` is false for a thread without a chunk.
+    __device__ __forceinline__ void store(const XRow& form, bool exists) const {
         const unsigned pairs[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-        float values[kChunk];
+        float values[kColumns];
         unsigned largest = 0;
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             const unsigned bits = pairs[i / 2] >> 16 * (i % 2) & 0xffffu;
             values[i] = to_float(static_cast<Bits>(bits));
             largest = max(largest, bits & 0x7fffu);
@@ -83,30 +89,53 @@ __device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape
         const unsigned exponent = max(__float_as_uint(enlarged) >> 23, kFraction + 1u);
         const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);
         const float scale = __uint_as_float(exponent == 255 ? 0x7fc00000u : (exponent - kFraction) << 23);
-        unsigned numbers[kChunk], above[kChunk];  // the second byte is `high` after 128 was added
+        unsigned numbers[kColumns], above[kColumns];  // the second byte is `high` after 128 was added
         int sum = 0;
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             numbers[i] = __float_as_uint(fmaf(values[i], inverse, kRounding));
             above[i] = numbers[i] + 128;
             sum += static_cast<int>(numbers[i] - __float_as_uint(kRounding));
         }
 #pragma unroll
         for (int other = kLanes / 2; other; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-        if (first + lane >= total) continue;
+        if (!exists) return;
         char* const to = XRow::first() + row * form.bytes;
         *reinterpret_cast<uint2*>(to + column) = make_uint2(bytes_of<1>(above), bytes_of<1>(above + 4));
-        *reinterpret_cast<uint2*>(to + form.pitch + column) = make_uint2(bytes_of<0>(numbers), bytes_of<0>(numbers + 4));
+        *reinterpret_cast<uint2*>(to + form.pitch + column) =
+            make_uint2(bytes_of<0>(numbers), bytes_of<0>(numbers + 4));
         if (column % GROUP == 0)
             reinterpret_cast<float2*>(to + 2 * form.pitch)[column / GROUP] =
                 make_float2(scale, scale * static_cast<float>(sum));
+    }
+};
+
+// All threads of a block write `rows` rows of x to shared memory.
+__device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape& shape, int rows) {
+    constexpr int kAtOnce = 4, kThreads = 32 * WARPS;  // chunks that a thread loads before it uses the first
+    const XRow form(weights.steps);
+    const Divisor per_row(form.groups * GROUP / Chunk::kColumns);
+    const int total = rows * per_row.value, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = threadIdx.x - lane; first < total; first += kAtOnce * kThreads) {
+        Chunk chunks[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int number = first + i * kThreads;  // of the warp's first chunk
+            if (number < total) chunks[i].load(shape, per_row, min(number + lane, total - 1));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int number = first + i * kThreads;
+            if (number < total) chunks[i].store(form, number + lane < total);
+        }
     }
     __syncthreads();
 }
 
 struct GroupScaled : PackedGroups {
-    // A thread has one of the 8 rows of an operand, `high` or `low` of a row of x, and the results of one of 4 rows of x.
-    // Instead of a row that does not exist, the last one: its results are not stored.
+    // A thread has one of the 8 rows of an operand, `high` or `low` of a row of x, and the results of one of 4 rows of
+    // x. Instead of a row that does not exist, the last one: its results are not stored.
     struct Inputs {
         const char* bytes[ROW_TILES];
         const float2* groups[ROW_TILES];

@@ -1,5 +1,5 @@
-// Weights in 4 bits in shared memory, for format.cuh and byte_format.cuh; group_format.py has the layout. A
-// step has a pair of groups. Constant: GROUP columns of a group.
+// Copies weights in 4 bits to shared memory, for format.cuh and byte_format.cuh; group_format.py has the layout. A step
+// has a pair of groups. Constant: GROUP columns of a group.
 
 #pragma once
 
@@ -60,7 +60,8 @@ struct PackedGroups {
             }
             if (lane < 8)
                 copy_async<16>(
-                    stage + lane * 16 + kWeightBytes + tile * 8 * 16, source.scales[tile] + 2 * pair * static_cast<int>(group_stride)
+                    stage + lane * 16 + kWeightBytes + tile * 8 * 16,
+                    source.scales[tile] + 2 * pair * static_cast<int>(group_stride)
                 );
         }
     }

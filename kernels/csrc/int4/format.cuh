@@ -1,5 +1,5 @@
-// Weights in 4 bits, for products.cuh, multiplied in the dtype of x; group_format.py has the layout. The sums of a group
-// are scaled in float32. Constant: GROUP columns of a group.
+// Weights in 4 bits, for products.cuh, multiplied in the dtype of x; group_format.py has the layout. The sums of a
+// group are scaled in float32. Constant: GROUP columns of a group.
 
 #pragma once
 

@@ -4,8 +4,8 @@
 // free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
 // columns. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
 //
-// Constants: OUTPUT_TILES, and ROW_TILES of X_ROWS rows of x, 8 if not said otherwise; GATED, 1 if the lower 8 rows of a product are of the gate and
-// the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
+// Constants: OUTPUT_TILES; ROW_TILES of X_ROWS rows of x, 8 or, if each takes two rows of a product, 4; GATED, 1 if the
+// lower 8 weight rows of a product are of the gate and the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
 //
 // A format (plain_format.cuh, fp8_format.cuh, int4/*format.cuh) is a struct with these members:
 //     kStageBytes                                   of a step in the ring of a warp
@@ -17,8 +17,8 @@
 //     X; load(x, inputs, step, lane)                load the x of a step
 //     add(sums, stage, x, lane)                     add the products of a step
 //
-// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`. If a format has a function
-// `prepare(weights, shape, rows)`, a block calls it once, when x is there.
+// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`. If a format has a
+// function `prepare(weights, shape, rows)`, a block calls it once, when x is there.
 
 #pragma once
 

@@ -33,10 +33,12 @@ class PageStore:
 
     @classmethod
     def allocate(cls, cache: KvCache, size_bytes: int) -> "PageStore":
-        """As many pages as fit in `size_bytes`. If they cannot be page-locked, logs a warning and stores none."""
+        """As many pages as fit in `size_bytes`, and at most as many as the cache has: to page-lock 4 GiB takes seconds,
+        and a small cache seldom needs them. If they cannot be page-locked, logs a warning and stores none.
+        """
         page_bytes = sum(pool.page_bytes for pool in cache.pools)
         try:
-            return cls(cache, size_bytes // page_bytes)
+            return cls(cache, min(size_bytes // page_bytes, cache.num_pages))
         except StartupError as error:
             log.warning("retracted requests are copied to memory that is not page-locked: %s", error)
             return cls(cache, 0)

@@ -97,6 +97,7 @@ def test_store_without_page_locked_memory_still_saves(
 
     cache = make_cache()
     assert len(PageStore.allocate(cache, 10 * sum(pool.page_bytes for pool in cache.pools))._free) == 10
+    assert len(PageStore.allocate(cache, 1 << 40)._free) == cache.num_pages
     monkeypatch.setattr(page_store, "_host_pool", refuse)
     assert len(PageStore.allocate(cache, 1 << 20)._free) == 0
     assert "not page-locked: the locked-memory limit is 64 KiB" in caplog.text

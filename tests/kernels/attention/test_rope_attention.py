@@ -15,7 +15,7 @@ from pdserve.kernels.attention.rope_attention import rope_attention
 from pdserve.kernels.attention.rope_decode_cuda import launch_rope_decode, most_sequences
 from pdserve.kernels.attention.rope_kv_write import rope_kv_write
 from pdserve.kernels.backends.dispatch import Impl
-from tests.kernels.attention.fibers import COMPILER, FiberKernels
+from tests.kernels.fibers import COMPILER, FiberKernels
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -239,7 +239,7 @@ class TestOnFibers:
 
     @pytest.fixture(autouse=True)
     def kernels(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path).load)
+        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path, cluster=8).load)
         monkeypatch.setattr("pdserve.kernels.attention.rope_attention.most_sequences", lambda *_: 8)
 
     def test_decode_steps(self) -> None:
@@ -254,7 +254,7 @@ class TestOnFibers:
 
     def test_a_lost_key_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         changes = {"end = min(begin + share, newest);": "end = min(begin + share, newest - 1);"}
-        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path, changes).load)
+        monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path, changes, cluster=8).load)
         with pytest.raises(AssertionError):
             check([700], Geometry(2, 1, 64, 16), BF16_ON_CPU, on_fibers=True)
 

@@ -1,14 +1,14 @@
-// The part of CUDA that csrc/attention/rope_decode.cu uses, on a CPU: the threads of a cluster are fibers, which take
-// turns at barriers and at operations of warps. cp.async copies at once.
+// The part of CUDA that some kernels use, on a CPU: the threads of a cluster are fibers, which take turns at barriers
+// and at operations of warps. cp.async copies at once.
+//
+// Constants: CLUSTER_BLOCKS, BLOCK_THREADS.
 #pragma once
 
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <vector>
 
 #define __device__
@@ -19,8 +19,15 @@
 #define __launch_bounds__(...)
 #define __shared__
 
-using std::max;
-using std::min;
+template <typename T>
+constexpr T min(T a, T b) {
+    return b < a ? b : a;
+}
+
+template <typename T>
+constexpr T max(T a, T b) {
+    return a < b ? b : a;
+}
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
@@ -29,7 +36,7 @@ struct alignas(8) float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
-constexpr int kClusterBlocks = 8, kBlockThreads = 256, kStackBytes = 64 << 10;
+constexpr int kClusterBlocks = CLUSTER_BLOCKS, kBlockThreads = BLOCK_THREADS, kStackBytes = 64 << 10;
 
 struct Barrier {
     int arrived = 0, phase = 0;
@@ -68,12 +75,14 @@ struct Index {
     int x;
 };
 
+inline int all_blocks;
 inline Cluster* cluster;
 inline Fiber* current;
 inline ucontext_t scheduler;
 
 #define threadIdx (Index{current->thread})
 #define blockIdx (Index{current->block->index})
+#define gridDim (Index{all_blocks})
 
 inline void take_turns() { swapcontext(&current->context, &scheduler); }
 
@@ -133,11 +142,36 @@ inline float __int_as_float(int bits) {
     return number;
 }
 
+inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<int>(bits)); }
+
+inline unsigned __float_as_uint(float number) {
+    unsigned bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+inline float __expf(float x) { return std::exp(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
+
+template <typename T>
+T __ldcg(const T* from) {
+    return *from;
+}
+
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
+    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned found = 0;
+    for (int i = 0; i < 4; ++i) found |= static_cast<unsigned>(bytes >> 8 * (places >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
+
 // Run a kernel with so many bytes of shared memory, one cluster after the other.
-inline void run_clusters(int clusters, int shared_bytes, const std::function<void()>& kernel) {
+template <typename Kernel>
+void run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
     std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
-    static const std::function<void()>* body;
+    static const Kernel* body;
     body = &kernel;
+    all_blocks = clusters * kClusterBlocks;
     for (int number = 0; number < clusters; ++number) {
         Cluster own;
         cluster = &own;

@@ -132,7 +132,8 @@ struct XRows {
         for (int tile = 0; tile < ROW_TILES; ++tile) {
             const long long row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows + 8 * tile + lane / 4;
             // instead of a row that does not exist, the last one: its results are not stored
-            rows[tile] = kept(shape.x + min(row, shape.rows - 1) * shape.in_size);
+            const Bits* const start = shape.x + min(row, shape.rows - 1) * shape.in_size;
+            rows[tile] = ROW_TILES == 1 ? kept(start) : start;
         }
     }
 

@@ -381,7 +381,11 @@ class DecodeConfig(ServerConfig):
     growth_tokens: int = Field(
         128, ge=1, description="output tokens for which KV is reserved at admission; longer requests may be retracted"
     )
-    retract_memory_gib: float = Field(4.0, ge=0, description="host memory for the KV of retracted requests")
+    retract_memory_gib: float = Field(
+        4.0,
+        ge=0,
+        description="host memory for the KV of retracted requests; at most as much as the KV cache is page-locked",
+    )
     queue_timeout_s: float = Field(
         60.0, gt=0, description="longest wait in queues before prefill starts: for KV memory, or behind other prompts"
     )

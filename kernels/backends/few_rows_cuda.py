@@ -41,7 +41,7 @@ class Format:
 
     name: str  # of the kernel and of its source
     step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
-    x_rows: int = ROW_TILE  # of x that a product has
+    x_rows: int = ROW_TILE  # rows of x of a product
     x_bytes: int = 0  # of x in shared memory
     warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
     constants: tuple[tuple[str, int], ...] = ()

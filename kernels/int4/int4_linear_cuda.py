@@ -45,7 +45,8 @@ def integer_bytes(group: int, steps: int, rows: int) -> int | None:
     """Shared memory for rows of x as integers, of so many pairs of groups (csrc/int4/byte_format.cuh); None if
     they are too long.
     """
-    found = rows * (2 * (2 * steps * group + min(group, 64)) + 2 * steps * 8)
+    rounded = 1 << (rows - 1).bit_length()  # so that few sizes of shared memory, and kernels, exist
+    found = rounded * (2 * (2 * steps * group + min(group, 64)) + 2 * steps * 8)
     return found if found <= MOST_INTEGER_BYTES else None
 
 

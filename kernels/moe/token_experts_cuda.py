@@ -112,6 +112,7 @@ def _launch(
     bias: int,
 ) -> None:
     (tokens, per_token), gated, matrices = experts.shape, name == "expert_gates", _matrices(weight, len(x))
+    assert weight[:1].nbytes < 1 << 32, "the kernels count the bytes of an expert in 32 bits"
     count = ceil_div(outputs, OUTPUT_TILE // 2) * experts.numel() if gated else ceil_div(outputs, OUTPUT_TILE) * tokens
     launch_tiles(
         "linear/token_experts.cu",

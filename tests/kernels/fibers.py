@@ -76,8 +76,8 @@ void call(void (*kernel)(Types...), const long long* arguments) {
     call(kernel, arguments, std::index_sequence_for<Types...>());
 }
 
-extern "C" void run(const long long* arguments, int blocks, int shared_bytes) {
-    run_clusters(blocks / kClusterBlocks, shared_bytes, [&] { call(KERNEL, arguments); });
+extern "C" bool run(const long long* arguments, int blocks, int shared_bytes) {
+    return run_clusters(blocks / kClusterBlocks, shared_bytes, [&] { call(KERNEL, arguments); });
 }
 """
 
@@ -138,4 +138,6 @@ class FiberKernel:
     ) -> None:
         assert threads == self._threads
         assert overlap_previous
-        self._library.run((ctypes.c_longlong * len(args))(*args), blocks, shared_bytes)
+        self._library.run.restype = ctypes.c_bool
+        within = self._library.run((ctypes.c_longlong * len(args))(*args), blocks, shared_bytes)
+        assert within, f"the kernel has written after its {shared_bytes} bytes of shared memory"

@@ -84,7 +84,8 @@ struct Chunk {
         }
 #pragma unroll
         for (int other = kLanes / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-        // such that the largest one becomes at most kMost; as a float32 has it: 255 of infinity and NaN
+        // The exponent of the group's largest value, enlarged so that it becomes at most kMost, as a float32 has it: 255
+        // for infinity and NaN.
         const float enlarged = to_float(static_cast<Bits>(largest)) * (32768.0f / kMost);
         const unsigned exponent = max(__float_as_uint(enlarged) >> 23, kFraction + 1u);
         const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);

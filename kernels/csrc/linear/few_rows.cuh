@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply_tiles(
         commit();
         ahead_place = ahead_place + Weights::kStageBytes == kRingBytes ? 0 : ahead_place + Weights::kStageBytes;
         ahead_step += WARPS;
-        if (ahead_step - warp < weights.steps) return;  // all warps have as many turns; the last one may have no step
+        if (ahead_step - warp < weights.steps) return;  // every warp has as many turns, the last maybe without a step
         ahead_step = warp;
         ahead_tile += gridDim.x;
         if (ahead_tile < tiles) source = weights.source(shape, ahead_tile, lane);

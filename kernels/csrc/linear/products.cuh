@@ -4,8 +4,9 @@
 // free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
 // columns. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
 //
-// Constants: OUTPUT_TILES; ROW_TILES of X_ROWS rows of x, 8 or, if each takes two rows of a product, 4; GATED, 1 if the
-// lower 8 weight rows of a product are of the gate and the upper 8 of up; HALF, 1 for float16, 0 for bfloat16.
+// Constants: OUTPUT_TILES; ROW_TILES of X_ROWS rows of x each, which is 8, or 4 where a row of x takes two rows of a
+// product; GATED, 1 if the lower 8 weight rows of a product are of the gate and the upper 8 of up; HALF, 1 for float16,
+// 0 for bfloat16.
 //
 // A format (plain_format.cuh, fp8_format.cuh, int4/*format.cuh) is a struct with these members:
 //     kStageBytes                                   of a step in the ring of a warp
@@ -44,7 +45,7 @@ __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
 
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Divides numbers below 2^31 / value, faster than the GPU does.
+// Divides by a multiplication; exact for numbers below 2^31 / value.
 struct Divisor {
     int value;
     unsigned inverse;  // 2^31 / value, rounded up
@@ -120,7 +121,7 @@ struct Anything {
     __device__ __forceinline__ Anything(const T&) {}
 };
 
-// Most formats read x from global memory.
+// For formats that need no preparation: chosen only if there is no other `prepare`.
 __device__ __forceinline__ void prepare(Anything, const Shape&, int) {}
 
 // Where the rows of x of a thread begin.

@@ -125,7 +125,7 @@ struct WeightedSums {
         int first_choice;
     };
     struct Inputs {
-        Weights::Inputs first;  // row
+        Weights::Inputs first;  // of the first choice of the first token
         int first_choice, columns;
     };
     struct X {

@@ -21,3 +21,10 @@ def test_a_block_fits_the_shared_memory_with_a_ring(
     assert used == warps * 2 * (stages * step_bytes + row_tiles * 1024)
     if (limit, row_tiles, steps) == (227 << 10, 1, 100):
         assert warps == {1: 16, 132: 16, 300: 8, 4000: 4}[count]
+
+
+def test_x_and_its_sums_are_part_of_the_shared_memory() -> None:
+    form = Format("any", 2176, x_rows=4, x_bytes=25_000)
+    warps, stages, used = _fit(form, Tiles(), 132, 48, 2, 1, processors=132, limit=227 << 10)
+    assert (warps, stages) == (16, 2)
+    assert used == warps * 2 * (stages * 2176 + 512) + 25_000

@@ -165,9 +165,12 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
     return found;
 }
 
-// Run a kernel with so many bytes of shared memory, one cluster after the other.
+constexpr int kGuardBytes = 256;
+
+// Run a kernel with so many bytes of shared memory, one cluster after the other. Returns whether it has written to no
+// memory after them.
 template <typename Kernel>
-void run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
+bool run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
     std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
     static const Kernel* body;
     body = &kernel;
@@ -176,7 +179,7 @@ void run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
         Cluster own;
         cluster = &own;
         for (int rank = 0; rank < kClusterBlocks; ++rank) {
-            own.blocks[rank].memory.assign(shared_bytes + 127, static_cast<char>(0xff));
+            own.blocks[rank].memory.assign(shared_bytes + 127 + kGuardBytes, static_cast<char>(0xff));
             own.blocks[rank].index = number * kClusterBlocks + rank;
         }
         for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
@@ -200,5 +203,9 @@ void run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
                 swapcontext(&scheduler, &fiber.context);
             }
         }
+        for (Block& block : own.blocks)
+            for (int i = 0; i < kGuardBytes; ++i)
+                if (block.shared()[shared_bytes + i] != static_cast<char>(0xff)) return false;
     }
+    return true;
 }

@@ -84,8 +84,8 @@ struct Chunk {
         }
 #pragma unroll
         for (int other = kLanes / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-        // The exponent of the group's largest value, enlarged so that it becomes at most kMost, as a float32 has it: 255
-        // for infinity and NaN.
+        // The exponent of the group's largest value as a float32 has it, 255 for infinity and NaN. The value is first
+        // enlarged a little, so that it becomes at most kMost.
         const float enlarged = to_float(static_cast<Bits>(largest)) * (32768.0f / kMost);
         const unsigned exponent = max(__float_as_uint(enlarged) >> 23, kFraction + 1u);
         const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);
@@ -110,29 +110,6 @@ struct Chunk {
                 make_float2(scale, scale * static_cast<float>(sum));
     }
 };
-
-// All threads of a block write `rows` rows of x to shared memory.
-__device__ __forceinline__ void prepare(const PackedGroups& weights, const Shape& shape, int rows) {
-    constexpr int kAtOnce = 4, kThreads = 32 * WARPS;  // chunks that a thread loads before it uses the first
-    const XRow form(weights.steps);
-    const Divisor per_row(form.groups * GROUP / Chunk::kColumns);
-    const int total = rows * per_row.value, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int first = threadIdx.x - lane; first < total; first += kAtOnce * kThreads) {
-        Chunk chunks[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int number = first + i * kThreads;  // of the warp's first chunk
-            if (number < total) chunks[i].load(shape, per_row, min(number + lane, total - 1));
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int number = first + i * kThreads;
-            if (number < total) chunks[i].store(form, number + lane < total);
-        }
-    }
-    __syncthreads();
-}
 
 struct GroupScaled : PackedGroups {
     // A thread has one of the 8 rows of an operand, `high` or `low` of a row of x, and the results of one of 4 rows of
@@ -230,5 +207,28 @@ struct GroupScaled : PackedGroups {
             }
     }
 };
+
+// All threads of a block write `rows` rows of x to shared memory.
+__device__ __forceinline__ void prepare(const GroupScaled& weights, const Shape& shape, int rows) {
+    constexpr int kAtOnce = 4, kThreads = 32 * WARPS;  // chunks that a thread loads before it uses the first
+    const XRow form(weights.steps);
+    const Divisor per_row(form.groups * GROUP / Chunk::kColumns);
+    const int total = rows * per_row.value, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = threadIdx.x - lane; first < total; first += kAtOnce * kThreads) {
+        Chunk chunks[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int number = first + i * kThreads;  // of the warp's first chunk
+            if (number < total) chunks[i].load(shape, per_row, min(number + lane, total - 1));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int number = first + i * kThreads;
+            if (number < total) chunks[i].store(form, number + lane < total);
+        }
+    }
+    __syncthreads();
+}
 
 }  // namespace

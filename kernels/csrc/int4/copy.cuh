@@ -45,19 +45,10 @@ struct PackedGroups {
         return found;
     }
 
-    // Each thread copies the weights that it multiplies.
     __device__ __forceinline__ void copy(unsigned stage, const Source& source, int pair, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const char* bytes = source.rows.starts[tile][half] + pair * GROUP;
-#pragma unroll
-                for (int word = 0; word < kWords; word += kLoad)
-                    copy_async<4 * kLoad>(
-                        stage + lane * 4 * kLoad + ((tile * 2 + half) * kWords + word) * 32 * 4, bytes + word * 16
-                    );
-            }
+            source.rows.copy<4 * kLoad, kWords / kLoad>(stage, tile, pair * GROUP, lane);
             if (lane < 8)
                 copy_async<16>(
                     stage + lane * 16 + kWeightBytes + tile * 8 * 16,

@@ -61,19 +61,10 @@ struct BlockScaled {
         return found;
     }
 
-    // Each thread copies the weights that it multiplies.
     __device__ __forceinline__ void copy(unsigned stage, const Source& source, int block, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const char* bytes = source.rows.starts[tile][half] + block * kBlock;
-#pragma unroll
-                for (int word = 0; word < kWords; word += 4)
-                    copy_async<16>(
-                        stage + lane * 16 + ((tile * 2 + half) * kWords + word) * 32 * 4, bytes + word * 16
-                    );
-            }
+            source.rows.copy<16, kWords / 4>(stage, tile, block * kBlock, lane);
             if (lane < 16)
                 copy_async<4>(
                     stage + lane * 4 + kWeightBytes + tile * 16 * 4,

@@ -28,19 +28,10 @@ struct Plain {
         return {{values, shape, number, lane, shape.in_size * 2, lane % 4 * kRun * 2}};
     }
 
-    // Each thread copies the weights that it multiplies.
     __device__ __forceinline__ void copy(unsigned stage, const Source& source, int step, int lane) const {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const char* own = source.rows.starts[tile][half] + step * (kColumns * 2);
-#pragma unroll
-                for (int run = 0; run < kRuns; ++run)
-                    copy_async<16>(
-                        stage + lane * 16 + ((tile * 2 + half) * kRuns + run) * 32 * 16, own + run * 4 * kRun * 2
-                    );
-            }
+            source.rows.copy<16, kRuns>(stage, tile, step * (kColumns * 2), lane);
     }
 
     typedef XRows Inputs;

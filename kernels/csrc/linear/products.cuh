@@ -107,6 +107,21 @@ struct WeightRows {
             }
     }
 
+    // Copy the weights that this thread multiplies, from `offset` bytes after the starts of its rows on: COUNT parts of
+    // BYTES of each row, next to those of the other 3 threads that have it.
+    template <int BYTES, int COUNT>
+    __device__ __forceinline__ void copy(unsigned stage, int tile, int offset, int lane) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const char* own = starts[tile][half] + offset;
+#pragma unroll
+            for (int part = 0; part < COUNT; ++part)
+                copy_async<BYTES>(
+                    stage + lane * BYTES + ((tile * 2 + half) * COUNT + part) * 32 * BYTES, own + part * 4 * BYTES
+                );
+        }
+    }
+
     // So many bytes further: in the matrix of another expert.
     __device__ __forceinline__ void move(unsigned long long bytes) {
 #pragma unroll
@@ -116,13 +131,9 @@ struct WeightRows {
     }
 };
 
-struct Anything {
-    template <class T>
-    __device__ __forceinline__ Anything(const T&) {}
-};
-
-// For formats that need no preparation: chosen only if there is no other `prepare`.
-__device__ __forceinline__ void prepare(Anything, const Shape&, int) {}
+// For formats that need no preparation; byte_format.cuh has another one.
+template <class Weights>
+__device__ __forceinline__ void prepare(const Weights&, const Shape&, int) {}
 
 // Where the rows of x of a thread begin.
 struct XRows {
@@ -134,7 +145,7 @@ struct XRows {
             const long long row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows + 8 * tile + lane / 4;
             // instead of a row that does not exist, the last one: its results are not stored
             const Bits* const start = shape.x + min(row, shape.rows - 1) * shape.in_size;
-            rows[tile] = ROW_TILES == 1 ? kept(start) : start;
+            rows[tile] = ROW_TILES == 1 ? kept(start) : start;  // with more, all of x would be kept in registers
         }
     }
 

@@ -225,7 +225,7 @@ class Request:
         self.priority = prompt.priority
         self.prompt_ids = prompt.token_ids
         self.sampling = sampling
-        self.counts_tokens = sampling.counts_tokens
+        self.counts_tokens = sampling.counts_tokens  # once: it is asked of all running requests before every step
         self.sampling_without_grammar = (
             sampling if sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
         )

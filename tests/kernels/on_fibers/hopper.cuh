@@ -1,5 +1,5 @@
-// Of csrc/hopper.cuh, what kernels on fibers use. An address of shared memory is a place in it, with the
-// number of the block plus 1 in its upper bits if it is another one.
+// Of csrc/hopper.cuh, what kernels on fibers use. An address of shared memory is a place in it, with the number of the
+// block plus 1 in its upper bits if it is another one.
 #pragma once
 
 inline unsigned shared_address(const void* pointer) {

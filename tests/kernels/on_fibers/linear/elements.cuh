@@ -38,7 +38,7 @@ struct Operands {
     unsigned a[4], b[2];
 };
 
-// Element k of a weight row and of a row of x, each of them in `perWord` parts of a word: mma.m16n8k16 or m16n8k32.
+// Element k of a weight row and of a row of x, PER_WORD of them in a word: mma.m16n8k16 or m16n8k32.
 template <int PER_WORD>
 struct Product {
     static constexpr int kHalf = 4 * PER_WORD;  // elements of four lanes

@@ -14,8 +14,7 @@ from tests.kernels.group_scaled import draw_packed_experts
 from tests.kernels.poison import poisoned
 
 CUDA = torch.device("cuda", 0)
-TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-8}
-"""Of sums of 8 experts whose results are of order 3, and whose gated values are rounded."""
+TOLERANCES = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def draw_weight(kind: str, shape: tuple[int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Weight:
@@ -64,7 +63,9 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
                     x, weights, chosen, *part, first=first, num_experts=size[0], shared=partial(torch.clone, shared)
                 )
             expected = experts_reference(x, weights, chosen, *part, first=first, exact=True)
-            torch.testing.assert_close(found, expected, rtol=TOLERANCES[dtype], atol=2 * TOLERANCES[dtype])
+            # with 4 bits, x is rounded besides: exact sums of these experts come near the limit of float16 without that
+            limit = TOLERANCES[dtype] * (2 if kind.startswith("int4") and dtype == torch.float16 else 1)
+            torch.testing.assert_close(found, expected, rtol=limit, atol=2 * limit)
             assert torch.equal(sums, found + shared)
 
 

@@ -7,7 +7,9 @@ from ..backends.occupancy import is_hopper_or_later, multiprocessors
 from .attention_plan import WorkPlan
 
 _CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
-"""Of the kernel: blocks of a cluster; warps of a block; keys of a warp at a time; most heads of a group."""
+"""Of the kernel: blocks of a cluster; warps of a block that have keys, and how many at a time; most heads of a group."""
+_ALL_WARPS = _WARPS + 3
+"""With those that norm and rotate heads."""
 _PAD = 8
 """Elements after a row in shared memory."""
 
@@ -54,6 +56,7 @@ def launch_rope_decode(
         ("NORM", norm),
         ("SINKS", int(sinks is not None)),
         ("HALF", int(qkv.dtype == torch.float16)),
+        ("WARPS", _ALL_WARPS),
         ("SHARED_BYTES", shared_bytes),
     )
     kernel = load_kernel("attention/rope_decode.cu", "rope_decode", qkv.device, constants, shared_bytes)
@@ -81,7 +84,7 @@ def launch_rope_decode(
         float_bits(eps),
         log2_scale_bits(scale),
         blocks=len(plan.kv_lens) * kv_heads * _CLUSTER,
-        threads=32 * _WARPS,
+        threads=32 * _ALL_WARPS,
         shared_bytes=shared_bytes,
         overlap_previous=True,
     )
@@ -92,6 +95,6 @@ def _shared_bytes(head_dim: int, group: int) -> int:
     pitch_bytes = 2 * (head_dim + _PAD)
     values = _WARPS * 2 * _KEYS * pitch_bytes
     newest = 2 * 2 * head_dim
-    softmaxes = 2 * (_WARPS + 1) * _HEADS * 4
+    softmaxes = (2 * _WARPS + 1) * _HEADS * 4
     received = group * head_dim // 4 * (16 + 8)  # from each block, the results of this one
     return values + _HEADS * pitch_bytes + newest + softmaxes + received

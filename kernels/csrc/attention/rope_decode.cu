@@ -2,15 +2,16 @@
 // kernels/attention/rope_attention.py.
 //
 // A cluster has one KV head of one sequence, and its blocks share the keys. All keys but the newest are from earlier
-// steps, so a warp loads its first 16 keys and values before the previous kernel has ended. Then every block norms and
-// rotates the queries, and the last one also the newest key, which it writes to its page with the value.
+// steps, so a warp loads its first 16 keys and values before the previous kernel has ended. Meanwhile other warps of
+// every block wait for it; they norm and rotate the queries, and in the last block the newest key, which they write to
+// its page with the value.
 //
-// A warp has its own running softmax. At the end a block adds the results of its warps and sends each part of the sum
-// to the block that stores this part.
+// A warp with keys has its own running softmax. At the end a block adds the results of its warps and sends each part of
+// the sum to the block that stores this part.
 //
 // Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements,
-// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16;
-// SHARED_BYTES of a block.
+// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16; WARPS
+// and SHARED_BYTES of a block.
 
 #include "hopper.cuh"
 #include "linear/elements.cuh"
@@ -18,15 +19,18 @@
 namespace {
 
 constexpr float kNothing = -1e30f;  // the score of no key
-constexpr int kCluster = 8, kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kCluster = 8, kThreads = 32 * WARPS;
+constexpr int kWarps = 8, kHeadWarps = WARPS - kWarps;  // that have keys, and that norm and rotate heads
 constexpr int kKeys = 16;                    // of a warp at a time
 constexpr int kRoundKeys = kWarps * kKeys;
 constexpr int kHeads = 8;                    // rows of a product; those from GROUP on are zero
 constexpr int kRuns = D / 32;                // of 8 adjacent elements of a key that a thread has
-constexpr int kOwn = D / 32;                 // adjacent elements of a head that a lane norms and rotates
+constexpr int kHeadLanes = 8;                // that norm and rotate a head
+constexpr int kOwn = D / kHeadLanes;         // adjacent elements of it that a lane has
 constexpr int kPitch = D + 8;                // elements of a row in shared memory: other banks than the row before
 constexpr int kUnits = GROUP * D / 4, kOwnUnits = kUnits / kCluster;  // of 4 adjacent results; those of a block
 static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kOwnUnits <= kThreads, "a thread stores a unit at most");
+static_assert(GROUP + 1 <= kHeadWarps * 32 / kHeadLanes, "the queries and the newest key are rotated at once");
 
 struct Shared {
     union {
@@ -35,23 +39,24 @@ struct Shared {
     } of_warp[kWarps];
     Bits queries[kHeads][kPitch];
     Bits newest_key[D], newest_value[D];
-    float tops[kWarps + 1][kHeads], totals[kWarps + 1][kHeads];  // the last ones are of the newest key
+    float tops[kWarps + 1][kHeads], totals[kWarps][kHeads];  // the last top is of the newest key
     float4 received[kCluster][kOwnUnits];
     float2 received_softmax[kCluster][kOwnUnits];  // top and total
 };
 
 static_assert(sizeof(Shared) == SHARED_BYTES, "as the launcher computes it");
 
-struct __align__(2 * kOwn) Elements {
+struct __align__(16) Elements {
     Bits of[kOwn];
 };
 
 __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
-__device__ __forceinline__ float sum_of_warp(float number) {
+// Over the lanes of a head.
+__device__ __forceinline__ float sum_of_head(float number) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) number += __shfl_xor_sync(~0u, number, distance);
+    for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) number += __shfl_xor_sync(~0u, number, distance);
     return number;
 }
 
@@ -92,18 +97,12 @@ struct Pages {
 struct Keys {
     uint4 runs[2][kRuns];
 
-    // Also starts the copy of the values.
+    // Also starts the copy of the values. It comes first: it would wait for keys in registers that get its addresses.
     __device__ __forceinline__ void load(const Pages& pages, int first, int end, Bits (*values)[kPitch]) {
         long long places[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int key = first + 8 * half + lane() / 4;
-            places[half] = pages.place(min(key, end - 1));  // those that do not exist get no weight
-#pragma unroll
-            for (int run = 0; run < kRuns; ++run)
-                runs[half][run] =
-                    *reinterpret_cast<const uint4*>(pages.keys + places[half] + run * 32 + lane() % 4 * 8);
-        }
+        for (int half = 0; half < 2; ++half)  // those that do not exist get no weight
+            places[half] = pages.place(min(first + 8 * half + lane() / 4, end - 1));
         constexpr int kChunks = D / 8, kCopies = kKeys * kChunks / 32;
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
@@ -112,31 +111,25 @@ struct Keys {
             const char* const from = reinterpret_cast<const char*>(pages.values + place + column);
             copy_16_async(shared_address(&values[row][column]), from, first + row < end);
         }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int run = 0; run < kRuns; ++run)
+                runs[half][run] =
+                    *reinterpret_cast<const uint4*>(pages.keys + places[half] + run * 32 + lane() % 4 * 8);
     }
 };
 
-// The weights of a norm that a lane needs, in float32.
-struct NormWeights {
-    float of[kOwn];
-
-    __device__ __forceinline__ explicit NormWeights(const void* norm) {
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
+// The weights of a norm that a lane needs, as they are loaded: a conversion would wait for them.
+struct __align__(16) NormWeights {
 #if NORM == 2
-            of[i] = static_cast<const float*>(norm)[lane() * kOwn + i];
-#elif NORM == 1
-            of[i] = to_float(static_cast<const Bits*>(norm)[lane() * kOwn + i]);
+    typedef float Weight;
+    static __device__ __forceinline__ float value(Weight weight) { return weight; }
+#else
+    typedef Bits Weight;
+    static __device__ __forceinline__ float value(Weight weight) { return to_float(weight); }
 #endif
-        }
-    }
-
-    // `other` if so. A choice between addresses would put both into local memory.
-    __device__ __forceinline__ NormWeights or_if(bool so, const NormWeights& other) const {
-        NormWeights chosen = *this;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) chosen.of[i] = so ? other.of[i] : of[i];
-        return chosen;
-    }
+    Weight of[kOwn];
 };
 
 // A head of a projection, normed and rotated; a lane has kOwn adjacent elements.
@@ -150,17 +143,17 @@ __device__ __forceinline__ Elements rotate(
         squares += own[i] * own[i];
     }
 #if NORM
-    const float inverse = rsqrtf(sum_of_warp(squares) / D + eps);
+    const float inverse = rsqrtf(sum_of_head(squares) / D + eps);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        const float quotient = own[i] * inverse;
-        own[i] = rounded((NORM == 2 ? quotient : rounded(quotient)) * norm.of[i]);  // as in rms_norm.py
+        const float quotient = own[i] * inverse, weight = NormWeights::value(norm.of[i]);
+        own[i] = rounded((NORM == 2 ? quotient : rounded(quotient)) * weight);  // as in rms_norm.py
     }
 #endif
     Elements rotated;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        const float opposite = __shfl_xor_sync(~0u, own[i], 16);  // in the other half of the head
+        const float opposite = __shfl_xor_sync(~0u, own[i], kHeadLanes / 2);  // in the other half of the head
         rotated.of[i] = to_bits(rounded(own[i] * to_float(cos.of[i])) + rounded(opposite * to_float(signed_sin.of[i])));
     }
     return rotated;
@@ -220,100 +213,41 @@ struct Softmax {
     }
 };
 
-}  // namespace
+// The queries of a KV head, and the newest key if this block has it: a group of lanes has one of them.
+struct Head {
+    int number, part;  // the newest key comes after GROUP queries; the elements of this lane
+    bool is_query, is_key;
+    Elements rotated;
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) rope_decode(
-    const Bits* qkv, const Bits* cos, const Bits* signed_sin, const void* q_norm, const void* k_norm, Bits* key_pages,
-    Bits* value_pages, const int* pages, const int* page_starts, const int* row_starts, const int* kv_lens,
-    const float* sinks, Bits* out, long long kv_heads, long long cos_stride, long long page_stride,
-    long long head_stride, long long token_stride, long long window, long long eps_bits, long long scale_bits
+    __device__ __forceinline__ explicit Head(bool has_newest)
+        : number((warp() - kWarps) * (32 / kHeadLanes) + lane() / kHeadLanes), part(lane() % kHeadLanes),
+          is_query(number < GROUP), is_key(number == GROUP && has_newest) {}
+
+    // The score of the newest key.
+    __device__ __forceinline__ float score(const Shared& shared) const {
+        const Elements key = reinterpret_cast<const Elements*>(shared.newest_key)[part];
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) score += to_float(rotated.of[i]) * to_float(key.of[i]);
+        return sum_of_head(score);
+    }
+};
+
+// The keys of a warp from number `first` on, of which `keys` are loaded.
+__device__ __forceinline__ void attend(
+    Shared& shared, const Pages& pages, Keys& keys, int first, int end, float scale
 ) {
-    extern __shared__ __align__(16) char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // before another block writes here
-    start_next();
-    const int rank = blockIdx.x % kCluster, pair = blockIdx.x / kCluster;
-    const int sequence = pair / static_cast<int>(kv_heads), kv_head = pair % static_cast<int>(kv_heads);
-    // The plan was written before this step, so it is read before the previous kernel ends.
-    const int newest = kv_lens[sequence] - 1;
-    if (newest < 0) {  // a padded row
-        wait_for_previous();
-        asm volatile("barrier.cluster.wait.aligned;");
-        return;
-    }
-    const int first_key = window > 0 ? max(newest + 1 - static_cast<int>(window), 0) : 0;
-    const int share = (newest - first_key + kCluster * kKeys - 1) / (kCluster * kKeys) * kKeys;
-    const int begin = min(first_key + rank * share, newest), end = min(begin + share, newest);
-    const long long before_head = kv_head * head_stride;
-    const Pages own_pages = {
-        key_pages + before_head, value_pages + before_head, pages + page_starts[sequence], page_stride, token_stride
-    };
-    const long long row = row_starts[sequence];
-    const bool has_newest = rank == kCluster - 1;
-    const float eps = __int_as_float(static_cast<int>(eps_bits)), scale = __int_as_float(static_cast<int>(scale_bits));
-
     auto& own = shared.of_warp[warp()];
-    int first = begin + warp() * kKeys;
-    Keys keys;
-    if (first < end) keys.load(own_pages, first, end, own.values[0]);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    const NormWeights of_queries(q_norm), of_keys(k_norm);
-    for (int i = threadIdx.x; i < (kHeads - GROUP) * kPitch; i += kThreads) (&shared.queries[GROUP][0])[i] = 0;
-
-    wait_for_previous();
-    const Bits* const heads = qkv + row * (kv_heads * (GROUP + 2) * D);
-    const auto load_head = [&](long long number) {
-        return reinterpret_cast<const Elements*>(heads + number * D)[lane()];
-    };
-    const Elements own_cos = reinterpret_cast<const Elements*>(cos + row * cos_stride)[lane()];
-    const Elements own_sin = reinterpret_cast<const Elements*>(signed_sin + row * cos_stride)[lane()];
-    // All heads of a warp are loaded before the first is rotated. After the queries comes the newest key.
-    constexpr int kTurns = GROUP / kWarps + 1;
-    Elements loaded[kTurns], value;
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const int head = turn * kWarps + warp();
-        if (head < GROUP) loaded[turn] = load_head(kv_head * GROUP + head);
-        if (head == GROUP && has_newest) {
-            loaded[turn] = load_head(kv_heads * GROUP + kv_head);
-            value = load_head(kv_heads * (GROUP + 1) + kv_head);
-        }
-    }
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-        const int head = turn * kWarps + warp();
-        if (head >= GROUP + has_newest) break;
-        const bool is_key = head == GROUP;
-        const Elements rotated = rotate(loaded[turn], own_cos, own_sin, of_queries.or_if(is_key, of_keys), eps);
-        reinterpret_cast<Elements*>(is_key ? shared.newest_key : shared.queries[head])[lane()] = rotated;
-        if (!is_key) continue;
-        reinterpret_cast<Elements*>(shared.newest_value)[lane()] = value;
-        const long long place = before_head + own_pages.place(newest);
-        reinterpret_cast<Elements*>(key_pages + place)[lane()] = rotated;
-        reinterpret_cast<Elements*>(value_pages + place)[lane()] = value;
-    }
-    __syncthreads();
     uint4 query[kRuns];
 #pragma unroll
     for (int run = 0; run < kRuns; ++run)
         query[run] = *reinterpret_cast<const uint4*>(&shared.queries[lane() / 4][run * 32 + lane() % 4 * 8]);
-    for (int head = warp(); head < GROUP; head += kWarps) {
-        const Elements q = reinterpret_cast<const Elements*>(shared.queries[head])[lane()];
-        const Elements k = reinterpret_cast<const Elements*>(shared.newest_key)[lane()];
-        float score = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) score += to_float(q.of[i]) * to_float(k.of[i]);
-        score = sum_of_warp(score) * scale;
-        shared.tops[kWarps][head] = has_newest ? score : kNothing;
-        shared.totals[kWarps][head] = has_newest ? 1.0f : 0.0f;
-    }
-
     Softmax softmax;
 #pragma unroll 1
     for (int buffer = 0; first < end; first += kRoundKeys, buffer ^= 1) {
         Keys next;
         __syncwarp();  // the buffer that is filled next has been read
-        if (first + kRoundKeys < end) next.load(own_pages, first + kRoundKeys, end, own.values[buffer ^ 1]);
+        if (first + kRoundKeys < end) next.load(pages, first + kRoundKeys, end, own.values[buffer ^ 1]);
         asm volatile("cp.async.commit_group;\n\tcp.async.wait_group 1;" ::: "memory");
         __syncwarp();
         softmax.add(keys, query, own.values[buffer], first, end, scale);
@@ -331,6 +265,81 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     for (int column = 0; column < D / 8; ++column)
         *reinterpret_cast<float2*>(&own.sums[lane() / 4][column * 8 + lane() % 4 * 2]) =
             make_float2(softmax.sums[column][0], softmax.sums[column][1]);
+}
+
+}  // namespace
+
+extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads) rope_decode(
+    const Bits* qkv, const Bits* cos, const Bits* signed_sin, const void* q_norm, const void* k_norm, Bits* key_pages,
+    Bits* value_pages, const int* pages, const int* page_starts, const int* row_starts, const int* kv_lens,
+    const float* sinks, Bits* out, long long kv_heads, long long cos_stride, long long page_stride,
+    long long head_stride, long long token_stride, long long window, long long eps_bits, long long scale_bits
+) {
+    extern __shared__ __align__(16) char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // before another block writes here
+    const int rank = blockIdx.x % kCluster, pair = blockIdx.x / kCluster;
+    const int sequence = pair / static_cast<int>(kv_heads), kv_head = pair % static_cast<int>(kv_heads);
+    // The plan was written before this step, so it is read before the previous kernel ends, and all of it at once.
+    const int newest = kv_lens[sequence] - 1, first_page = page_starts[sequence], row = row_starts[sequence];
+    if ((newest | first_page | row) < 0) {  // a padded row: `newest` is -1; the others are loaded at the same time
+        wait_for_previous();
+        asm volatile("barrier.cluster.wait.aligned;");
+        return;
+    }
+    const int first_key = window > 0 ? max(newest + 1 - static_cast<int>(window), 0) : 0;
+    const int share = (newest - first_key + kCluster * kKeys - 1) / (kCluster * kKeys) * kKeys;
+    const int begin = min(first_key + rank * share, newest), end = min(begin + share, newest);
+    const long long before_head = kv_head * head_stride;
+    const Pages own_pages = {
+        key_pages + before_head, value_pages + before_head, pages + first_page, page_stride, token_stride
+    };
+    const bool has_newest = rank == kCluster - 1;
+    const float eps = __int_as_float(static_cast<int>(eps_bits)), scale = __int_as_float(static_cast<int>(scale_bits));
+
+    // The next kernel starts only when keys have been requested: they would arrive after its weights.
+    if (warp() < kWarps) {
+        const int first = begin + warp() * kKeys;
+        Keys keys;
+        if (first < end) keys.load(own_pages, first, end, shared.of_warp[warp()].values[0]);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        start_next();
+        __syncthreads();
+        attend(shared, own_pages, keys, first, end, scale);
+    } else {
+        Head head(has_newest);
+        start_next();
+        const long long place = head.is_key ? before_head + own_pages.place(newest) : 0;
+        NormWeights norm;
+#if NORM
+        norm = static_cast<const NormWeights*>(head.is_key ? k_norm : q_norm)[head.part];
+#endif
+        for (int i = threadIdx.x - 32 * kWarps; i < (kHeads - GROUP) * kPitch && GROUP < kHeads; i += 32 * kHeadWarps)
+            (&shared.queries[GROUP][0])[i] = 0;
+
+        wait_for_previous();
+        const Bits* const of_row = qkv + row * kv_heads * (GROUP + 2) * D;
+        const auto load_head = [&](long long number) {
+            return reinterpret_cast<const Elements*>(of_row + number * D)[head.part];
+        };
+        const Elements own_cos = reinterpret_cast<const Elements*>(cos + row * cos_stride)[head.part];
+        const Elements own_sin = reinterpret_cast<const Elements*>(signed_sin + row * cos_stride)[head.part];
+        const long long query = kv_head * GROUP + min(head.number, GROUP - 1);
+        const Elements x = load_head(head.is_key ? kv_heads * GROUP + kv_head : query);
+        Elements value;
+        if (head.is_key) value = load_head(kv_heads * (GROUP + 1) + kv_head);
+        head.rotated = rotate(x, own_cos, own_sin, norm, eps);
+        if (head.is_query) reinterpret_cast<Elements*>(shared.queries[head.number])[head.part] = head.rotated;
+        if (head.is_key) {
+            reinterpret_cast<Elements*>(shared.newest_key)[head.part] = head.rotated;
+            reinterpret_cast<Elements*>(shared.newest_value)[head.part] = value;
+            reinterpret_cast<Elements*>(key_pages + place)[head.part] = head.rotated;
+            reinterpret_cast<Elements*>(value_pages + place)[head.part] = value;
+        }
+        __syncthreads();
+        const float score = head.score(shared) * scale;
+        if (head.is_query && head.part == 0) shared.tops[kWarps][head.number] = has_newest ? score : kNothing;
+    }
     __syncthreads();
 
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all blocks have started
@@ -339,20 +348,20 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         float top = kNothing, total = 0.0f, sums[4] = {};
 #pragma unroll
         for (int i = 0; i <= kWarps; ++i) top = fmaxf(top, shared.tops[i][head]);
+        if (has_newest) {
+            total = exp2f(shared.tops[kWarps][head] - top);
 #pragma unroll
-        for (int i = 0; i <= kWarps; ++i) {
+            for (int i = 0; i < 4; ++i) sums[i] = total * to_float(shared.newest_value[column + i]);
+        }
+#pragma unroll 4
+        for (int i = 0; i < kWarps; ++i) {
             const float weight = exp2f(shared.tops[i][head] - top);
+            const float4 part = *reinterpret_cast<const float4*>(&shared.of_warp[i].sums[head][column]);
             total += weight * shared.totals[i][head];
-            if (i < kWarps) {
-                const float4 part = *reinterpret_cast<const float4*>(&shared.of_warp[i].sums[head][column]);
-                sums[0] += weight * part.x;
-                sums[1] += weight * part.y;
-                sums[2] += weight * part.z;
-                sums[3] += weight * part.w;
-            } else if (has_newest) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sums[j] += weight * to_float(shared.newest_value[column + j]);
-            }
+            sums[0] += weight * part.x;
+            sums[1] += weight * part.y;
+            sums[2] += weight * part.z;
+            sums[3] += weight * part.w;
         }
         const int target = unit / kOwnUnits, place = unit % kOwnUnits;
         const unsigned to = in_block(shared_address(&shared.received[rank][place]), target);
@@ -363,6 +372,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     sync_cluster();
 
     if (threadIdx.x >= kOwnUnits) return;
+    wait_for_previous();  // warps with keys have not waited yet
     const int unit = rank * kOwnUnits + threadIdx.x;
     const long long head = kv_head * GROUP + unit / (D / 4);
     float top = kNothing, total = 0.0f, sums[4] = {};

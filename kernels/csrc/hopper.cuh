@@ -98,6 +98,21 @@ __device__ __forceinline__ void copy_bulk_async(unsigned to, const char* from, i
                  : "memory");
 }
 
+// For the L2 cache: what is read once is replaced first.
+__device__ __forceinline__ unsigned long long read_once() {
+    unsigned long long policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ void copy_bulk_async(
+    unsigned to, const char* from, int bytes, unsigned barrier, unsigned long long policy
+) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void store_remote(unsigned to, float a, float b, float c, float d) {

@@ -11,7 +11,8 @@ Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that fo
 times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
 start, and prefetch their first weights, while the previous kernel ends.
 
-On CUDA, csrc/linear/plain_linear.cu computes very few rows and Triton a few more.
+On CUDA, csrc/linear/plain_linear.cu computes very few rows and Triton a few more. On Hopper, csrc/linear/gemv.cu
+computes up to 4 short rows.
 
 Weights in fp8 (block_scaled.py), in 4 bits (int4_linear.py) and in GGUF blocks (gguf_linear.py) have kernels of their
 own.
@@ -24,6 +25,7 @@ import torch
 
 from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, can_run, launch_few_rows
+from ..backends.gemv_cuda import launch_gemv, suits_gemv
 from ..backends.half_products import linear_reference
 from ..gguf.blocks import GgufBlocks
 from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
@@ -133,6 +135,9 @@ def _cuda_fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _launch_cuda(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *, gated: bool
 ) -> None:
+    if suits_gemv(x, weight):
+        launch_gemv(x, weight, bias, out, gated=gated)
+        return
     steps = x.shape[1] // CUDA_COLUMNS
     launch_few_rows(CUDA_FORMAT, x, (weight.data_ptr(),), bias, out, steps=steps, gated=gated)
 

@@ -63,6 +63,7 @@ _PTX = {
         "*reinterpret_cast<float2*>(pointer_of(to_softmax)) = {top, total};"
     ),
     "extern __shared__ __align__(16) char memory[];": "char* const memory = current->block->shared();",
+    "extern __shared__ __align__(128) char memory[];": "char* const memory = current->block->shared();",
     "extern __shared__ __align__(16) char rings[];": "char* const rings = current->block->shared();",
 }
 _MAIN = """

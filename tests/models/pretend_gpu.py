@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
-from pdserve.kernels.backends import few_rows_cuda
+from pdserve.kernels.backends import few_rows_cuda, gemv_cuda
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
@@ -369,7 +369,15 @@ class PretendGpu(TorchFunctionMode):
             for field in ("order", "place", "ends", "expert", "first", "counts"):
                 getattr(tiles, field).copy_(getattr(found_tiles, field))
 
-        for module in (few_rows_cuda, index_topk_triton, select_route_cuda, swap_in_cuda, write_back, keep_top_p):
+        for module in (
+            few_rows_cuda,
+            gemv_cuda,
+            index_topk_triton,
+            select_route_cuda,
+            swap_in_cuda,
+            write_back,
+            keep_top_p,
+        ):
             self._patches.setattr(module, "load_kernel", cuda_sources.load_kernel)
         for module in (swap_in_cuda, write_back):
             self._patches.setattr(module, "device_address", torch.Tensor.data_ptr)

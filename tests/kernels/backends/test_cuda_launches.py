@@ -253,7 +253,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
         "collectives": ("all_reduce",),
         "hisparse": ("copy_misses", "swap_in", "write_back"),
         "int4": ("int4_linear",),
-        "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "plain_linear"),
+        "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "gemv", "plain_linear"),
         "mla": ("dense_mla", "packed_mla", "select_top", "sparse_mla"),
         "moe": ("expert_tiles", "select_route"),
         "sampling": ("keep_top_p",),

@@ -35,6 +35,45 @@ inline void copy_16_async(unsigned to, const char* from, bool exists) {
 
 inline void wait_for_copies() {}
 
+// A barrier in shared memory. Bulk copies are complete at once.
+struct Arrivals {
+    short needed;          // for the end of a phase
+    unsigned short count;  // so far
+    int bytes;             // that are expected
+};
+static_assert(sizeof(Arrivals) == 8);
+
+inline Arrivals& arrivals_at(unsigned barrier) { return *reinterpret_cast<Arrivals*>(pointer_of(barrier)); }
+inline void init_barrier(unsigned barrier, int arrivals) { arrivals_at(barrier) = {static_cast<short>(arrivals), 0, 0}; }
+inline void fence_barriers() {}
+
+inline void expect_bytes(unsigned barrier, int bytes) {
+    ++arrivals_at(barrier).count;
+    arrivals_at(barrier).bytes += bytes;
+}
+
+inline unsigned long long read_once() { return 0; }
+
+inline void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned barrier, unsigned long long) {
+    if (to % 16 || bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16) std::abort();
+    std::memcpy(pointer_of(to), from, bytes);
+    arrivals_at(barrier).bytes -= bytes;
+}
+
+inline void wait_phase(unsigned barrier, unsigned phase) {
+    const Arrivals& arrivals = arrivals_at(barrier);
+    while (arrivals.count < arrivals.needed * static_cast<int>(phase + 1) || arrivals.bytes) take_turns();
+    if (arrivals.count >= arrivals.needed * static_cast<int>(phase + 2)) std::abort();  // it has been filled again
+}
+
+inline void load_matrices(unsigned (&words)[4], unsigned from) {
+    if (from % 16) std::abort();
+    const auto lines = operands_of_warp(from);
+    const int lane = current->thread % 32;
+    for (int matrix = 0; matrix < 4; ++matrix)
+        std::memcpy(&words[matrix], pointer_of(lines[matrix * 8 + lane / 4]) + lane % 4 * 4, 4);
+}
+
 inline void sync_cluster() {
     arrive_at_cluster();
     wait_for_cluster();

@@ -1,0 +1,108 @@
+"""The kernel for very few rows of x and weights in 16 bits (csrc/linear/gemv.cu), on a CPU and on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.kernels.backends import gemv_cuda
+from pdserve.kernels.backends.gemv_cuda import divide, launch_gemv, suits_gemv
+from pdserve.kernels.linear.swiglu import swiglu_reference
+from tests.kernels.fibers import COMPILER, FiberKernels
+
+BF16 = torch.bfloat16
+LIMITS = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""Relative to results of order 1: one rounding."""
+H200 = {"processors": 132, "limit": 227 << 10}
+
+
+def check(
+    rows: int, outputs: int, columns: int, *, gated: bool, dtype: torch.dtype = BF16, device: str = "cpu"
+) -> None:
+    """With a bias if there is a gate."""
+    generator = torch.Generator().manual_seed(outputs + columns)
+    weight = torch.randn(outputs * (2 if gated else 1), columns, generator=generator) / columns**0.5
+    x, weight = (part.to(device, dtype) for part in (torch.randn(rows, columns, generator=generator), weight))
+    bias = torch.randn(len(weight), generator=generator).to(device, dtype) if gated else None
+    out = torch.full((rows, outputs), torch.nan, device=device, dtype=dtype)
+    launch_gemv(x, weight, bias, out, gated=gated)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    limit = LIMITS[dtype]
+    if gated:
+        torch.testing.assert_close(out, swiglu_reference(expected.to(dtype)), rtol=4 * limit, atol=4 * limit)
+    else:
+        torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+class TestOnFibers:
+    """Four multiprocessors, so that a block has several units."""
+
+    @pytest.fixture(autouse=True)
+    def kernels(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path).load)
+        monkeypatch.setattr(gemv_cuda, "multiprocessors", lambda _: 4)
+        monkeypatch.setattr(gemv_cuda, "shared_memory", lambda _: 227 << 10)
+
+    @pytest.mark.parametrize(
+        ("rows", "outputs", "columns", "gated"),
+        [
+            (1, 100, 4096, False),  # all weights at once
+            (1, 203, 4096, False),  # rings are filled again; the last unit is partial
+            (2, 45, 768, True),
+            (4, 20, 1024, False),
+            (3, 64, 8960, False),  # 20 chunks of 448 columns for 8 warps
+        ],
+    )
+    def test_products(self, rows: int, outputs: int, columns: int, gated: bool) -> None:
+        check(rows, outputs, columns, gated=gated)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            ("lane() / 8 % 2 * kHalfBytes", "0"),  # the upper half of products
+            ("piece % (kPieces / 2) * 16", "0"),  # of x
+            ("shared.sums[buffer][other][lane()];", "shared.sums[buffer][0][lane()];"),
+        ],
+    )
+    def test_a_mistake_is_found(self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path / "changed", dict([change])).load)
+        with pytest.raises(AssertionError):
+            check(1, 16, 1024, gated=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"),
+    [(1, 5120, 2048), (1, 2048, 4096), (1, 128, 2048), (4, 6144, 2048), (2, 203, 768), (1, 12288, 4096), (2, 7, 3584)],
+)
+def test_layers_on_a_gpu(rows: int, outputs: int, columns: int, gated: bool, dtype: torch.dtype) -> None:
+    x = torch.empty(rows, columns, device="cuda", dtype=dtype)
+    if not suits_gemv(x, torch.empty(8, columns, device="cuda", dtype=dtype)):
+        pytest.skip("needs a Hopper GPU")
+    for _ in range(3):  # the second and the third start while the one before still runs
+        check(rows, outputs, columns, gated=gated, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(("units", "columns", "blocks"), [(640, 2048, 214), (256, 4096, 86)])
+def test_a_layer_that_fits_is_copied_at_once_and_leaves_room(units: int, columns: int, blocks: int) -> None:
+    """qkv and o of Qwen3-30B-A3B: 3 units of a block, and one chunk of each for every warp."""
+    division = divide(units, 1, columns, **H200)
+    assert (division.slots, division.blocks) == (3, blocks)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("units", [1, 16, 300, 5000])
+@pytest.mark.parametrize("columns", [256, 512, 768, 1024, 2048, 2880, 3584, 4096, 8192])
+def test_blocks_fit_their_multiprocessors(rows: int, units: int, columns: int) -> None:
+    if rows * columns * 2 > 16 << 10:
+        return
+    division = divide(units, rows, columns, **H200)
+    assert columns % division.columns == 0
+    assert division.warps <= columns // division.columns, "every warp has a chunk of each unit"
+    assert division.slots >= 1
+    at_a_time = 8 // division.warps
+    assert at_a_time * (division.shared_bytes + 1024) <= 228 << 10
+    assert division.blocks <= min(units, at_a_time * 132)

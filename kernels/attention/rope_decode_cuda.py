@@ -7,7 +7,7 @@ from ..backends.occupancy import is_hopper_or_later, multiprocessors
 from .attention_plan import WorkPlan
 
 _CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
-"""Of the kernel: blocks of a cluster; warps of a block that have keys, and how many at a time; most heads of a group."""
+"""Of the kernel: blocks of a cluster; warps with keys, and their keys at a time; most heads of a group."""
 _ALL_WARPS = _WARPS + 3
 """With those that norm and rotate heads."""
 _PAD = 8

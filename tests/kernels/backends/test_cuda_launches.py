@@ -1,6 +1,6 @@
-"""Launchers of csrc/ pass the arguments that their kernels declare; see cuda_sources.py."""
+"""Launchers of csrc/ pass the arguments that their kernels declare, and constants that compile; see cuda_sources.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from pdserve.kernels.attention import paged_prefill_cuda, rope_decode_cuda
 from pdserve.kernels.attention.attention_plan import make_work_plan
-from pdserve.kernels.backends import few_rows_cuda, float_at_once_cuda, fp8_at_once_cuda
+from pdserve.kernels.backends import few_rows_cuda, float_at_once_cuda, fp8_at_once_cuda, gemv_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse import write_back
@@ -33,6 +33,12 @@ from tests.models.pretend_gpu import DEVICE, PretendGpu
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
 
 BATCH, TOP_K, HOT_ROWS, PAGE_SIZE, PAGES, LAYERS = 3, 8, 16, 4, 6, 2
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Iterator[None]:
+    with cuda_sources.compiling():
+        yield
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -167,6 +173,18 @@ def test_selection_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) ->
     assert launched == ["select_route"] * 2
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_gemv_launch_matches_its_kernel(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(gemv_cuda, "shared_memory", lambda _: 227 << 10)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        x, weight = (torch.zeros(rows, 2048, dtype=torch.bfloat16, device=DEVICE) for rows in (2, 96))
+        bias = torch.zeros(96, dtype=torch.bfloat16, device=DEVICE) if gated else None
+        gemv_cuda.launch_gemv(x, weight, bias, x.new_zeros(2, 48 if gated else 96), gated=gated)
+    assert launched == ["gemv"]
+
+
 def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     hopper(monkeypatch)
@@ -232,6 +250,11 @@ def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], messag
     cuda_sources.check_launch("mla/select_top.cu", "select_top", args)
     with pytest.raises(AssertionError, match=message):
         cuda_sources.check_launch("mla/select_top.cu", "select_top", spoil(args))
+
+
+def test_a_kernel_that_does_not_compile_is_detected() -> None:
+    with pytest.raises(Exception, match='identifier "COLUMNS" is undefined'):
+        cuda_sources.load_kernel("linear/gemv.cu", "gemv", DEVICE, (("WARPS", 4), ("SLOTS", 2), ("HALF", 0)))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:

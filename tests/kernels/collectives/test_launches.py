@@ -1,6 +1,6 @@
 """Launches of collectives and the exchange of handles, without a GPU."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +39,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """What is launched on a simulated GPU: kernel, constants, sizes without addresses, and blocks."""
     found: list[Launch] = []
 
-    def load_kernel(source: str, name: str, _device: torch.device, constants: Sequence[tuple[str, int]]) -> Any:
+    def load_kernel(source: str, name: str, device: torch.device, constants: tuple[tuple[str, int], ...]) -> Any:
+        with cuda_sources.compiling():
+            kernel = cuda_sources.load_kernel(source, name, device, constants)
+
         def launch(*args: int, blocks: int, threads: int, overlap_previous: bool) -> None:
-            cuda_sources.load_kernel(source, name).launch(
-                *args, blocks=blocks, threads=threads, overlap_previous=overlap_previous
-            )
+            kernel.launch(*args, blocks=blocks, threads=threads, overlap_previous=overlap_previous)
             kinds = cuda_sources.parameters(source, name)
             sizes = tuple(arg for arg, kind in zip(args, kinds, strict=True) if not kind.endswith("*"))
             found.append((name, dict(constants), sizes, blocks))

@@ -41,7 +41,8 @@ def rope_attention(
     places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`. What a call
     writes for one sequence, no other may read in the same call.
     """
-    if not isinstance(plan, WorkPlan) or not _in_one_kernel(qkv, key_pages, plan):
+    vectors = (qkv, cos, signed_sin, q_norm, k_norm)
+    if not isinstance(plan, WorkPlan) or not _in_one_kernel(qkv, key_pages, plan, vectors):
         query = rope_kv_write(
             qkv,
             cos,
@@ -78,8 +79,11 @@ def rope_attention(
     return out
 
 
-def _in_one_kernel(qkv: torch.Tensor, key_pages: torch.Tensor, plan: WorkPlan) -> bool:
-    if not plan.few_keys:
+def _in_one_kernel(
+    qkv: torch.Tensor, key_pages: torch.Tensor, plan: WorkPlan, vectors: tuple[torch.Tensor | None, ...]
+) -> bool:
+    """Whether the kernel computes this. It loads 16 bytes of `vectors` at a time."""
+    if not plan.few_keys or any(vector is not None and vector.data_ptr() % 16 for vector in vectors):
         return False
     _, kv_heads, _, head_dim = key_pages.shape
     group = qkv.shape[1] // head_dim // kv_heads - 2

@@ -44,7 +44,7 @@ def suits_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     few = 1 <= len(x) <= _MOST_ROWS and x.nbytes <= _MOST_X_BYTES
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and x.is_contiguous() and weight.is_contiguous()
-    return few and aligned and weight.dtype == x.dtype and _chunk_columns(x.shape[1]) is not None
+    return few and aligned and len(weight) > 0 and weight.dtype == x.dtype and _chunk_columns(x.shape[1]) is not None
 
 
 def launch_gemv(

@@ -83,30 +83,23 @@ def load_kernel(
     """
     core, driver = cuda_packages()
     major, minor = torch.cuda.get_device_capability(device)
+    options = core.ProgramOptions(
+        name=source,
+        arch=f"sm_{major}{minor}{'a' if only_here else ''}",
+        std="c++17",
+        include_path=str(SOURCE_FOLDER),
+        define_macro=[(macro, str(value)) for macro, value in constants],
+    )
+    code = (SOURCE_FOLDER / source).read_text(encoding="utf-8")
     with torch.cuda.device(device):
         core.Device(device.index).set_current()
-        compiled = compile_source(source, f"sm_{major}{minor}{'a' if only_here else ''}", constants)
-        kernel = compiled.get_kernel(name)
+        kernel = core.Program(code, code_type="c++", options=options).compile("cubin").get_kernel(name)
         if shared_bytes:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel.handle, device.index)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"{name} cannot have {shared_bytes} bytes of shared memory on {device}: {status!r}")
     return CudaKernel(core, kernel, device)
-
-
-def compile_source(source: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> Any:
-    """The kernels of `kernels/csrc/<source>`, with `constants` as macros; needs no GPU."""
-    core, _ = cuda_packages()
-    options = core.ProgramOptions(
-        name=source,
-        arch=architecture,
-        std="c++17",
-        include_path=str(SOURCE_FOLDER),
-        define_macro=[(macro, str(value)) for macro, value in constants],
-    )
-    code = (SOURCE_FOLDER / source).read_text(encoding="utf-8")
-    return core.Program(code, code_type="c++", options=options).compile("cubin")
 
 
 def device_address(tensor: torch.Tensor) -> int:

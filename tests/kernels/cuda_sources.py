@@ -4,7 +4,9 @@
 """
 
 import contextlib
+import ctypes
 import functools
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER, compile_source
+from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
 _NUMBERS_END = 1 << 32
 """Every size, stride or float in a launch of a test is below this, and so is no address, unless the heap of this Python
@@ -57,9 +59,27 @@ def compiling() -> Iterator[None]:
 
 
 @functools.cache
-def _compile(source: str, name: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> None:
-    """With the oldest NVRTC that the extras install: later ones accept more."""
-    assert name.encode() in compile_source(source, architecture, constants).code
+def _nvrtc() -> ctypes.CDLL:
+    """The oldest NVRTC that the extras install: later ones accept more."""
+    folder = importlib.metadata.distribution("nvidia-cuda-nvrtc-cu12").locate_file("nvidia/cuda_nvrtc/lib")
+    return ctypes.CDLL(f"{folder}/libnvrtc.so.12")
+
+
+@functools.cache
+def _compile(source: str, architecture: str, constants: tuple[tuple[str, int], ...]) -> None:
+    """Raise AssertionError with the compiler's log unless the source compiles."""
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    code = (SOURCE_FOLDER / source).read_bytes()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, source.encode(), 0, None, None) == 0
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", f"--include-path={SOURCE_FOLDER}"]
+    options += [f"-D{macro}={value}" for macro, value in constants]
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert status == 0, log.value.decode()
 
 
 def load_kernel(
@@ -73,7 +93,7 @@ def load_kernel(
 ) -> Any:
     """Replaces load_kernel of nvrtc.py: checks launches, and runs nothing."""
     if _compiling:
-        _compile(source, name, "sm_90a" if only_here else "sm_90", constants)
+        _compile(source, "sm_90a" if only_here else "sm_90", constants)
 
     def launch(*args: Any, blocks: int, threads: int, shared_bytes: int = 0, overlap_previous: bool = False) -> None:
         assert blocks > 0

@@ -287,6 +287,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         asm volatile("barrier.cluster.wait.aligned;");
         return;
     }
+    start_next();  // not before: the plan would arrive after the weights of the next kernel
     const int first_key = window > 0 ? max(newest + 1 - static_cast<int>(window), 0) : 0;
     const int share = (newest - first_key + kCluster * kKeys - 1) / (kCluster * kKeys) * kKeys;
     const int begin = min(first_key + rank * share, newest), end = min(begin + share, newest);
@@ -297,18 +298,15 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     const bool has_newest = rank == kCluster - 1;
     const float eps = __int_as_float(static_cast<int>(eps_bits)), scale = __int_as_float(static_cast<int>(scale_bits));
 
-    // The next kernel starts only when keys have been requested: they would arrive after its weights.
     if (warp() < kWarps) {
         const int first = begin + warp() * kKeys;
         Keys keys;
         if (first < end) keys.load(own_pages, first, end, shared.of_warp[warp()].values[0]);
         asm volatile("cp.async.commit_group;" ::: "memory");
-        start_next();
         __syncthreads();
         attend(shared, own_pages, keys, first, end, scale);
     } else {
         Head head(has_newest);
-        start_next();
         const long long place = head.is_key ? before_head + own_pages.place(newest) : 0;
         NormWeights norm;
 #if NORM

@@ -253,7 +253,7 @@ def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], messag
 
 
 def test_a_kernel_that_does_not_compile_is_detected() -> None:
-    with pytest.raises(Exception, match='identifier "COLUMNS" is undefined'):
+    with pytest.raises(AssertionError, match='identifier "COLUMNS" is undefined'):
         cuda_sources.load_kernel("linear/gemv.cu", "gemv", DEVICE, (("WARPS", 4), ("SLOTS", 2), ("HALF", 0)))
 
 

@@ -1,5 +1,6 @@
 """The kernel for very few rows of x and weights in 16 bits (csrc/linear/gemv.cu), on a CPU and on a GPU."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,34 @@ def test_layers_on_a_gpu(rows: int, outputs: int, columns: int, gated: bool, dty
     x = torch.empty(rows, columns, device="cuda", dtype=dtype)
     if not suits_gemv(x, torch.empty(8, columns, device="cuda", dtype=dtype)):
         pytest.skip("needs a Hopper GPU")
-    for _ in range(3):  # the second and the third start while the one before still runs
-        check(rows, outputs, columns, gated=gated, dtype=dtype, device="cuda")
+    check(rows, outputs, columns, gated=gated, dtype=dtype, device="cuda")
+
+
+@pytest.mark.gpu
+def test_layers_wait_for_the_one_before_in_a_graph() -> None:
+    """Each starts, and copies its weights, while the one before still runs."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    weights = [torch.randn(2048, 2048, device="cuda", generator=generator).to(BF16) / 45 for _ in range(3)]
+    x = torch.zeros(1, 2048, device="cuda", dtype=BF16)
+    if not suits_gemv(x, weights[0]):
+        pytest.skip("needs a Hopper GPU")
+    rows = [x, *(torch.zeros_like(x) for _ in range(9))]
+
+    def chain() -> None:
+        for number, (before, after) in enumerate(itertools.pairwise(rows)):
+            launch_gemv(before, weights[number % 3], None, after, gated=False)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        x.copy_(torch.randn(x.shape, device="cuda", generator=generator))
+        graph.replay()
+        for number, (before, after) in enumerate(itertools.pairwise(rows)):
+            expected = before.double() @ weights[number % 3].double().T
+            torch.testing.assert_close(after.double(), expected, rtol=LIMITS[BF16], atol=LIMITS[BF16])
 
 
 @pytest.mark.parametrize(("units", "columns", "blocks"), [(640, 2048, 214), (256, 4096, 86)])

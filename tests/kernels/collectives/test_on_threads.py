@@ -83,10 +83,10 @@ def run(program: Path, *arguments: str) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_calls_give_the_right_results(tmp_path: Path, compiled_main: Callable[[int], Path], ranks: int) -> None:
     program = compile_ranks(tmp_path, compiled_main(ranks), ranks)
-    assert run(program) == ["wrong 0"] + ["calls 500 missing -1 at 0"] * ranks
+    assert run(program) == ["wrong 0"] + ["calls 250 missing -1 at 0"] * ranks
     wrong, *reports = run(program, "100")  # the last rank stops; the others end their calls without it
     assert wrong == "wrong 0"
-    assert reports == [f"calls 500 missing {ranks - 1} at 101"] * (ranks - 1) + ["calls 100 missing -1 at 0"]
+    assert reports == [f"calls 250 missing {ranks - 1} at 101"] * (ranks - 1) + ["calls 100 missing -1 at 0"]
 
 
 def test_the_test_finds_memory_that_is_overwritten_too_early(

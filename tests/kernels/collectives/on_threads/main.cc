@@ -56,7 +56,7 @@ Sum* const sums[2][2] = {{one_shot_0, one_shot_1}, {two_shot_0, two_shot_1}};
 Gather* const gathers[2] = {gather_0, gather_1};
 #endif
 
-constexpr int kCalls = 500, kGatheredRows = 3;
+constexpr int kCalls = 250, kGatheredRows = 3;
 constexpr unsigned short kUntouched = 0x7777;
 
 struct Call {

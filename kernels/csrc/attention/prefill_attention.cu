@@ -12,6 +12,7 @@
 
 #include "hopper.cuh"
 #include "online_softmax.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -99,7 +100,6 @@ struct Tile {
     }
 };
 
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
 // First query of a thread, which has two; the other is 8 further.
 __device__ __forceinline__ int own_query() { return 16 * warp_in_group() + lane() / 4; }

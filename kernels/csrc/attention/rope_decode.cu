@@ -15,6 +15,7 @@
 
 #include "hopper.cuh"
 #include "linear/elements.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -49,9 +50,6 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "as the launcher computes it");
 struct __align__(16) Elements {
     Bits of[kOwn];
 };
-
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
 // Over the lanes of a head.
 __device__ __forceinline__ float sum_of_head(float number) {

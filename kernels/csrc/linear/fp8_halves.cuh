@@ -13,14 +13,13 @@
 
 #include "hopper.cuh"
 #include "linear/elements.cuh"
+#include "warps.cuh"
 
 namespace {
 
 constexpr int kBlock = 128;  // columns of weights that share a scale
 constexpr unsigned kAll = 0xffffffffu;
 
-__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 // In a product, a thread has two weight rows, `quad` and 8 further, and two rows of x, from 2 * `part` on. Of both it
 // loads row `quad`.
 __device__ __forceinline__ int quad() { return lane() / 4; }

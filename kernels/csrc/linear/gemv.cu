@@ -15,6 +15,7 @@
 
 #include "hopper.cuh"
 #include "linear/elements.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -33,9 +34,6 @@ struct __align__(128) Shared {
     // After it comes x, in halves of chunks.
     __device__ __forceinline__ char* x() { return reinterpret_cast<char*>(this + 1); }
 };
-
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
 __device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT

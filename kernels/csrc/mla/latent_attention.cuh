@@ -17,6 +17,7 @@
 
 #include "hopper.cuh"
 #include "online_softmax.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -74,7 +75,6 @@ struct Turn {
 
 __device__ __forceinline__ int thread_in_group() { return threadIdx.x % 128; }
 __device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 // First head of a thread, which has two; the other is 8 further.
 __device__ __forceinline__ int first_head() { return 16 * warp_in_group() + lane() / 4; }
 

@@ -14,6 +14,7 @@
 
 #define HALF 0
 #include "hopper.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -58,8 +59,6 @@ struct Rows {  // of a share
     __device__ int operator[](int i) const { return i < count ? numbers[i] : -1; }
 };
 
-__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 // In a product, a thread has two heads, `quad` and 8 further, and two columns or rows, from 2 * `part` on.
 __device__ __forceinline__ int quad() { return lane() / 4; }
 __device__ __forceinline__ int part() { return lane() % 4; }

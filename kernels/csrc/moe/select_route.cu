@@ -10,6 +10,7 @@
 // TILE_ROWS; FLOAT, 1 if logits are float32; HALF, 1 if they are float16, 0 if they are bfloat16.
 
 #include "linear/elements.cuh"
+#include "warps.cuh"
 
 namespace {
 
@@ -36,9 +37,6 @@ struct Shared {
     int used;  // tiles
     short chosen[kMostTokens * PER_TOKEN];
 };
-
-__device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp() { return threadIdx.x / 32; }
 
 #if CLUSTER > 1
 __device__ __forceinline__ Shared& of_first_block(Shared& shared) {

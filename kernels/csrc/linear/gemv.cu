@@ -14,7 +14,7 @@
 // ones of up; BIAS, 1 if there is one; HALF, 1 for float16, 0 for bfloat16.
 
 #include "hopper.cuh"
-#include "linear/elements.cuh"
+#include "linear/mma.cuh"
 #include "warps.cuh"
 
 namespace {
@@ -34,13 +34,6 @@ struct __align__(128) Shared {
     // After it comes x, in halves of chunks.
     __device__ __forceinline__ char* x() { return reinterpret_cast<char*>(this + 1); }
 };
-
-__device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 struct Layer {
     const Bits *weights, *bias;

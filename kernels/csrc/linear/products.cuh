@@ -23,7 +23,7 @@
 
 #pragma once
 
-#include "linear/elements.cuh"
+#include "linear/mma.cuh"
 
 namespace {
 
@@ -155,13 +155,6 @@ struct XRows {
         for (int tile = 0; tile < ROW_TILES; ++tile) rows[tile] += count * in_size;
     }
 };
-
-__device__ __forceinline__ void multiply(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // Add the sums of a group; a thread has one row of the lower 8 of a tile and one of the upper 8, each with its scale.
 __device__ __forceinline__ void add_scaled(

@@ -20,17 +20,7 @@ struct PackedGroups {
     unsigned matrix_bytes, matrix_scales;  // of an expert
     int steps;
 
-    struct Source {
-        WeightRows rows;
-        const Bits* scales[OUTPUT_TILES];  // or zeros; lanes below 8 copy them
-
-        __device__ __forceinline__ void to_expert(const PackedGroups& weights, int expert) {
-            rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
-#pragma unroll
-            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-                scales[tile] += static_cast<unsigned long long>(expert) * weights.matrix_scales;
-        }
-    };
+    typedef ScaledSource<Bits> Source;  // scales or zeros; lanes below 8 copy them
 
     // Lane (zeros * 2 + group) * 2 + half copies 8 adjacent scales or zeros.
     __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {

@@ -37,17 +37,7 @@ struct BlockScaled {
     unsigned matrix_bytes, matrix_scales;           // of an expert
     int steps;
 
-    struct Source {
-        WeightRows rows;
-        const float* scales[OUTPUT_TILES];  // lanes below 16 copy them
-
-        __device__ __forceinline__ void to_expert(const BlockScaled& weights, int expert) {
-            rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
-#pragma unroll
-            for (int tile = 0; tile < OUTPUT_TILES; ++tile)
-                scales[tile] += static_cast<unsigned long long>(expert) * weights.matrix_scales;
-        }
-    };
+    typedef ScaledSource<float> Source;  // lanes below 16 copy scales
 
     __device__ __forceinline__ Source source(const Shape& shape, int number, int lane) const {
         Source found = {{values, shape, number, lane, shape.in_size, lane % 4 * 16}};

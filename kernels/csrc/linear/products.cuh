@@ -135,6 +135,21 @@ struct WeightRows {
 template <class Weights>
 __device__ __forceinline__ void prepare(const Weights&, const Shape&, int) {}
 
+// Where weights with scales begin, for formats whose matrices have `matrix_bytes` and `matrix_scales`.
+template <typename Scale>
+struct ScaledSource {
+    WeightRows rows;
+    const Scale* scales[OUTPUT_TILES];  // that a thread copies, if it does
+
+    template <class Weights>
+    __device__ __forceinline__ void to_expert(const Weights& weights, int expert) {
+        rows.move(static_cast<unsigned long long>(expert) * weights.matrix_bytes);
+#pragma unroll
+        for (int tile = 0; tile < OUTPUT_TILES; ++tile)
+            scales[tile] += static_cast<unsigned long long>(expert) * weights.matrix_scales;
+    }
+};
+
 // Where the rows of x of a thread begin.
 struct XRows {
     const Bits* rows[ROW_TILES];

@@ -41,8 +41,7 @@ def rope_attention(
     places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`. What a call
     writes for one sequence, no other may read in the same call.
     """
-    vectors = (qkv, cos, signed_sin, q_norm, k_norm)
-    if not isinstance(plan, WorkPlan) or not _in_one_kernel(qkv, key_pages, plan, vectors):
+    if not isinstance(plan, WorkPlan) or not _in_one_kernel(plan, key_pages, qkv, cos, signed_sin, q_norm, k_norm):
         query = rope_kv_write(
             qkv,
             cos,
@@ -79,11 +78,10 @@ def rope_attention(
     return out
 
 
-def _in_one_kernel(
-    qkv: torch.Tensor, key_pages: torch.Tensor, plan: WorkPlan, vectors: tuple[torch.Tensor | None, ...]
-) -> bool:
-    """Whether the kernel computes this. It loads 16 bytes of `vectors` at a time."""
-    if not plan.few_keys or any(vector is not None and vector.data_ptr() % 16 for vector in vectors):
+def _in_one_kernel(plan: WorkPlan, key_pages: torch.Tensor, qkv: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether csrc/attention/rope_decode.cu computes this. It loads 16 bytes of `qkv` and `others` at a time."""
+    aligned = all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in (qkv, *others))
+    if not plan.few_keys or not aligned:
         return False
     _, kv_heads, _, head_dim = key_pages.shape
     group = qkv.shape[1] // head_dim // kv_heads - 2

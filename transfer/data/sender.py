@@ -98,14 +98,14 @@ class _Pending:
 
 
 class _Progress:
-    """`since` is the time of the last progress of a job: a write has ended, or bytes were delivered. After a
-    cancellation it is the time of the cancellation: the writes in flight must then end, not only move.
+    """When a job last made progress: a write has ended, or bytes were delivered. After a cancellation it is the time
+    of the cancellation: the writes in flight must then end, not only move.
     """
 
     def __init__(self, engine: SendEngine) -> None:
         self._engine = engine
-        self.since = self._looked_at = time.monotonic()
-        self._deliveries_at = self.since + DELIVERY_LOOK_S
+        self._since = self._looked_at = time.monotonic()
+        self._deliveries_at = self._since + DELIVERY_LOOK_S
         self._delivered: int | None = None
         self._cancelled = False
 
@@ -113,15 +113,20 @@ class _Progress:
         """Update; `ended` is whether a write has ended. Returns whether there was progress."""
         now = time.monotonic()
         absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
-        self.since += max(0.0, absent_s)
+        self._since += max(0.0, absent_s)
         if cancelled and not self._cancelled:
-            self._cancelled, self.since = True, now
+            self._cancelled, self._since = True, now
         if self._cancelled:
             return ended
         moved = ended or self._delivers(now)
         if moved:
-            self.since = now
+            self._since = now
         return moved
+
+    @property
+    def still_s(self) -> float:
+        """From the last progress to the last look. Not to now: this process may have been stopped since that look."""
+        return self._looked_at - self._since
 
     def _delivers(self, now: float) -> bool:
         """Whether the kernel has delivered more bytes since the last check."""
@@ -347,7 +352,7 @@ class PeerSender:
             ended = self._collect(pending, engine)
             if progress.look(ended=ended, cancelled=pending.cancelled):
                 self._progress_at = time.monotonic()
-            self._check_progress(pending, progress.since)
+            self._check_progress(pending, progress.still_s)
             if ended:
                 nap_s = NAP_MIN_S
             else:
@@ -386,9 +391,8 @@ class PeerSender:
             finished = True
         return finished
 
-    def _check_progress(self, pending: _Pending, since: float) -> None:
+    def _check_progress(self, pending: _Pending, still_s: float) -> None:
         """Raise if there is no progress for too long or, after a cancellation, if writes in flight do not end."""
-        still_s = time.monotonic() - since
         if still_s <= STALL_BASE_S or not pending.in_flight:
             return
         in_flight_bytes = sum(pending.in_flight.values())

@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class WriterProcess:
-    """Starts the process; write() sends it a chunk and returns its report."""
+    """Starts the process: it writes the chunks that are submitted and reports each. kill() ends it in any case."""
 
     def __init__(self, setup: Setup) -> None:
         self._process, self._stdin, self._stdout = start_forked(f"{__name__}:main")
@@ -52,9 +52,17 @@ class WriterProcess:
 
     def close(self) -> int:
         """Let the process end by itself; its exit code."""
+        self._close_pipes()
+        return self._process.wait(timeout=60)
+
+    def kill(self) -> None:
+        self._close_pipes()
+        self._process.kill()
+        self._process.wait()
+
+    def _close_pipes(self) -> None:
         self._stdin.close()
         self._stdout.close()
-        return self._process.wait(timeout=60)
 
     def _say(self, message: object) -> None:
         self._stdin.write(msgspec.msgpack.encode(message).hex() + "\n")

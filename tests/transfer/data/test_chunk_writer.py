@@ -56,6 +56,19 @@ def start_writer() -> Iterator[Callable[..., "Harness"]]:
         yield start
 
 
+@pytest.fixture
+def start_process() -> Iterator[Callable[[Setup], WriterProcess]]:
+    """Starts prefill ranks in processes of their own."""
+    with ExitStack() as stack:
+
+        def start(setup: Setup) -> WriterProcess:
+            process = WriterProcess(setup)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
 class Harness:
     """A prefill rank in this process, paired with `hello`, and its reports."""
 
@@ -106,13 +119,15 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None
         time.sleep(0.0005)
 
 
-def test_two_prefill_ranks_fill_one_decode_rank(start_receiver: Callable[[int], Receiver]) -> None:
+def test_two_prefill_ranks_fill_one_decode_rank(
+    start_receiver: Callable[[int], Receiver], start_process: Callable[[Setup], WriterProcess]
+) -> None:
     tokens, pages, to_pages = 64, [5, 2, 3, 0], [1, 2, 6, 4]
     halves = [layout((0, LAYERS), heads, page_size=16, num_pages=8) for heads in ((0, 2), (2, 4))]
     whole = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=8)
     receiver = start_receiver(whole.size_bytes)
     hello, welcome = hello_of((receiver, whole)), welcome_of(*halves)
-    writers = [WriterProcess(Setup(rank, hello, welcome, (LAYERS, HEADS, tokens), 7, pages)) for rank in range(2)]
+    writers = [start_process(Setup(rank, hello, welcome, (LAYERS, HEADS, tokens), 7, pages)) for rank in range(2)]
     chunk = chunk_write(0, tokens, pages, to_pages, verify=True)
     for writer in writers:
         writer.submit(chunk)
@@ -133,13 +148,15 @@ def test_two_prefill_ranks_fill_one_decode_rank(start_receiver: Callable[[int], 
     )
 
 
-def test_prefill_rank_continues_its_chunk_after_a_stop(start_receiver: Callable[[int], Receiver]) -> None:
+def test_prefill_rank_continues_its_chunk_after_a_stop(
+    start_receiver: Callable[[int], Receiver], start_process: Callable[[Setup], WriterProcess]
+) -> None:
     """The time in which the prefill rank did not run does not count as a stall of the decode rank."""
     tokens, pages, to_pages = 64, [5, 2, 3, 0], [1, 2, 6, 4]
     whole = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=8)
     receiver = start_receiver(whole.size_bytes)
     hello, welcome = hello_of((receiver, whole)), welcome_of(whole)
-    writer = WriterProcess(Setup(0, hello, welcome, (LAYERS, HEADS, tokens), 7, pages))
+    writer = start_process(Setup(0, hello, welcome, (LAYERS, HEADS, tokens), 7, pages))
     chunk = chunk_write(0, tokens, pages, to_pages)
     writer.submit(chunk)
     assert writer.report().ok, "it has connected"

@@ -13,6 +13,7 @@ import pytest
 from pdserve.transfer.data import sender as sender_module
 from pdserve.transfer.data.routed_engine import PoolPair
 from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
+from pdserve.transfer.mooncake.engine import SendEngine
 from pdserve.transfer.mooncake.sockets import Region
 from pdserve.transfer.mooncake.transports import KvRoute
 from pdserve.transfer.plan.copy_runs import CopyRuns, PlanError
@@ -243,6 +244,30 @@ def test_a_peer_stopped_in_the_middle_never_sees_reused_source_memory(harness: H
     harness.sender.submit(SendJob(key(2), fill(4 * MIB, 32 * MIB)))
     assert harness.result().ok
     assert (pool[: 32 * MIB] == np.resize(original, 32 * MIB)).all()
+
+
+def test_stop_of_this_process_within_a_check_is_not_a_stall_of_the_peer(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivered_bytes = SendEngine.delivered_bytes
+    stopped = threading.Event()
+
+    def slow_delivered_bytes(engine: SendEngine) -> int | None:
+        before = delivered_bytes(engine)
+        if not stopped.is_set():
+            stopped.set()
+            time.sleep(sender_module.STALL_BASE_S + 0.5)
+            harness.receiver.resume()
+        return before
+
+    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
+    assert harness.result().ok, "it has connected"
+    harness.receiver.stop()
+    monkeypatch.setattr(SendEngine, "delivered_bytes", slow_delivered_bytes)
+    harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
+    result = harness.result()
+    assert stopped.is_set(), "it was not stopped within a check"
+    assert (result.ok, result.reason, result.late_writes) == (True, None, False)
 
 
 def test_a_peer_restarted_elsewhere_works_with_a_new_sender(harness: Harness) -> None:

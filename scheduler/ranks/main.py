@@ -188,13 +188,14 @@ def _watch_parent() -> NoReturn:
 
 def _send_heartbeats(link: LeaderLink, rank: int) -> NoReturn:
     """Send RankAlive, and exit if the leader is silent."""
+    checked_at = time.monotonic()
     while True:
         engine = link.engine
         link.report(RankAlive(rank) if engine is None else RankAlive(rank, engine.problems(), engine.busy_s))
-        slept_at = time.monotonic()
         time.sleep(ALIVE_INTERVAL_S)
         now = time.monotonic()
-        if now - slept_at - ALIVE_INTERVAL_S > LEADER_SILENCE_S / 2:
+        absent_s, checked_at = now - checked_at - ALIVE_INTERVAL_S, now
+        if absent_s > LEADER_SILENCE_S / 2:
             link.heard_at = now  # this process was stopped or starved: messages of the leader are still unread
         silent_s = now - link.heard_at
         if silent_s > LEADER_SILENCE_S:

@@ -60,12 +60,11 @@ def test_ranks_are_not_lost_when_the_hub_itself_did_not_run(monkeypatch: pytest.
     assert "has sent nothing" in failures[0].reason
 
 
-@pytest.mark.parametrize(
-    ("stopped_s", "ends"), [(3 * LEADER_SILENCE_S, False), (0.0, True)], ids=["stopped", "silence"]
-)
-def test_rank_does_not_exit_when_it_was_stopped_itself(
-    stopped_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("stopped_in", ["sleep", "report", None])
+def test_rank_does_not_exit_when_it_was_stopped_itself(stopped_in: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped while it slept, or while it sent its heartbeat. Silence of the leader ends it."""
+    stopped_s = 3 * LEADER_SILENCE_S
+
     class Clock:
         now = 100.0
 
@@ -73,7 +72,7 @@ def test_rank_does_not_exit_when_it_was_stopped_itself(
             return self.now
 
         def sleep(self, seconds: float) -> None:
-            self.now += seconds + stopped_s
+            self.now += seconds + (stopped_s if stopped_in == "sleep" else 0.0)
 
     class EndedError(Exception):
         """The end of the process, or of the test."""
@@ -85,14 +84,15 @@ def test_rank_does_not_exit_when_it_was_stopped_itself(
 
     def report(message: RankReport) -> None:
         sent.append(message)
-        if len(sent) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_s and len(sent) > 1):
+        clock.now += stopped_s if stopped_in == "report" else 0.0
+        if len(sent) > 1.5 * LEADER_SILENCE_S / ALIVE_INTERVAL_S or (stopped_in and len(sent) > 1):
             raise EndedError("test")
 
     clock = Clock()
     monkeypatch.setattr(rank_main, "time", clock)
     monkeypatch.setattr(rank_main, "os", SimpleNamespace(_exit=leave))
     link = cast(LeaderLink, SimpleNamespace(engine=None, report=report, heard_at=clock.now))
-    with pytest.raises(EndedError, match="status 1" if ends else "test"):
+    with pytest.raises(EndedError, match="test" if stopped_in else "status 1"):
         rank_main._send_heartbeats(link, 1)
 
 

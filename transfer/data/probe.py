@@ -21,6 +21,8 @@ ATTEMPTS: Final = 3
 """Two ranks may probe the same bytes at the same time. A rank that reads a foreign pattern tries again."""
 TIMEOUT_S: Final = 2.0
 _NAP_S: Final = 0.0002
+_ABSENCE_S: Final = 0.25
+"""If two checks of a write are further apart, this process was stopped or starved: only this much of it counts."""
 
 
 def probe(engine: SendEngine, local: torch.Tensor, pool: Pool) -> str | None:
@@ -57,9 +59,11 @@ def _write(engine: SendEngine, source: torch.Tensor, address: int) -> str | None
     write = engine.submit(source.data_ptr(), address, len(source))
     if write is None:
         return "the peer's memory cannot be opened for writing"
-    deadline = time.monotonic() + TIMEOUT_S
+    waited_s, checked_at = 0.0, time.monotonic()
     while (state := engine.poll(write)) is WriteState.PENDING:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        waited_s, checked_at = waited_s + min(now - checked_at, _ABSENCE_S), now
+        if waited_s > TIMEOUT_S:
             return f"a write of {len(source)} bytes did not end within {TIMEOUT_S:g} s"
         time.sleep(_NAP_S)
     return None if state is WriteState.DONE else f"a write of {len(source)} bytes failed"

@@ -41,6 +41,8 @@ WriteId = NewType("WriteId", int)
 
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
+GUARD_WAITS: Final = 15
+"""FIRST_WRITE_TIMEOUT_S is waited for in this many parts: a stop of this process takes the place of one of them."""
 CUT_AGAIN_S: Final = 0.2
 CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
@@ -227,11 +229,13 @@ def _cut_late_handshake(submitted: threading.Event, session: str) -> None:
     """Cut a handshake that exceeds FIRST_WRITE_TIMEOUT_S. Repeats until it has ended: if this process was stopped or
     starved, the connection may not exist yet at the first timeout.
     """
-    wait_s = FIRST_WRITE_TIMEOUT_S
-    while not submitted.wait(wait_s):
+    if any(submitted.wait(FIRST_WRITE_TIMEOUT_S / GUARD_WAITS) for _ in range(GUARD_WAITS)):
+        return
+    while True:
         with contextlib.suppress(OSError):  # the host name cannot be resolved at the moment
             cut_connections(session)
-        wait_s = CUT_AGAIN_S
+        if submitted.wait(CUT_AGAIN_S):
+            return
 
 
 def _register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:

@@ -211,11 +211,12 @@ def _listeners(ports: set[int]) -> Iterator[list[socket.socket]]:
 def _receive(connection: socket.socket, size_bytes: int, deadline: float) -> bytes:
     received = bytearray()
     while len(received) < size_bytes:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        connection.settimeout(left_s)
-        part = connection.recv(size_bytes - len(received))
+        # after the deadline, what has arrived is still read: this process may have been stopped meanwhile
+        connection.settimeout(max(0.0, deadline - time.monotonic()))
+        try:
+            part = connection.recv(size_bytes - len(received))
+        except BlockingIOError:
+            raise TimeoutError from None
         if not part:
             raise ConnectionResetError("the connection was closed without an answer")
         received += part

@@ -1,6 +1,7 @@
 """A sender probes its transports in order and uses the first that works. If that one fails, it uses the next."""
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from pdserve.transfer.data import routed_engine
-from pdserve.transfer.data.probe import PATTERN_BYTES, probe
+from pdserve.transfer.data.probe import PATTERN_BYTES, TIMEOUT_S, probe
 from pdserve.transfer.data.routed_engine import PoolPair
 from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
@@ -68,6 +69,39 @@ class TestProbe:
         monkeypatch.setattr(engine, "read", lambda *_: True)
         local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
         assert probe(engine, local, pool_of(receiver)) == "what was read back is not what was written"
+        engine.destroy()
+
+    @pytest.mark.parametrize("stopped", [True, False])
+    def test_stop_of_this_process_is_not_a_write_that_does_not_end(
+        self, stopped: bool, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the stop, Mooncake needs a moment to notice that the write has ended."""
+
+        class Clock:
+            stopped_s = 0.0
+
+            def monotonic(self) -> float:
+                return time.monotonic() + self.stopped_s
+
+            def sleep(self, seconds: float) -> None:
+                self.stopped_s += 0.0 if stopped else 100 * seconds
+                time.sleep(seconds)
+
+        clock, polls = Clock(), 0
+
+        def poll(write: WriteId) -> WriteState:
+            nonlocal polls
+            polls += 1
+            if stopped and polls == 1:
+                clock.stopped_s = 5 * TIMEOUT_S
+            return SendEngine.poll(engine, write) if stopped and polls > 3 else WriteState.PENDING
+
+        engine = SendEngine(receiver.session, [receiver.region])
+        monkeypatch.setattr(engine, "poll", poll)
+        monkeypatch.setattr("pdserve.transfer.data.probe.time", clock)
+        problem = probe(engine, torch.zeros(PROBE_BYTES, dtype=torch.uint8), pool_of(receiver))
+        assert problem == (None if stopped else "a write of 16 bytes did not end within 2 s")
+        assert polls > 3
         engine.destroy()
 
     def test_peer_without_probe_memory_is_not_probed(self, receiver: Receiver) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -9,12 +10,20 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.transfer.mooncake.engine import PREFLIGHT_TIMEOUT_S, ReceiveEngine, SendEngine, WriteId, WriteState
+from pdserve.transfer.mooncake.engine import (
+    PREFLIGHT_TIMEOUT_S,
+    ReceiveEngine,
+    SendEngine,
+    WriteId,
+    WriteState,
+    _cut_late_handshake,
+)
 from pdserve.transfer.mooncake.library import TCP_LANES
 from pdserve.transfer.mooncake.sockets import (
     PeerUnreachableError,
@@ -156,6 +165,46 @@ def test_opening_detects_another_service_and_another_process(receiver: Receiver)
         thread.join()
     with pytest.raises(PeerUnreachableError, match="has not registered the memory it announced"):
         SendEngine(receiver.session, [receiver.region, Region(receiver.base_address, receiver.size_bytes + 1)])
+
+
+def test_answer_that_came_while_this_process_was_stopped_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)
+    monkeypatch.setattr("pdserve.transfer.mooncake.sockets.time", clock)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            nonlocal stopped_s
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                stopped_s = 10 * PREFLIGHT_TIMEOUT_S
+                body = b'{"name": "receiver"}'
+                connection.sendall(struct.pack("<QB", 1 + len(body), 1) + body)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        description = describe_engine(f"127.0.0.1:{server.getsockname()[1]}", PREFLIGHT_TIMEOUT_S)
+        thread.join()
+    assert description.name == "receiver"
+
+
+def test_handshake_is_not_cut_because_this_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stop was longer than the timeout. The handshake ends when this process has run a little longer."""
+
+    class Submitted(threading.Event):
+        stopped = True
+        runs_s = 0.0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            if not self.stopped:
+                self.runs_s += timeout
+            self.stopped = False
+            return self.runs_s >= 0.2
+
+    monkeypatch.setattr("pdserve.transfer.mooncake.engine.cut_connections", lambda _: pytest.fail("it was cut"))
+    _cut_late_handshake(Submitted(), "127.0.0.1:1")
 
 
 def test_first_write_ends_if_the_peer_hangs_after_the_preflight(receiver: Receiver) -> None:

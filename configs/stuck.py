@@ -27,8 +27,12 @@ class Watch:
     @property
     def is_steady(self) -> bool:
         """Whether this process has run for STUCK_S without an absence."""
+        return self.has_run_for(STUCK_S)
+
+    def has_run_for(self, seconds: float) -> bool:
+        """Whether this process has run for more than this time without an absence."""
         now = self._clock()
-        return now - self._checked_at <= ABSENCE_S and now - self._running_since > STUCK_S
+        return now - self._checked_at <= ABSENCE_S and now - self._running_since > seconds
 
     def is_stuck(self, age_s: float, limit_s: float = STUCK_S) -> bool:
         """Whether something without progress for `age_s` is stuck."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...configs.stuck import STUCK_S, Watch
 from ...transfer.control.thread import Control
+from ..messages.ranks import RunStep
 from ..messages.step import tokens_of
 from .engine import Engine
 from .loop import EngineLoop
@@ -30,6 +31,8 @@ class Watchdog:
         self._watch = Watch(clock)
         self._seconds_per_token = 0.0
         """Of the slowest step seen so far; 0 before the first step."""
+        self._last_steps: dict[int, tuple[RunStep, float]] = {}
+        """The last step seen of each engine."""
 
     def problems(self) -> list[str]:
         """What is stuck, as text."""
@@ -39,18 +42,22 @@ class Watchdog:
         if self._watch.is_stuck(age_s):
             found.append(f"the engine loop has made no progress for {age_s:.0f} s")
         for number, engine in enumerate(self._loop.engines):
-            if (problem := self._stuck_step(engine)) is not None:
+            if (problem := self._stuck_step(number, engine)) is not None:
                 found.append(problem if len(self._loop.engines) == 1 else f"data-parallel rank {number}: {problem}")
         age_s = max(control.progress_age_s() for control in self._controls)
         if self._watch.is_stuck(age_s):
             found.append(f"the control thread has made no progress for {age_s:.0f} s")
         return found
 
-    def _stuck_step(self, engine: Engine[Any]) -> str | None:
-        """Steps of many tokens take long, so their time per token is measured while this process runs."""
-        if (last := engine.last_step) is not None and self._watch.is_steady:
+    def _stuck_step(self, number: int, engine: Engine[Any]) -> str | None:
+        """Steps of many tokens take long, so their time per token is measured. A step during which this process did not
+        run is not: it would hide a stuck step for hours.
+        """
+        if (last := engine.last_step) is not None and last is not self._last_steps.get(number):
+            self._last_steps[number] = last
             step, seconds = last
-            self._seconds_per_token = max(self._seconds_per_token, seconds / max(1, tokens_of(step.rows).tokens))
+            if self._watch.has_run_for(seconds):
+                self._seconds_per_token = max(self._seconds_per_token, seconds / max(1, tokens_of(step.rows).tokens))
         try:
             started, step = engine.steps_in_flight[0]
         except IndexError:  # the loop may take the last one at any time

@@ -71,6 +71,19 @@ def test_long_step_of_a_slow_machine_is_not_stuck() -> None:
     assert server.run_for(60.0) == []
 
 
+def test_step_that_this_process_was_stopped_in_does_not_set_the_limit() -> None:
+    """The server is idle after it: it stays the last step."""
+    server = Server()
+    server.run_for(10.0)
+    server.engine.last_step = step(1), 0.01
+    assert server.run_for(1.0) == []
+    server.now += 60.0
+    server.engine.last_step = step(1), 60.0
+    assert server.run_for(10.0) == []
+    server.engine.steps_in_flight.append((server.now, step(8)))
+    assert server.run_for(4.5) == ["step 7 has been on the ranks for 4 s"]
+
+
 def test_step_begins_when_the_one_before_it_is_done() -> None:
     """The second step is sent ahead; it is not stuck while it waits for a long one."""
     server = Server()

@@ -138,19 +138,22 @@ class AgentChannel:
             if reply is not None and reply.number == self._number:
                 self._busy_since = None
                 return reply
-            now = time.monotonic()
-            if now - self._busy_since > HUNG_S:
-                self._stop()
-                raise StoreError(f"the store agent has not answered for {HUNG_S:.0f} s and was replaced")
-            if now >= deadline:
-                raise NoReplyError(f"the store has not answered for {now - self._busy_since:.1f} s")
-            if poller.poll(1000 * (deadline - now)):
+            ends_at = min(deadline, self._busy_since + HUNG_S)
+            # a reply is read also after the deadline: this process may have been stopped meanwhile
+            if poller.poll(1000 * max(0.0, ends_at - time.monotonic())):
                 part = os.read(descriptor, 1 << 16)
                 if not part:
                     status = self._process.wait()
                     self._stop()
                     raise StoreError(f"the store agent exited with status {status}")
                 self._received += part
+                continue
+            now = time.monotonic()
+            if now - self._busy_since > HUNG_S:
+                self._stop()
+                raise StoreError(f"the store agent has not answered for {HUNG_S:.0f} s and was replaced")
+            if now >= deadline:
+                raise NoReplyError(f"the store has not answered for {now - self._busy_since:.1f} s")
 
     def _take_reply(self) -> Reply | None:
         if len(self._received) < LENGTH.size:

@@ -3,15 +3,17 @@
 import contextlib
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pdserve.transfer.store import channel as channels
-from pdserve.transfer.store.agent import Item
+from pdserve.transfer.store.agent import Item, Reply
 from pdserve.transfer.store.channel import AgentChannel, NoReplyError
 from pdserve.transfer.store.client import StoreError, endpoints, master_address
 from tests.cluster.servers import python_path, wait_until
@@ -25,6 +27,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentChannel]:
     monkeypatch.setenv("PYTHONPATH", python_path())
     with contextlib.closing(AgentChannel(f"mooncake://127.0.0.1:{free_port()}", "127.0.0.1", 1 << 16)) as opened:
         yield opened
+    opened._stop()  # close() leaves the pipes open
 
 
 def call(channel: AgentChannel, seconds: float = 60.0) -> None:
@@ -74,6 +77,31 @@ def test_agent_reports_problems_is_waited_for_and_is_replaced(
     channel.close()
     with pytest.raises(StoreError):
         call(channel)
+
+
+@pytest.mark.parametrize("stopped_s", [2.0, 2 * channels.HUNG_S])
+def test_reply_that_came_while_this_process_was_stopped_is_read(
+    stopped_s: float, channel: AgentChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=time.monotonic)
+    take_reply = channel._take_reply
+
+    def stop_until_the_reply_is_there() -> Reply | None:
+        assert channel._process is not None
+        assert channel._process.stdout is not None
+        reply = take_reply()
+        if reply is None and clock.monotonic is time.monotonic:
+            assert select.select([channel._process.stdout], [], [], 60)[0], "no reply"
+            clock.monotonic = lambda: time.monotonic() + stopped_s
+        return reply
+
+    monkeypatch.setattr(channels, "time", clock)
+    monkeypatch.setattr(channel, "_take_reply", stop_until_the_reply_is_there)
+    pid = agent_pid(channel)
+    with pytest.raises(StoreError, match="no server"):
+        call(channel, 1.0)
+    assert agent_pid(channel) == pid
+    assert channel.busy_s() == 0
 
 
 def test_agent_answers_a_process_with_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,9 @@ class RankEngine:
         second, on another thread.
         """
         self._watch.check()
-        found = self._writes.writer.problems() if self._writes is not None and self._watch.is_steady else []
+        found = self._writes.writer.problems() if self._writes is not None else []
+        if not self._watch.is_steady:  # asked afterwards: this process may have been stopped in between
+            found = []
         scatterer = self._arrivals.scatterer if self._arrivals is not None else None
         name, since = self._command or ("", None)
         for thread, busy_since in (

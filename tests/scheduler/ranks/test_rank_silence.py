@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from pdserve.configs.schema import PrefillConfig
+from pdserve.configs.stuck import Watch
 from pdserve.models.layers.parallel import listen, reserve
 from pdserve.models.loading.catalog import ModelSource
 from pdserve.scheduler.messages.ranks import CacheChecked, RankAlive, RankFailed, RankReport
@@ -21,6 +22,9 @@ from pdserve.scheduler.ranks import group as ranks
 from pdserve.scheduler.ranks import main as rank_main
 from pdserve.scheduler.ranks.group import Ranks
 from pdserve.scheduler.ranks.main import ALIVE_INTERVAL_S, CONSEQUENCE_S, LEADER_SILENCE_S, LeaderLink
+from pdserve.scheduler.ranks.page_mover import PageMover
+from pdserve.scheduler.ranks.rank import RankEngine
+from pdserve.scheduler.ranks.transfers.rank_transfers import PrefillTransfers
 from pdserve.transfer.control.curve import ClusterKeys
 from tests.cluster.servers import wait_until
 
@@ -94,6 +98,26 @@ def test_rank_does_not_exit_when_it_was_stopped_itself(stopped_in: str | None, m
     link = cast(LeaderLink, SimpleNamespace(engine=None, report=report, heard_at=clock.now))
     with pytest.raises(EndedError, match="test" if stopped_in else "status 1"):
         rank_main._send_heartbeats(link, 1)
+
+
+@pytest.mark.parametrize("stopped_s", [60.0, 0.0])
+def test_sender_is_not_stuck_because_the_rank_was_stopped_within_a_check(stopped_s: float) -> None:
+    now = 100.0
+
+    def problems() -> list[str]:
+        nonlocal now
+        now += stopped_s
+        return ["the sender is stuck"]
+
+    engine = RankEngine.__new__(RankEngine)
+    engine._rank, engine._arrivals, engine._command = 0, None, None
+    engine._mover = cast(PageMover, SimpleNamespace(busy_since=None))
+    engine._writes, engine._watch = None, Watch(lambda: now)
+    while now < 110.0:
+        assert engine.problems() == ()
+        now += ALIVE_INTERVAL_S
+    engine._writes = cast(PrefillTransfers, SimpleNamespace(writer=SimpleNamespace(problems=problems)))
+    assert engine.problems() == (() if stopped_s else ("the sender is stuck",))
 
 
 def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,16 @@ class Deadlines:
         )
         """No deadline that starts after a scan passes earlier than this."""
         self._scan_at = math.inf
+        self._resumed_at = -math.inf
+        """When this process ran again after it was stopped: waits for a prefill server begin again."""
 
     def watch(self, request: Request) -> None:
         """Add a request that is new or was queued again."""
         self._scan_at = min(self._scan_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
+
+    def resumed(self, now: float) -> None:
+        """This process did not run before `now`."""
+        self._resumed_at = now
 
     def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
         """The requests that have to end now, with the error for each."""
@@ -55,9 +61,9 @@ class Deadlines:
             case State.QUEUED if self._dispatcher.can_compute(prompt.tokens):
                 pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
-                ends.append((max(since, lost_at) + limits.prefill_wait_s, "prefill_wait_s"))
+                ends.append((max(since, lost_at, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
             case State.QUEUED if prompt.refused_since is not None:
-                ends.append((prompt.refused_since + limits.prefill_wait_s, "prefill_wait_s"))
+                ends.append((max(prompt.refused_since, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
         # a retracted request (it has output) waits as long as if its KV had been saved
         if request.waits_for_prefill and not request.output_ids:
             sent = request.state is not State.QUEUED

@@ -282,6 +282,13 @@ class DecodeScheduler:
         if self.kv_store is not None:
             self.kv_store.advance(now)
 
+    def resumed(self, absent_s: float, now: float) -> None:
+        """This process was stopped or starved for `absent_s`: it could neither pair with a prefill server nor write
+        what its kernel has received, so that time does not count. Call before `advance`.
+        """
+        self._deadlines.resumed(now)
+        self.dispatcher.remote.resumed(absent_s, now)
+
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
         step = self._steps.next_step(now)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from ...configs.errors import PdserveError
+from ...configs.stuck import ABSENCE_S
 from ...transfer.protocol.messages import Load
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import Stop, ToFrontendBatch
@@ -57,7 +58,7 @@ class EngineLoop(Generic[EngineT]):
         self._ranks = ranks
         self._lost: str | None = None
         self._step_seconds = 0.0
-        self.turned_at = time.monotonic()
+        self.turned_at = self._now = time.monotonic()
         self.snapshot = Snapshot({}, {}, {}, time.time())
         self.load = Load()
         """Of all engines; replaced as a whole."""
@@ -110,7 +111,10 @@ class EngineLoop(Generic[EngineT]):
 
     def _turn(self) -> None:
         now = time.monotonic()
+        absent_s, self._now = now - self._now, now
         for engine in self.engines:
+            if absent_s > ABSENCE_S:  # an idle loop has several turns in this time
+                engine.scheduler.resumed(absent_s, now)
             engine.scheduler.advance(now)
         for number in self._router.rebalance(now):
             self.engines[number].scheduler.advance(now)

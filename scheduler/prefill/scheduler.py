@@ -176,6 +176,9 @@ class PrefillScheduler:
             self._report_begun(request)
         self.reports.due(now)
 
+    def resumed(self, absent_s: float, now: float) -> None:
+        """A prefill scheduler waits for no server, and writes its pages itself."""
+
     def next_step(self, now: float) -> PrefillStep | None:
         """The next step for the ranks, if one can start now. The writes of its chunks are effects: the ranks get them
         before the step, and write a chunk as soon as it is computed. Only chunks that are verified, or go through

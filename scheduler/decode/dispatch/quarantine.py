@@ -68,6 +68,12 @@ class Quarantine:
             if quarantined.instance == instance:
                 quarantined.release_at = min(quarantined.release_at, now + self._quarantine_s)
 
+    def resumed(self, absent_s: float, now: float) -> None:
+        """This process did not run for `absent_s`: bytes that its kernel has received are still to be written."""
+        for quarantined in self._pages.values():
+            if quarantined.release_at < math.inf:
+                quarantined.release_at = min(quarantined.release_at + absent_s, now + self._quarantine_s)
+
     def take_due(self, now: float, *, in_use: Container[TransferKey] = ()) -> list[QuarantinedPages]:
         """The pages whose quarantine is over; the caller releases their grants.
 

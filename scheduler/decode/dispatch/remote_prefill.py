@@ -179,6 +179,11 @@ class RemotePrefill:
         self.quarantine.writer_closed(instance, now)
         self.staging.peer_closed(instance, now)
 
+    def resumed(self, absent_s: float, now: float) -> None:
+        """This process did not run for `absent_s`, which is not part of any quarantine."""
+        self.quarantine.resumed(absent_s, now)
+        self.staging.resumed(absent_s, now)
+
     def take_released(self, now: float) -> list[QuarantinedPages]:
         """The pages whose quarantine is over; the caller releases their grants."""
         self.staging.due(now)

@@ -203,6 +203,12 @@ class StagedArrivals:
         self._sources.pop(instance, None)
         self._stop([held for held in self._parts.values() if held.instance == instance], True, now)
 
+    def resumed(self, absent_s: float, now: float) -> None:
+        """This process did not run for `absent_s`: bytes that its kernel has received are still to be written."""
+        for held in self._parts.values():
+            if held.state is _State.QUARANTINED:
+                held.release_at = min(held.release_at + absent_s, now + self._quarantine_s)
+
     # -- parts -------------------------------------------------------------------------------------------------
 
     def receive(

@@ -245,6 +245,15 @@ def test_quarantine_for_late_writes_is_not_shortened_by_later_messages() -> None
     assert decode.due(15.0) == [StageFree(part())]
 
 
+def test_time_in_which_decode_did_not_run_is_not_part_of_the_quarantine() -> None:
+    decode = Decode()
+    decode.granted(part())
+    decode.receive(StageStopped(part(), late_writes=True), 10.0)
+    decode.staging.resumed(60.0, 71.0)
+    assert decode.due(70.0 + QUARANTINE_S - 0.01) == []
+    assert decode.due(70.0 + QUARANTINE_S) == [StageFree(part())]
+
+
 def test_closed_connection_frees_regions_after_the_quarantine_and_silence_does_not() -> None:
     decode = Decode()
     decode.granted(part())

@@ -252,6 +252,31 @@ def test_destroy_with_a_hung_peer_is_quick_and_releases_the_gil(receiver: Receiv
     assert time.monotonic() - started < 0.5  # up to 1 s without waking the listener
 
 
+def test_destroy_waits_for_connections_after_a_stop_of_this_process(
+    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake did not run meanwhile either: it opens its connections afterwards."""
+    source = np.ones(4096, dtype=np.uint8)
+    engine = SendEngine(receiver.session, [receiver.region])
+    assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
+    receiver.stop()
+    writes = [engine.submit(source.ctypes.data, receiver.base_address, 4096) for _ in range(2)]
+    assert all(writes)
+    found = iter((0, 0, 1, 2))
+    stopped_s = 0.0
+
+    def drop(_data_port: int) -> int:
+        nonlocal stopped_s
+        stopped_s = 60.0
+        return next(found)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s, sleep=time.sleep)
+    monkeypatch.setattr("pdserve.transfer.mooncake.engine.time", clock)
+    monkeypatch.setattr("pdserve.transfer.mooncake.engine.drop_unsent", drop)
+    engine.destroy()
+    assert next(found, None) is None, "it did not wait for both connections"
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections may take long on a busy machine."""

@@ -15,7 +15,9 @@ _FALLBACK_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class TokenBytes:
-    """`find` returns the bytes that a token adds to a text. `special` are the tokens that are not text."""
+    """`find` returns the bytes that a token adds to a text. `special` are the tokens that are not text. `byte_tokens`
+    are those of single bytes, by byte, of a tokenizer that has one for each (byte fallback); otherwise empty.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -23,6 +25,9 @@ class TokenBytes:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+        found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        has_all = "ByteFallback" in self._decoder_kinds and None not in found.values()
+        self.byte_tokens = {byte: token for byte, token in found.items() if has_all and token is not None}
 
     def find(self, token_id: int) -> bytes:
         """May be a part of a character; none for an unknown id."""

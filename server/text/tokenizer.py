@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,6 +97,8 @@ class Tokenizer:
         )
         token_bytes = TokenBytes(backend)
         self._special = token_bytes.special
+        self._byte_tokens = token_bytes.byte_tokens
+        self._bytes = {token: byte for byte, token in self._byte_tokens.items()}
         self.floor = TokenFloor(backend, token_bytes.find)
         self.token_bytes = cache(token_bytes.find)
         """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
@@ -141,7 +144,23 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; ids outside the vocabulary have none."""
+        if not self._bytes.keys().isdisjoint(token_ids):
+            return self._decode_with_bytes(token_ids, skip_special_tokens)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def _decode_with_bytes(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The library replaces every byte of a run of byte tokens that is not valid as a whole, so the first byte of a
+        character would change those before it. Only bytes that belong to no character are replaced here.
+        """
+        ids: list[int] = []
+        heard = (token for token in token_ids if not self.is_silent(token, skip_special_tokens))
+        for is_run, tokens in groupby(heard, self._bytes.__contains__):
+            if is_run:
+                text = bytes(self._bytes[token] for token in tokens).decode(errors="replace")
+                ids += (self._byte_tokens[byte] for byte in text.encode())
+            else:
+                ids += tokens
+        return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` always leaves this id out: it is outside the vocabulary, or skipped."""
@@ -207,8 +226,7 @@ class TextStream:
             if token in self._kept or not self._tokenizer.is_silent(token, self._skip_special_tokens):
                 self._window.append(token)
         text = self._decode(self._window)
-        # an unfinished character decodes to one replacement, or to one per byte with byte fallback: at most 3
-        unfinished = min(len(text) - len(text.rstrip(_REPLACEMENT)), 3)
+        unfinished = int(text.endswith(_REPLACEMENT))  # the bytes of an unfinished character decode to one replacement
         delta = text[self._emitted : len(text) - unfinished]
         self._emitted += len(delta)
         if not unfinished and delta:

@@ -256,6 +256,62 @@ def test_push_decodes_a_bounded_number_of_tokens(
     assert sum(decoded) < 64 * len(token_ids)
 
 
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """As of Llama 2, Mistral and Gemma: token i is byte i, and a few words follow."""
+    pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", *_WORDS]
+    backend = Backend(
+        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
+
+
+_WORDS = ["\N{LOWER ONE EIGHTH BLOCK}Hi", "\N{LOWER ONE EIGHTH BLOCK}", "a", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("text", ["你好", "🦀🦀", "a🦀é你", "🦀 Hi"])
+def test_characters_of_byte_tokens_stream_one_by_one(byte_fallback: Tokenizer, text: str) -> None:
+    """The first byte of a character must not change the characters before it."""
+    stream, token_ids = TextStream(byte_fallback), list(text.encode())
+    assert byte_fallback.decode(token_ids) == text
+    assert [delta for token in token_ids if (delta := stream.push([token]))] == list(text)
+    assert stream.finish() == ""
+
+
+_RUNS = st.lists(
+    st.one_of(
+        st.text(max_size=3).map(lambda text: list(text.encode())),
+        st.lists(st.integers(0, 255), max_size=3),
+        st.lists(st.sampled_from([b"\xe2"[0], b"\x82"[0], *range(257, 257 + len(_WORDS)), 10**6]), max_size=40),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs=_RUNS, size=st.integers(1, 4))
+def test_streamed_byte_tokens_concatenate_to_the_decoded_whole(
+    byte_fallback: Tokenizer, runs: list[list[int]], size: int
+) -> None:
+    token_ids = [token for run in runs for token in run]
+    stream = TextStream(byte_fallback)
+    out = "".join(stream.push(token_ids[at : at + size]) for at in range(0, len(token_ids), size))
+    assert out + stream.finish() == byte_fallback.decode(token_ids)
+
+
+def test_bytes_of_no_character_are_replaced_alone(byte_fallback: Tokenizer) -> None:
+    token_ids = [*"é".encode(), 0xFF, *"🦀".encode()[:3]]
+    assert byte_fallback.decode(token_ids) == "é\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
+
+
 def test_incomplete_character_is_held_back(smollm2: Tokenizer) -> None:
     token_ids = smollm2.encode("🦀!")
     assert len(token_ids) > 2

@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 
 def measure(transport: str, host: str, devices: Sequence[str] = (), timeout_s: float = TIMEOUT_S) -> Transfer:
     """The speed of a transfer, or why there was none."""
-    command = [sys.executable, "-m", __name__, transport, host, *devices]
+    command = [sys.executable, "-P", "-m", __name__, transport, host, *devices]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:

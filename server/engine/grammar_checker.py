@@ -37,7 +37,7 @@ class GrammarChecker:
     """
 
     def __init__(self, model: str, load_format: LoadFormat, max_compile_s: float = MAX_COMPILE_S) -> None:
-        self._command = [sys.executable, "-m", "pdserve.models.grammar.check", model, load_format]
+        self._command = [sys.executable, "-P", "-m", "pdserve.models.grammar.check", model, load_format]
         self._max_compile_s = max_compile_s
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None

@@ -17,7 +17,7 @@ from pdserve.transfer.control.curve import ClusterKeys
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.messages import PROTOCOL_VERSION, InstanceId, Welcome
-from tests.cluster.servers import python_path
+from tests.cluster.servers import REPOSITORY
 from tests.ports import free_port
 
 TIMEOUT_S = 60.0
@@ -70,8 +70,10 @@ def test_handshake_with_another_protocol_version_fails() -> None:
 def test_transfer_is_measured_in_a_child(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole command, with its JSON: TCP works on every machine."""
-    monkeypatch.setenv("PYTHONPATH", python_path())
+    """The whole command, with its JSON: TCP works on every machine, in every directory."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / ".dev"))
+    (tmp_path / "numpy.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
     settings = tmp_path / "decode.yaml"
     settings.write_text(f"port: {free_port()}\nprefill: [127.0.0.1:{free_port()}]\ndevice: cpu\n")
     code = main(["doctor", "--config", str(settings), "--json"])

@@ -15,7 +15,7 @@ from pdserve.configs.sampling import Grammar
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
 from pdserve.server.launch.frontend import raise_open_files_limit
-from tests.cluster.servers import python_path, wait_until
+from tests.cluster.servers import REPOSITORY, python_path, wait_until
 from tests.server.http_harness import write_byte_model
 
 GOOD, BAD = Grammar("regex", "a+"), Grammar("regex", "(")
@@ -43,6 +43,16 @@ async def test_answers_are_cached(checker: GrammarChecker) -> None:
     assert await checker.check(GOOD) is None
     assert "unclosed group" in (await checker.check(BAD) or "")
     assert checker._process is None, "neither was compiled again"
+
+
+async def test_files_of_the_working_directory_are_not_imported(
+    checker: GrammarChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user may start the server anywhere, also beside a file that has the name of a module."""
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('the wrong module')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / ".dev"))
+    assert await checker.check(GOOD) is None
 
 
 async def test_process_is_killed_and_started_again(checker: GrammarChecker) -> None:

@@ -1,5 +1,6 @@
 """The text of one output as it grows: whole characters, without stop tokens and stop strings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .stop_regexes import StopRegexes
@@ -23,13 +24,17 @@ class TextRules:
     kept_token_ids: frozenset[int] = frozenset()
     """Special tokens that are shown in any case: parsers need them."""
     min_new_tokens: int = 0
+    before: Sequence[int] = ()
+    """The prompt, if the text continues it. Otherwise the output is a text of its own: some tokenizers leave out the
+    space before its first word.
+    """
 
 
 class OutputText:
     """Turns the tokens of one request into text that never shrinks."""
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
-        self._stream = TextStream(tokenizer, rules.skip_special_tokens, rules.kept_token_ids)
+        self._stream = TextStream(tokenizer, rules.skip_special_tokens, rules.kept_token_ids, rules.before)
         self._stops = (
             StopRegexes(rules.stop_strings, rules.stop_regexes, rules.show_stop)
             if rules.stop_regexes

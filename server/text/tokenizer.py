@@ -209,9 +209,13 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, kept_token_ids: frozenset[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        kept_token_ids: frozenset[int] = frozenset(),
+        before: Sequence[int] = (),
     ) -> None:
-        """`kept_token_ids` are special tokens that are not skipped."""
+        """`kept_token_ids` are special tokens that are not skipped. `before` are tokens whose text is continued."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._kept = kept_token_ids
@@ -219,12 +223,13 @@ class TextStream:
         self._window: list[int] = []  # [context) is emitted, kept because a decoder treats the first token differently
         self._context = 0
         self._emitted = 0  # characters of the window's text that were returned
+        last = next((token for token in reversed(before) if self._is_heard(token)), None)
+        if last is not None and not (text := self._decode([last])).endswith(_REPLACEMENT):
+            self._window, self._context, self._emitted = [last], 1, len(text)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became certain with these tokens, possibly none."""
-        for token in token_ids:
-            if token in self._kept or not self._tokenizer.is_silent(token, self._skip_special_tokens):
-                self._window.append(token)
+        self._window += filter(self._is_heard, token_ids)
         text = self._decode(self._window)
         unfinished = int(text.endswith(_REPLACEMENT))  # the bytes of an unfinished character decode to one replacement
         delta = text[self._emitted : len(text) - unfinished]
@@ -243,6 +248,9 @@ class TextStream:
         delta = self._decode(self._window)[self._emitted :]
         self._emitted += len(delta)
         return delta
+
+    def _is_heard(self, token: int) -> bool:
+        return token in self._kept or not self._tokenizer.is_silent(token, self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
         """Drop the older half of a window in which no character is complete: a run of invalid bytes.

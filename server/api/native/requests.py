@@ -1,7 +1,7 @@
 """A `/generate` body as checked, tokenized prompts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -81,7 +81,7 @@ def make_call(
     for submit, (asked, path), wanted, grammar in zip(routed, params, logprobs, named, strict=True):
         sampling = asked.sampling(limits, len(submit.prompt_ids), grammar[1] if grammar is not None else None, path)
         submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
-        text_rules.append(asked.text_rules(sampling, limits))
+        text_rules.append(replace(asked.text_rules(sampling, limits), before=submit.prompt_ids))
     return Call(
         fields,
         tuple(submits),

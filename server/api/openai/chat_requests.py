@@ -62,7 +62,9 @@ def _with_parser(call: Call[ChatBody], rendered: "RenderedChat", chat: ChatForma
         return ParsedOutput(parser, new_id)
 
     kept = chat.kept_token_ids(calls=bool(tools), reasoning=separate)
-    rules = tuple(replace(rules, kept_token_ids=kept) for rules in call.text_rules)
+    rules = tuple(
+        replace(rules, kept_token_ids=kept, before=rules.before if rendered.begun else ()) for rules in call.text_rules
+    )
     return replace(call, text_rules=rules, new_parsed=new_parsed)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+from tokenizers import decoders
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.models.loading.catalog import locate_model
@@ -61,6 +63,30 @@ async def test_completion_stream_sends_deltas(decode: RunningServer) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == "AB"
     assert all(event["usage"] is None for event in events)
     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
+
+
+async def test_output_that_continues_a_text_keeps_its_first_space(tmp_path: Path) -> None:
+    """Decoders of Llama 2 and Mistral drop the space before a text: before an answer, not before a continuation."""
+    path = str(write_byte_model(tmp_path) / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(path)
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    backend.save(path)
+    begun = [*HELLO, {"role": "assistant", "content": "I am"}]
+    async with running_server(load_tokenizer(locate_model(str(tmp_path)))) as server:
+
+        async def answer(path: str, **body: object) -> Any:
+            asking = post(server, path, rid="c", **body)
+            await server.leader.expect(Submit)
+            await server.leader.send(Tokens("c", tuple(b" Al")), make_finished("c", 3))
+            return (await asking).json()
+
+        assert (await answer("/generate", text="I am"))["text"] == " Al"
+        (choice,) = (await answer("/v1/completions", prompt="I am", echo=True))["choices"]
+        assert choice["text"] == "I am Al"
+        (choice,) = (await answer("/v1/chat/completions", messages=HELLO))["choices"]
+        assert choice["message"]["content"] == "Al"
+        (choice,) = (await answer("/v1/chat/completions", messages=begun, continue_final_message=True))["choices"]
+        assert choice["message"]["content"] == " Al"
 
 
 async def test_roles_in_any_case_and_integral_floats_are_accepted(decode: RunningServer) -> None:

@@ -296,6 +296,30 @@ _RUNS = st.lists(
 )
 
 
+_HI = 257
+"""The token of the first of _WORDS."""
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ([], "Hi"),
+        ([10**6], "Hi"),
+        ([_HI], " Hi"),
+        ([_HI, 10**6], " Hi"),
+        ([*b"\n"], " Hi"),
+        ([_HI + 1], " Hi"),
+        ([*"é".encode()[:1]], "Hi"),
+    ],
+    ids=["nothing", "silent", "word", "word and silent", "byte", "space", "part of a character"],
+)
+def test_text_that_continues_another_keeps_its_first_space(
+    byte_fallback: Tokenizer, before: list[int], expected: str
+) -> None:
+    stream = TextStream(byte_fallback, before=before)
+    assert stream.push([_HI]) + stream.push([_HI]) + stream.finish() == expected + " Hi"
+
+
 @settings(max_examples=100, deadline=None)
 @given(runs=_RUNS, size=st.integers(1, 4))
 def test_streamed_byte_tokens_concatenate_to_the_decoded_whole(

@@ -299,9 +299,15 @@ def compile_template(text: str) -> jinja2.Template:
         raise StartupError(f"the model's chat template cannot be compiled: {error}") from error
 
 
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML. The options are those of transformers, which templates of GLM use."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

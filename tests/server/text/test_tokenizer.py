@@ -103,6 +103,8 @@ MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}",
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
         "{{ messages | tojson(indent=2) }}{% if add_generation_prompt %}>{% endif %}",
+        "{{ messages | tojson(ensure_ascii=False) }}{{ messages | tojson(ensure_ascii=True) }}",
+        "{{ messages | tojson(True, 1, (',', ':'), True) }}{{ messages | tojson(sort_keys=True, separators=',:') }}",
         "{{ strftime_now('%Y') }}",
         "{% if tools is not none %}T{% endif %}{% if documents is defined %}D{% endif %}",
     ],

@@ -13,6 +13,7 @@ from typing import Literal, cast, get_args
 from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json, unusable_values
+from ..formats.tokenizer_settings import tokenizer_end_token
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .gemma3 import read_gemma3
 from .mla import MlaConfig, read_mla_config
@@ -61,7 +62,7 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder and its EOS tokens. `eos_token_ids` joins config and generation config.
+    """The shape of a decoder and its EOS tokens: those of config, generation config and tokenizer.
 
     Layers that are `mixed` have a mixture of experts, `moe`, instead of an MLP of `intermediate_size`. Models with
     latent attention have `mla`: they have one KV head, the latent row that all query heads share, and `head_dim` is its
@@ -416,6 +417,7 @@ def _hf_dtype(path: Path, raw: Json) -> DtypeName:
 
 
 def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
+    """As in SGLang and vLLM: those of both configurations and that of the tokenizer."""
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     ids: set[int] = set()
@@ -426,4 +428,6 @@ def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
                 raise StartupError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
             if token >= 0:  # -1 stands for none
                 ids.add(token)
+    if (own := tokenizer_end_token(directory)) is not None:
+        ids.add(own)
     return tuple(sorted(ids))

@@ -25,8 +25,8 @@ from ...configs.errors import ClientError, StartupError
 from ...configs.words import whole_characters
 from ...models.formats.gguf_file import open_gguf
 from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
-from ...models.formats.json_fields import read_json
 from ...models.formats.token_bytes import TokenBytes
+from ...models.formats.tokenizer_settings import read_tokenizer_settings, special_token_text
 from ...models.loading.catalog import CHAT_TEMPLATE_FILES, ModelSource
 from ...models.loading.tokenizer_file import hf_tokenizer
 from .token_floor import TokenFloor
@@ -53,16 +53,13 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
             tool_template=_if_text(named["tool_use"]),
         )
     backend = hf_tokenizer(source.path)
-    settings = _read_settings(source.path)
-    special_tokens = {role: text for role in _SPECIAL_ROLES if (text := _token_text(settings.get(role))) is not None}
-    eos_ids = set(source.config.eos_token_ids)
-    if (eos_id := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
-        eos_ids.add(eos_id)
+    settings = read_tokenizer_settings(source.path)
+    texts = {role: special_token_text(settings.get(role)) for role in _SPECIAL_ROLES}
     templates = _hf_chat_templates(source.path, settings)
     return Tokenizer(
         backend,
-        eos_token_ids=tuple(sorted(eos_ids)),
-        special_tokens=special_tokens,
+        eos_token_ids=source.config.eos_token_ids,
+        special_tokens={role: text for role, text in texts.items() if text is not None},
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
     )
@@ -316,21 +313,6 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
-
-
-def _read_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json; both are optional."""
-    settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        if path.is_file():
-            settings.update(read_json(path))
-    return settings
-
-
-def _token_text(value: object) -> str | None:
-    """Special tokens are strings, or objects that describe one."""
-    return _if_text(value.get("content") if isinstance(value, dict) else value)
 
 
 def _hf_chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

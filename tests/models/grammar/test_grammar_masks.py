@@ -260,5 +260,6 @@ def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> No
 
 def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, eos_token_id=None)
+    (directory / "tokenizer_config.json").unlink()
     with pytest.raises(GrammarError, match="no end token"):
         GrammarCompiler.of(locate_model(str(directory))).compile(Grammar("regex", "a"))

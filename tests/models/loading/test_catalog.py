@@ -15,7 +15,7 @@ from pdserve.models.config.model import read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprint
-from tests.checkpoints import EOS_ID, make_checkpoint
+from tests.checkpoints import EOS_ID, SPECIAL_TOKENS, make_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -208,6 +208,27 @@ def test_stop_tokens_come_from_both_configurations(copy: Path) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, EOS_ID]}))
     edit(copy, eos_token_id=[9, -1])
     assert read_config_file(copy / "config.json").eos_token_ids == (7, 9, EOS_ID)
+
+
+@pytest.mark.parametrize(
+    "value", [SPECIAL_TOKENS[0], {"content": SPECIAL_TOKENS[0], "lstrip": False}], ids=["text", "object"]
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_end_token_of_the_tokenizer_is_a_stop_token(copy: Path, name: str, value: object) -> None:
+    """Fine-tuned models may have one that their configuration does not name."""
+    (copy / "tokenizer_config.json").unlink()
+    (copy / name).write_text(json.dumps({"eos_token": value}))
+    assert read_config_file(copy / "config.json").eos_token_ids == (256, EOS_ID)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"added_tokens": 1}', b"\xff", b'{"added_tokens": []}'], ids=repr
+)
+def test_tokenizer_without_its_end_token_adds_none(copy: Path, damage: bytes) -> None:
+    (copy / "tokenizer.json").write_bytes(damage)
+    (copy / "generation_config.json").unlink()
+    edit(copy, eos_token_id=7)
+    assert read_config_file(copy / "config.json").eos_token_ids == (7,)
 
 
 def test_yarn_extends_the_context(copy: Path) -> None:

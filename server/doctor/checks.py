@@ -33,7 +33,9 @@ Check = Callable[[Facts], Iterator[Finding]]
 
 
 def check_all(facts: Facts) -> list[Finding]:
-    """All findings, in the order of the checks."""
+    """All findings, in the order of the checks. A server on the CPU does not use the GPUs of its machine."""
+    if facts.settings.device == "cpu":
+        facts = msgspec.structs.replace(facts, gpus=())
     return [finding for check in CHECKS for finding in check(facts)]
 
 
@@ -61,6 +63,9 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 def check_cuda(facts: Facts) -> Iterator[Finding]:
     """torch, driver and GPUs fit each other and the setting `device`."""
     wanted = facts.settings.device.startswith("cuda")
+    if facts.driver is not None and facts.settings.device == "cpu":
+        yield Finding("ok", "cuda", f"driver {facts.driver}, not used: device is cpu")
+        return
     if facts.driver is None:
         if wanted:
             remedy = "install the NVIDIA driver (in a container: start it with --gpus all), or use --device cpu"

@@ -65,6 +65,23 @@ def test_healthy_machines_have_only_ok_findings(facts: Facts) -> None:
     assert EXIT_CODES[worst(check_all(facts))] == 0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": (), "cuda_problem": "no device"},
+        {"torch_cuda": None, "gpus": ()},
+        {"driver": "535.161.08", "gpus": ()},
+        {"c_compiler": False},
+        {"gpus": (msgspec.structs.replace(H200, free_bytes=GIB),)},
+        {"mooncake": CPU_HOST.mooncake},
+    ],
+    ids=["hidden GPUs", "CPU build of torch", "old driver", "no compiler", "busy GPU", "Mooncake without CUDA"],
+)
+def test_gpus_do_not_matter_on_a_server_on_the_cpu(changes: dict[str, Any]) -> None:
+    facts = with_settings(changed(GPU_HOST, transfers=CPU_HOST.transfers, **changes), device="cpu")
+    assert [finding for finding in check_all(facts) if finding.level != "ok"] == []
+
+
 WRONG: list[tuple[str, Facts, Level, str, str]] = [
     ("old python", changed(CPU_HOST, python="3.10.2"), "fail", "Python 3.10.2", "3.11"),
     ("new python", changed(CPU_HOST, python="3.14.0"), "fail", "Python 3.14.0", "3.13"),

@@ -70,6 +70,10 @@ def add_tls_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_chat_options(given: argparse.Namespace, environ: Mapping[str, str]) -> ChatOptions:
+    if given.temperature is not None and not 0 <= given.temperature < math.inf:
+        raise StartupError(f"--temperature must be a number, at least 0, got {given.temperature:g}")
+    if given.max_tokens is not None and given.max_tokens < 1:
+        raise StartupError(f"--max-tokens must be at least 1, got {given.max_tokens}")
     return ChatOptions(
         server_url(given.url), given.system, given.max_tokens, given.temperature, _key(environ), read_tls_options(given)
     )

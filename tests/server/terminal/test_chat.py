@@ -10,6 +10,7 @@ import pytest
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
+from pdserve.server.cli import main
 from pdserve.server.terminal.chat import run_chat
 from pdserve.server.terminal.options import ChatOptions
 from pdserve.server.text.tokenizer import Tokenizer
@@ -148,3 +149,11 @@ def test_missing_server_is_reported_with_a_suggestion() -> None:
         StartupError, match=r"no server answers at http://127.0.0.1:\d+ .*; start one with 'pdserve up'"
     ):
         run_chat(nowhere, io.StringIO("Hi\n"), io.StringIO())
+
+
+@pytest.mark.parametrize(
+    "flags", [["--temperature", "nan"], ["--temperature", "inf"], ["--temperature=-1"], ["--max-tokens", "0"]]
+)
+def test_flags_that_no_server_accepts_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", f"http://127.0.0.1:{free_port()}", *flags]) == 2
+    assert f"{flags[0].partition('=')[0]} must be" in capsys.readouterr().err

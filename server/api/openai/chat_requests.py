@@ -3,12 +3,16 @@
 `make_chat_call` takes the body as a model, so that other chat dialects can translate theirs to it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ....configs.errors import ClientError
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
+from ...text.parsers.reasoning import ReasoningStyle
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
@@ -96,7 +100,7 @@ def render_chat(
             "tool_parser is none; start the server with --tool-parser",
         )
     messages: list[Mapping[str, Any]] = [_for_template(message, tokenizer) for message in given]
-    add_generation_prompt, begun = fields.add_generation_prompt is not False, ""
+    add_generation_prompt, begun, last = fields.add_generation_prompt is not False, "", None
     if fields.continue_final_message:
         last = messages.pop()
         if last["role"] != "assistant":
@@ -107,8 +111,34 @@ def render_chat(
     listed = [tool.model_dump(exclude_none=True) for tool in tools] or None
     if not chat.has_tools and (listed or any("tool_calls" in message for message in messages)):
         messages, listed = chat.with_tools_as_text(messages, listed or ()), None
-    text = tokenizer.render_chat(messages, add_generation_prompt, fields.template_variables(), listed) + begun
+    variables = fields.template_variables()
+    text = tokenizer.render_chat(messages, add_generation_prompt, variables, listed)
+    if last is not None:
+        answer = [*messages, {**last, "content": _BEGUN}]
+        whole = partial(tokenizer.render_chat, answer, False, variables, listed)
+        text = _before_begun(text, begun, chat.reasoning, whole) + begun
     return RenderedChat(text, tools, begun)
+
+
+_BEGUN = "\N{OBJECT REPLACEMENT CHARACTER}begun\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for the content of a message."""
+
+
+def _before_begun(text: str, begun: str, style: ReasoningStyle | None, whole: Callable[[], str]) -> str:
+    """What stands before `begun`, the beginning of an answer: `text`, a chat with its generation prompt. If that opens
+    reasoning, or if answers have a tag, what stands before the content of a message in a `whole` chat, unless `begun`
+    has tags itself.
+    """
+    if style is None or not (text.rstrip().endswith(style.open) or style.answer):
+        return text
+    if style.open in begun:
+        return text.rstrip().removesuffix(style.open)
+    if style.close in begun or (style.answer and style.answer in begun) or not begun.strip():
+        return text
+    with suppress(ClientError):
+        before, found, _ = whole().rpartition(_BEGUN)
+        return before if found else text
+    return text
 
 
 def _for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:

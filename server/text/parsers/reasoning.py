@@ -31,8 +31,10 @@ class ReasoningStyle:
         """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
         client wrote as the beginning of the output.
         """
-        if begun:
+        if begun and (self.open in begun or self.close in begun):
             return begun.rfind(self.open) > begun.rfind(self.close)
+        if begun:
+            return prompt.removesuffix(begun).rstrip().endswith(self.open)
         end = prompt.rstrip()
         return end.endswith(self.open) or (self.always and not end.endswith(self.close))
 

@@ -7,6 +7,8 @@ import pytest
 import tokenizers
 
 from pdserve.models.loading.catalog import locate_model
+from pdserve.server.api.openai.chat_requests import render_chat
+from pdserve.server.api.openai.models import ChatBody
 from pdserve.server.text.chat_format import Arguments, ChatFormat
 from pdserve.server.text.output_text import OutputText, TextRules
 from pdserve.server.text.parsers.families import FAMILIES
@@ -47,6 +49,61 @@ def test_automatic_choice(tmp_path: Path, template: str, family: str | None, has
     assert (given.family, given.reasoning) == (FAMILIES["mistral"], STYLES["deepseek-r1"])
     none = ChatFormat.of(tokenizer, "none", "none")
     assert (none.family, none.reasoning) == (None, None)
+
+
+_THINKING = """{% for m in messages %}<{{ m.role }}>
+{% if m.role == 'assistant' and loop.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content | trim }}<end>
+{% endfor %}{% if add_generation_prompt %}<assistant>
+<think>
+{% endif %}"""
+_CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected", "is_open"),
+    [
+        ("{", "<think>\n\n</think>\n\n{", False),
+        (" <end", "<think>\n\n</think>\n\n <end", False),
+        ("<think>\nSo", "<think>\nSo", True),
+        ("<think>\nSo\n</think>\n{", "<think>\nSo\n</think>\n{", False),
+        ("So\n</think>\n{", "<think>\nSo\n</think>\n{", False),
+        ("", "<think>\n", True),
+    ],
+)
+def test_answer_that_the_client_has_begun_is_no_reasoning(
+    tmp_path: Path, begun: str, expected: str, is_open: bool
+) -> None:
+    """Although the template opens reasoning before every answer."""
+    tokenizer = make_tokenizer(tmp_path, _THINKING)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
+    fields = ChatBody.model_validate({"messages": messages, "continue_final_message": True})
+    chat = ChatFormat.of(tokenizer, "none", "auto")
+    rendered = render_chat(fields, fields.messages, tokenizer, chat)
+    assert rendered.text == "<user>\nHi<end>\n<assistant>\n" + expected
+    assert THINK.is_open(rendered.text, rendered.begun) == is_open
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected"),
+    [
+        ("Yes", "<|channel|>final<|message|>Yes"),
+        ("<|channel|>final<|message|>Yes", "<|channel|>final<|message|>Yes"),
+        ("<|channel|>analysis<|message|>So", "<|channel|>analysis<|message|>So"),
+    ],
+)
+def test_answer_that_the_client_has_begun_has_the_tag_of_answers(tmp_path: Path, begun: str, expected: str) -> None:
+    tokenizer = make_tokenizer(tmp_path, _CHANNELS)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
+    fields = ChatBody.model_validate({"messages": messages, "continue_final_message": True})
+    rendered = render_chat(fields, fields.messages, tokenizer, ChatFormat.of(tokenizer, "none", "gpt-oss"))
+    assert rendered.text == "<|start|>user<|message|>Hi<|end|><|start|>assistant" + expected
 
 
 def test_channels_of_gpt_oss_stay_in_the_text(tmp_path: Path) -> None:

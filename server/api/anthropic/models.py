@@ -127,7 +127,7 @@ class CountTokensBody(RoutingFields, DistributionFields):
     tools: Annotated[list[Tool], FirstError(), MaxLen(MAX_TOOLS)] | None = optional("Tools that the model may call.")
     tool_choice: ToolChoice | None = optional("auto, any, none, or the tool to call. Default auto.")
     thinking: Thinking | None = optional(
-        "Sets `enable_thinking` of the model's chat template. Default: the template's."
+        "Sets `enable_thinking` and `thinking` of the model's chat template. Default: the template's."
     )
     output_config: OutputConfig | None = optional(
         "`effort`, for chat templates that have one; `format` constrains the output."

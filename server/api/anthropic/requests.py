@@ -68,7 +68,8 @@ def _chat_fields(fields: CountTokensBody) -> dict[str, Any]:
         for tool in fields.tools or ()
         for schema in (tool.input_schema,)
     ]
-    thinking = {} if fields.thinking is None else {"enable_thinking": fields.thinking.type != "disabled"}
+    thinks = fields.thinking and fields.thinking.type != "disabled"
+    thinking = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}  # Qwen3 and GLM; DeepSeek
     return {
         "messages": messages,
         "continue_final_message": fields.messages[-1].role == "assistant",

@@ -1,4 +1,5 @@
-"""A decode server whose model writes calls of tools as Hermes and reasoning as Qwen3."""
+"""A decode server whose model writes calls of tools as Hermes and reasoning as Qwen3. The variables
+of its template are those of Qwen3 and DeepSeek."""
 
 import json
 from collections.abc import AsyncIterator
@@ -17,7 +18,8 @@ TEMPLATE = (
     "{% for call in m.tool_calls %}<tool_call>{{ call.function.name + ' ' + call.function.arguments }} {{ call.id }}"
     "</tool_call>{% endfor %}{% if m.tool_call_id %} ({{ m.tool_call_id }}){% endif %}"
     "{% if m.reasoning_content %} ~{{ m.reasoning_content }}~{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}assistant: {% if enable_thinking %}<think>\n{% endif %}"
+    "{% if thinking is defined and not thinking %}</think>{% endif %}{% endif %}"
 )
 
 

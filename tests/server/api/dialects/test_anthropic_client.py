@@ -125,6 +125,16 @@ async def test_context_management_of_claude_code_is_ignored(server: RunningServe
     assert (await asking).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("kind", "end"), [("enabled", "<think>\n"), ("adaptive", "<think>\n"), ("disabled", "</think>")]
+)
+async def test_thinking_sets_the_variables_of_all_templates(server: RunningServer, kind: str, end: str) -> None:
+    body = {"messages": HELLO, "max_tokens": 5, "thinking": {"type": kind}}
+    asking = asyncio.create_task(server.http.post("/v1/messages", json=body, headers=KEY))
+    assert await generate(server, "Hi") == f"user: Hello\nassistant: {end}"
+    assert (await asking).status_code == 200
+
+
 async def test_last_message_of_the_assistant_is_continued(
     server: RunningServer, client: "anthropic.AsyncAnthropic"
 ) -> None:

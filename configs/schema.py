@@ -414,6 +414,12 @@ class DecodeConfig(ServerConfig):
         return self
 
     @property
+    def public_host(self) -> str:
+        """Loopback if no peer sends KV: Mooncake's ports have no authentication."""
+        receives = self.local_prefill != "always" or bool(self.prefill) or self.kv_store is not None
+        return super().public_host if receives or self.advertise_host is not None else LOOPBACK_HOSTS[0]
+
+    @property
     def allowed_bootstrap_hosts(self) -> AllowedHosts:
         """Hosts that requests may name. Without an API key, only configured ones: requests may come from anyone."""
         known = (*LOOPBACK_HOSTS, *(endpoint.rpartition(":")[0] for endpoint in self.prefill))

@@ -224,3 +224,16 @@ def test_config_path_takes_precedence_over_a_preset(tmp_path: Path, monkeypatch:
         find_config_file("./container")
     with pytest.raises(StartupError, match="Is a directory"):
         read_config_file(tmp_path)
+
+
+def test_server_that_receives_no_kv_may_bind_to_all_addresses() -> None:
+    """As 'pdserve serve' in a container. Mooncake's ports then stay on loopback."""
+    alone = {"local_prefill": "always", "host": "0.0.0.0"}
+    config = load_config("decode", None, alone, {})
+    assert (config.host, config.public_host) == ("0.0.0.0", "127.0.0.1")
+    assert load_config("decode", None, {**alone, "host": "10.0.0.7"}, {}).public_host == "127.0.0.1"
+    assert load_config("decode", None, {**alone, "advertise_host": "me"}, {}).public_host == "me"
+    for other in ({"prefill": "10.0.0.1:8998"}, {"kv_store": "mooncake://10.0.0.1:50051"}, {"local_prefill": "auto"}):
+        with pytest.raises(StartupError, match="set advertise_host"):
+            load_config("decode", None, {**alone, **other}, {})
+        assert load_config("decode", None, {**alone, **other, "host": "10.0.0.7"}, {}).public_host == "10.0.0.7"

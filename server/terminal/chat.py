@@ -18,7 +18,7 @@ from rich.console import Console
 from ...configs.errors import StartupError
 from ...configs.words import counted, whole_characters
 from .options import NEEDS_KEY, ChatOptions
-from .tls import describe, verification
+from .tls import NO_PROXY, describe, verification
 
 CONNECT_TIMEOUT_S = 5.0
 HELP = """\
@@ -48,7 +48,7 @@ def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = s
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     with httpx.Client(
-        base_url=options.url, headers=headers, timeout=timeout, verify=verification(options.tls)
+        base_url=options.url, headers=headers, timeout=timeout, verify=verification(options.tls), mounts=NO_PROXY
     ) as client:
         model = served_model(client)
         chat = Chat(client, options, stdout)

@@ -1,4 +1,4 @@
-"""How the clients check the certificate of a server with TLS."""
+"""How the clients connect: without a proxy to servers of this machine, and with a check of the certificate."""
 
 import ssl
 
@@ -8,6 +8,10 @@ from ...configs.errors import StartupError
 from .options import TlsOptions
 
 _HINT = "; --cacert FILE trusts this server's certificate, --insecure trusts any"
+
+
+NO_PROXY = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
+"""httpx's `mounts`: a proxy of the environment cannot reach servers of this machine."""
 
 
 def verification(options: TlsOptions) -> ssl.SSLContext | bool:

@@ -12,7 +12,8 @@ from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.cli import main
 from pdserve.server.terminal.chat import run_chat
-from pdserve.server.terminal.options import ChatOptions
+from pdserve.server.terminal.options import ChatOptions, TopOptions
+from pdserve.server.terminal.top import run_top
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.ports import free_port
 from tests.server.http_harness import RunningServer, running_server
@@ -46,6 +47,24 @@ async def test_conversation_has_history_and_system_message(decode: RunningServer
         "system: Be kind.\nuser: Hi\nassistant: Hello!\nuser: And?\nassistant: ",
         "system: Be brief.\nuser: Who?\nassistant: ",
     ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_server_of_this_machine_is_not_asked_through_a_proxy(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Which cannot reach it."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    url, out = f"http://{host}:{decode.port}", io.StringIO()
+    wanted = ChatOptions(url, None, max_tokens=8, temperature=0.0, api_key=None)
+    chatting = asyncio.create_task(asyncio.to_thread(run_chat, wanted, io.StringIO("Hi\n"), out))
+    top = TopOptions((url,), 0.1, once=True, api_key=None)
+    await answer(decode, "Hello!")
+    assert (await chatting, out.getvalue()) == (0, "Hello!\n")
+    assert await asyncio.to_thread(run_top, top) == 0
 
 
 async def test_bytes_that_are_not_utf_8_are_replaced(decode: RunningServer) -> None:

@@ -35,13 +35,18 @@ def check(
         torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> FiberKernels:
+    return FiberKernels(tmp_path_factory.mktemp("fibers"))
+
+
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 class TestOnFibers:
     """Four multiprocessors, so that a block has several units."""
 
     @pytest.fixture(autouse=True)
-    def kernels(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path).load)
+    def on_fibers(self, kernels: FiberKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gemv_cuda, "load_kernel", kernels.load)
         monkeypatch.setattr(gemv_cuda, "multiprocessors", lambda _: 4)
         monkeypatch.setattr(gemv_cuda, "shared_memory", lambda _: 227 << 10)
 
@@ -67,7 +72,7 @@ class TestOnFibers:
         ],
     )
     def test_a_mistake_is_found(self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path / "changed", dict([change])).load)
+        monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path, dict([change])).load)
         with pytest.raises(AssertionError):
             check(1, 16, 1024, gated=False)
 

@@ -1,15 +1,14 @@
 // The part of CUDA that some kernels use, on a CPU: the threads of a cluster are fibers, which take turns at barriers
 // and at operations of warps. cp.async copies at once.
 //
+// Each kernel is compiled in every test, so this includes no headers of C++: parsing them and instantiating their templates
+// takes longer than compiling a kernel.
+//
 // Constants: CLUSTER_BLOCKS, BLOCK_THREADS.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
-
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -50,12 +49,8 @@ struct Warp {
 struct Block {
     Barrier barrier;
     Warp warps[kBlockThreads / 32];
-    std::vector<char> memory;
+    char* memory;
     int index;
-
-    char* shared() {
-        return reinterpret_cast<char*>((reinterpret_cast<unsigned long long>(memory.data()) + 127) & ~127ull);
-    }
 };
 
 struct Cluster {
@@ -64,11 +59,11 @@ struct Cluster {
 };
 
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    ucontext_t start;
+    jmp_buf place;  // where it goes on: swapcontext() would call the kernel
     Block* block;
     int thread, cluster_phase;
-    bool done;
+    bool started, done;
 };
 
 struct Index {
@@ -78,13 +73,24 @@ struct Index {
 inline int all_blocks;
 inline Cluster* cluster;
 inline Fiber* current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 
 #define threadIdx (Index{current->thread})
 #define blockIdx (Index{current->block->index})
 #define gridDim (Index{all_blocks})
 
-inline void take_turns() { swapcontext(&current->context, &scheduler); }
+inline void take_turns() {
+    if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+
+// Run a fiber until it takes turns or ends.
+inline void resume(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.started) _longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+}
 
 inline void wait_at(Barrier& barrier, int count) {
     const int phase = barrier.phase;
@@ -110,16 +116,26 @@ inline void wait_for_cluster() {
     while (cluster->barrier.phase == current->cluster_phase) take_turns();
 }
 
-// The operands of all lanes of this warp.
+// The operands of all lanes of this warp, until its next operation.
 template <typename T>
-std::vector<T> operands_of_warp(const T& own) {
+struct Operands {
+    const char (*lanes)[64];
+
+    T operator[](int lane) const {
+        T operand;
+        __builtin_memcpy(&operand, lanes[lane], sizeof operand);
+        return operand;
+    }
+};
+
+template <typename T>
+Operands<T> operands_of_warp(const T& own) {
+    static_assert(sizeof own <= 64);
     Warp& warp = current->block->warps[current->thread / 32];
     auto& operands = warp.operands[warp.barrier.phase % 2];
-    std::memcpy(operands[current->thread % 32], &own, sizeof own);
+    __builtin_memcpy(operands[current->thread % 32], &own, sizeof own);
     wait_at(warp.barrier, 32);
-    std::vector<T> all(32);
-    for (int lane = 0; lane < 32; ++lane) std::memcpy(&all[lane], operands[lane], sizeof own);
-    return all;
+    return {operands};
 }
 
 inline void __syncwarp() { operands_of_warp(0); }
@@ -134,11 +150,20 @@ T __shfl_xor_sync(unsigned, T own, int distance) {
     return operands_of_warp(own)[current->thread % 32 ^ distance];
 }
 
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+extern "C" {
+float expf(float);
+float exp2f(float);
+float fmaf(float, float, float);
+float fmaxf(float, float);
+float log2f(float);
+float sqrtf(float);
+}
+
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
 inline float __int_as_float(int bits) {
     float number;
-    std::memcpy(&number, &bits, sizeof number);
+    __builtin_memcpy(&number, &bits, sizeof number);
     return number;
 }
 
@@ -146,11 +171,11 @@ inline float __uint_as_float(unsigned bits) { return __int_as_float(static_cast<
 
 inline unsigned __float_as_uint(float number) {
     unsigned bits;
-    std::memcpy(&bits, &number, sizeof bits);
+    __builtin_memcpy(&bits, &number, sizeof bits);
     return bits;
 }
 
-inline float __expf(float x) { return std::exp(x); }
+inline float __expf(float x) { return expf(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 
 template <typename T>
@@ -165,47 +190,51 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
     return found;
 }
 
-constexpr int kGuardBytes = 256;
+constexpr int kFibers = kClusterBlocks * kBlockThreads, kGuardBytes = 256;
+constexpr char kUnwritten = static_cast<char>(0xff);
 
 // Run a kernel with so many bytes of shared memory, one cluster after the other. Returns whether it has written to no
 // memory after them.
 template <typename Kernel>
 bool run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
-    std::vector<Fiber> fibers(kClusterBlocks * kBlockThreads);
     static const Kernel* body;
+    static Fiber fibers[kFibers];
     body = &kernel;
     all_blocks = clusters * kClusterBlocks;
-    for (int number = 0; number < clusters; ++number) {
+    // of blocks, a multiple of 128 bytes each, and then the stacks
+    const long long block_bytes = shared_bytes + kGuardBytes + 127 & ~127;
+    const long long bytes = block_bytes * kClusterBlocks + static_cast<long long>(kStackBytes) * kFibers;
+    char* const memory = static_cast<char*>(__builtin_aligned_alloc(128, bytes));
+    bool within = true;
+    for (int number = 0; number < clusters && within; ++number) {
         Cluster own;
         cluster = &own;
+        __builtin_memset(memory, kUnwritten, block_bytes * kClusterBlocks);
         for (int rank = 0; rank < kClusterBlocks; ++rank) {
-            own.blocks[rank].memory.assign(shared_bytes + 127 + kGuardBytes, static_cast<char>(0xff));
+            own.blocks[rank].memory = memory + rank * block_bytes;
             own.blocks[rank].index = number * kClusterBlocks + rank;
         }
-        for (int i = 0; i < static_cast<int>(fibers.size()); ++i) {
+        for (int i = 0; i < kFibers; ++i) {
             Fiber& fiber = fibers[i];
-            fiber.stack.resize(kStackBytes);
             fiber.block = &own.blocks[i / kBlockThreads];
             fiber.thread = i % kBlockThreads;
-            fiber.done = false;
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.data();
-            fiber.context.uc_stack.ss_size = fiber.stack.size();
-            fiber.context.uc_link = &scheduler;
-            makecontext(&fiber.context, [] { (*body)(); current->done = true; }, 0);
+            fiber.started = fiber.done = false;
+            getcontext(&fiber.start);
+            fiber.start.uc_stack.ss_sp = memory + block_bytes * kClusterBlocks + static_cast<long long>(kStackBytes) * i;
+            fiber.start.uc_stack.ss_size = kStackBytes;
+            makecontext(&fiber.start, [] { (*body)(); current->done = true; _longjmp(scheduler, 1); }, 0);
         }
         for (bool running = true; running;) {
             running = false;
             for (Fiber& fiber : fibers) {
                 if (fiber.done) continue;
                 running = true;
-                current = &fiber;
-                swapcontext(&scheduler, &fiber.context);
+                resume(fiber);
             }
         }
         for (Block& block : own.blocks)
-            for (int i = 0; i < kGuardBytes; ++i)
-                if (block.shared()[shared_bytes + i] != static_cast<char>(0xff)) return false;
+            for (int i = 0; i < kGuardBytes; ++i) within = within && block.memory[shared_bytes + i] == kUnwritten;
     }
-    return true;
+    __builtin_free(memory);
+    return within;
 }

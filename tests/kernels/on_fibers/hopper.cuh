@@ -3,7 +3,7 @@
 #pragma once
 
 inline unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(static_cast<const char*>(pointer) - current->block->shared());
+    return static_cast<unsigned>(static_cast<const char*>(pointer) - current->block->memory);
 }
 
 #define __cvta_generic_to_shared shared_address
@@ -12,7 +12,7 @@ inline unsigned in_block(unsigned address, int rank) { return address | static_c
 
 inline char* pointer_of(unsigned address) {
     Block* const block = address >> 24 ? &cluster->blocks[(address >> 24) - 1] : current->block;
-    return block->shared() + (address & 0xffffff);
+    return block->memory + (address & 0xffffff);
 }
 
 inline void store_remote(unsigned to, float a, float b, float c, float d) {
@@ -21,16 +21,16 @@ inline void store_remote(unsigned to, float a, float b, float c, float d) {
 
 template <int BYTES>
 void copy_on_fibers(unsigned to, const void* from) {
-    if (to % BYTES || reinterpret_cast<unsigned long long>(from) % BYTES) std::abort();
-    std::memcpy(pointer_of(to), from, BYTES);
+    if (to % BYTES || reinterpret_cast<unsigned long long>(from) % BYTES) __builtin_abort();
+    __builtin_memcpy(pointer_of(to), from, BYTES);
 }
 
 inline void copy_16_async(unsigned to, const char* from, bool exists) {
-    if (to % 16 || (exists && reinterpret_cast<unsigned long long>(from) % 16)) std::abort();
+    if (to % 16 || (exists && reinterpret_cast<unsigned long long>(from) % 16)) __builtin_abort();
     if (exists)
-        std::memcpy(pointer_of(to), from, 16);
+        __builtin_memcpy(pointer_of(to), from, 16);
     else
-        std::memset(pointer_of(to), 0, 16);
+        __builtin_memset(pointer_of(to), 0, 16);
 }
 
 inline void wait_for_copies() {}
@@ -55,23 +55,23 @@ inline void expect_bytes(unsigned barrier, int bytes) {
 inline unsigned long long read_once() { return 0; }
 
 inline void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned barrier, unsigned long long) {
-    if (to % 16 || bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16) std::abort();
-    std::memcpy(pointer_of(to), from, bytes);
+    if (to % 16 || bytes % 16 || reinterpret_cast<unsigned long long>(from) % 16) __builtin_abort();
+    __builtin_memcpy(pointer_of(to), from, bytes);
     arrivals_at(barrier).bytes -= bytes;
 }
 
 inline void wait_phase(unsigned barrier, unsigned phase) {
     const Arrivals& arrivals = arrivals_at(barrier);
     while (arrivals.count < arrivals.needed * static_cast<int>(phase + 1) || arrivals.bytes) take_turns();
-    if (arrivals.count >= arrivals.needed * static_cast<int>(phase + 2)) std::abort();  // it has been filled again
+    if (arrivals.count >= arrivals.needed * static_cast<int>(phase + 2)) __builtin_abort();  // it has been filled again
 }
 
 inline void load_matrices(unsigned (&words)[4], unsigned from) {
-    if (from % 16) std::abort();
+    if (from % 16) __builtin_abort();
     const auto lines = operands_of_warp(from);
     const int lane = current->thread % 32;
     for (int matrix = 0; matrix < 4; ++matrix)
-        std::memcpy(&words[matrix], pointer_of(lines[matrix * 8 + lane / 4]) + lane % 4 * 4, 4);
+        __builtin_memcpy(&words[matrix], pointer_of(lines[matrix * 8 + lane / 4]) + lane % 4 * 4, 4);
 }
 
 inline void sync_cluster() {

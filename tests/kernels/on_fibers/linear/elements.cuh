@@ -11,7 +11,7 @@ inline float to_float(Bits bits) { return __int_as_float(static_cast<int>(static
 
 inline Bits to_bits(float value) {  // to the nearest, ties to even
     unsigned word;
-    std::memcpy(&word, &value, sizeof word);
+    __builtin_memcpy(&word, &value, sizeof word);
     return static_cast<Bits>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
@@ -21,7 +21,7 @@ inline void wait_for_previous() {}
 
 inline float swiglu(float gate, float up) {
     gate = rounded(gate);
-    return rounded(gate / (1.0f + std::exp(-gate))) * rounded(up);
+    return rounded(gate / (1.0f + expf(-gate))) * rounded(up);
 }
 
 inline float half_of(unsigned word, int half) { return to_float(static_cast<Bits>(word >> 16 * half)); }
@@ -30,11 +30,11 @@ inline float half_of(unsigned word, int half) { return to_float(static_cast<Bits
 inline unsigned fma_pairs(unsigned a, unsigned b, unsigned c) {
     unsigned both = 0;
     for (int half = 0; half < 2; ++half)
-        both |= static_cast<unsigned>(to_bits(std::fma(half_of(a, half), half_of(b, half), half_of(c, half)))) << 16 * half;
+        both |= static_cast<unsigned>(to_bits(fmaf(half_of(a, half), half_of(b, half), half_of(c, half)))) << 16 * half;
     return both;
 }
 
-struct Operands {
+struct Fragments {
     unsigned a[4], b[2];
 };
 
@@ -43,7 +43,7 @@ template <int PER_WORD>
 struct Product {
     static constexpr int kHalf = 4 * PER_WORD;  // elements of four lanes
 
-    std::vector<Operands> all;
+    Operands<Fragments> all;
 
     unsigned weights(int row, int k) const {
         return all[row % 8 * 4 + k % kHalf / PER_WORD].a[row / 8 + 2 * (k / kHalf)];
@@ -52,7 +52,7 @@ struct Product {
 };
 
 inline void multiply_on_fibers(float* sums, const unsigned* a, unsigned b0, unsigned b1) {
-    const Product<2> product = {operands_of_warp(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}})};
+    const Product<2> product = {operands_of_warp(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}})};
     const int lane = current->thread % 32;
     for (int i = 0; i < 4; ++i) {
         double sum = sums[i];
@@ -65,7 +65,7 @@ inline void multiply_on_fibers(float* sums, const unsigned* a, unsigned b0, unsi
 
 // Unsigned weights, signed x.
 inline void multiply_bytes_on_fibers(int* sums, const unsigned* a, unsigned b0, unsigned b1) {
-    const Product<4> product = {operands_of_warp(Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}})};
+    const Product<4> product = {operands_of_warp(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}})};
     const int lane = current->thread % 32;
     for (int i = 0; i < 4; ++i)
         for (int k = 0; k < 32; ++k)
@@ -74,7 +74,7 @@ inline void multiply_bytes_on_fibers(int* sums, const unsigned* a, unsigned b0, 
 }
 
 inline void load_transposed_on_fibers(unsigned (&words)[4], const Bits* from) {
-    if (reinterpret_cast<unsigned long long>(from) % 16) std::abort();
+    if (reinterpret_cast<unsigned long long>(from) % 16) __builtin_abort();
     const auto lines = operands_of_warp(from);
     const int lane = current->thread % 32;
     for (int matrix = 0; matrix < 4; ++matrix) {

@@ -45,7 +45,7 @@ def command(**constants: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def compiled_main(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """main.cc for this many ranks. Its headers take two seconds to compile."""
+    """main.cc for this many ranks."""
 
     @functools.cache
     def compiled(ranks: int) -> Path:

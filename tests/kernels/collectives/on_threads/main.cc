@@ -2,23 +2,27 @@
 // this process, and compares every result. Ranks are delayed at random. With an argument, the last rank stops after that
 // many calls, and the others must time out. Prints the number of wrong elements, and what each rank has reported.
 
-#include <array>
-#include <atomic>
-#include <barrier>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <memory>
-#include <random>
-#include <thread>
-#include <vector>
+//
+// Threads and barriers are those of C: the headers of C++'s take more than a second to compile, and its barriers let a
+// thread spin before it waits.
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
 
 #include "cuda_on_threads.h"
 
+struct Barrier {
+    pthread_barrier_t barrier;
+
+    void start(int threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+    void arrive_and_wait() { pthread_barrier_wait(&barrier); }
+};
+
 struct Block {
-    explicit Block(int threads) : barrier(threads) {}
-    std::barrier<> barrier;
-    std::atomic<bool> all{true};
+    Barrier barrier;
+    bool all = true;  // atomic
 };
 
 thread_local Index threadIdx, blockIdx, gridDim;
@@ -27,19 +31,28 @@ thread_local Block* block;
 void __syncthreads() { block->barrier.arrive_and_wait(); }
 
 bool __syncthreads_and(bool value) {
-    if (!value) block->all = false;
+    if (!value) __atomic_store_n(&block->all, false, __ATOMIC_SEQ_CST);
     __syncthreads();
-    const bool result = block->all;
+    const bool result = __atomic_load_n(&block->all, __ATOMIC_SEQ_CST);
     __syncthreads();
-    if (threadIdx.x == 0) block->all = true;
+    if (threadIdx.x == 0) __atomic_store_n(&block->all, true, __ATOMIC_SEQ_CST);
     __syncthreads();
     return result;
 }
 
-// Longer than asked for: threads that wait leave the cores to others.
-void __nanosleep(unsigned) { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+void sleep_us(long microseconds) {
+    const timespec time = {0, microseconds * 1000};
+    nanosleep(&time, nullptr);
+}
 
-unsigned long long clock_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+// Longer than asked for: threads that wait leave the cores to others.
+void __nanosleep(unsigned) { sleep_us(50); }
+
+unsigned long long clock_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1'000'000'000ull + time.tv_nsec;
+}
 
 typedef void Sum(char*, long long, char* const*, char*, char*);
 typedef void Gather(const char*, long long, long long, char*, long long, long long, long long, char* const*, char*,
@@ -76,9 +89,15 @@ struct Rank {
     alignas(16) char gathered[RANKS * HALF_BYTES];
     State state = {};
     unsigned long long report[2] = {};
-    std::barrier<> barrier{MAX_BLOCKS * THREADS};
-    std::vector<std::unique_ptr<Block>> blocks;
+    Barrier barrier;
+    Block blocks[MAX_BLOCKS];
 };
+
+Call calls[kCalls];
+Rank ranks[RANKS];
+char* memory[RANKS];
+int stops_after = kCalls;  // calls of the last rank
+long wrong = 0;            // atomic
 
 unsigned short value_of(int rank, int call, int at) {
     unsigned hash = rank * 7919u + call * 104729u + at * 2654435761u;
@@ -105,60 +124,64 @@ long wrong_elements(const Rank& own, const Call& call, int number, int rank) {
     return wrong + (tensor[call.count()] != kUntouched);
 }
 
+void run(int rank, int block_number, int thread) {
+    Rank& own = ranks[rank];
+    threadIdx = {thread}, blockIdx = {block_number}, block = &own.blocks[block_number];
+    const bool first = block_number == 0 && thread == 0;
+    char* state = reinterpret_cast<char*>(&own.state);
+    char* report = reinterpret_cast<char*>(own.report);
+    for (int number = 0; number < (rank + 1 == RANKS ? stops_after : kCalls); ++number) {
+        const Call& call = calls[number];
+        gridDim = {call.blocks};
+        if (first) {
+            auto* tensor = reinterpret_cast<unsigned short*>(own.tensor);
+            for (int at = 0; at < call.count(); ++at) tensor[at] = value_of(rank, number, at);
+            tensor[call.count()] = kUntouched;
+            if ((number * 31 + rank) % 17 == 0) sleep_us(200);
+        }
+        own.barrier.arrive_and_wait();  // a kernel starts when all before it have ended
+        if (block_number < call.blocks && call.kind < 2) {
+            sums[call.kind][rank](own.tensor, call.size * 2, memory, state, report);
+        } else if (block_number < call.blocks) {
+            gathers[rank](own.tensor, kGatheredRows, call.size, own.gathered, RANKS * call.size, 0,
+                          rank == call.root ? RANKS : 0, memory, state, report);
+        }
+        own.barrier.arrive_and_wait();
+        if (first && own.report[0] == 0)
+            __atomic_fetch_add(&wrong, wrong_elements(own, call, number, rank), __ATOMIC_SEQ_CST);
+    }
+}
+
+void* run_thread(void* argument) {
+    const int number = static_cast<int>(reinterpret_cast<long>(argument));
+    run(number / (MAX_BLOCKS * THREADS), number / THREADS % MAX_BLOCKS, number % THREADS);
+    return nullptr;
+}
+
 int main(int argc, char** argv) {
-    const int stops_after = argc > 1 ? std::atoi(argv[1]) : kCalls;
-    std::mt19937 random(1);
-    std::vector<Call> calls;
-    for (int number = 0; number < kCalls; ++number) {
-        Call call{static_cast<int>(random() % 3), 0, 0, static_cast<int>(random() % RANKS)};
+    if (argc > 1) stops_after = atoi(argv[1]);
+    srandom(1);
+    for (Call& call : calls) {
+        call.kind = random() % 3;
+        call.root = random() % RANKS;
         call.size = 1 + random() % (call.kind == 2 ? 40 : HALF_BYTES / 2);
         const int vectors = (call.size * 2 + 15) / 16;
         const int items = call.kind == 2 ? call.count() : call.kind == 1 ? (vectors + RANKS - 1) / RANKS : vectors;
-        call.blocks = std::min((items + THREADS - 1) / THREADS, MAX_BLOCKS);
-        calls.push_back(call);
+        call.blocks = min((items + THREADS - 1) / THREADS, MAX_BLOCKS);
     }
-    static std::array<Rank, RANKS> ranks;
-    std::array<char*, RANKS> memory;
     for (int rank = 0; rank < RANKS; ++rank) {
         memory[rank] = ranks[rank].memory;
         ranks[rank].state.timeout_ns = argc > 1 ? 2'000'000'000 : 60'000'000'000;
-        for (int number = 0; number < MAX_BLOCKS; ++number)
-            ranks[rank].blocks.push_back(std::make_unique<Block>(THREADS));
+        ranks[rank].barrier.start(MAX_BLOCKS * THREADS);
+        for (Block& each : ranks[rank].blocks) each.barrier.start(THREADS);
     }
-    std::atomic<long> wrong{0};
-    auto run = [&](int rank, int block_number, int thread) {
-        Rank& own = ranks[rank];
-        threadIdx = {thread}, blockIdx = {block_number}, block = own.blocks[block_number].get();
-        const bool first = block_number == 0 && thread == 0;
-        char* state = reinterpret_cast<char*>(&own.state);
-        char* report = reinterpret_cast<char*>(own.report);
-        for (int number = 0; number < (rank + 1 == RANKS ? stops_after : kCalls); ++number) {
-            const Call& call = calls[number];
-            gridDim = {call.blocks};
-            if (first) {
-                auto* tensor = reinterpret_cast<unsigned short*>(own.tensor);
-                for (int at = 0; at < call.count(); ++at) tensor[at] = value_of(rank, number, at);
-                tensor[call.count()] = kUntouched;
-                if ((number * 31 + rank) % 17 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-            }
-            own.barrier.arrive_and_wait();  // a kernel starts when all before it have ended
-            if (block_number < call.blocks && call.kind < 2) {
-                sums[call.kind][rank](own.tensor, call.size * 2, memory.data(), state, report);
-            } else if (block_number < call.blocks) {
-                gathers[rank](own.tensor, kGatheredRows, call.size, own.gathered, RANKS * call.size, 0,
-                              rank == call.root ? RANKS : 0, memory.data(), state, report);
-            }
-            own.barrier.arrive_and_wait();
-            if (first && own.report[0] == 0) wrong += wrong_elements(own, call, number, rank);
-        }
-    };
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < RANKS; ++rank)
-        for (int number = 0; number < MAX_BLOCKS; ++number)
-            for (int thread = 0; thread < THREADS; ++thread) threads.emplace_back(run, rank, number, thread);
-    for (std::thread& thread : threads) thread.join();
-    std::printf("wrong %ld\n", wrong.load());
+    pthread_t threads[RANKS * MAX_BLOCKS * THREADS];
+    long started = 0;
+    for (pthread_t& thread : threads)
+        if (pthread_create(&thread, nullptr, run_thread, reinterpret_cast<void*>(started++))) abort();
+    for (pthread_t thread : threads) pthread_join(thread, nullptr);
+    printf("wrong %ld\n", wrong);
     for (const Rank& rank : ranks)
-        std::printf("calls %llu missing %lld at %llu\n", rank.state.calls[0], static_cast<long long>(rank.report[0]) - 1,
-                    rank.report[1]);
+        printf("calls %llu missing %lld at %llu\n", rank.state.calls[0], static_cast<long long>(rank.report[0]) - 1,
+               rank.report[1]);
 }

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import hypothesis
@@ -15,6 +16,8 @@ from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
 
 # Before numpy is imported: threads of its OpenBLAS wait for work in a loop, and Triton's interpreter has much for them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+_unfrozen = threading.Event()
 
 hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
 hypothesis.settings.load_profile("tests")
@@ -29,6 +32,28 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _keep_frozen() -> Iterator[None]:
+    """After a test that has called gc.unfreeze(), as `pdserve bench` does, every full collection would search all
+    modules again: a third of a second of CPU time each.
+    """
+    unfreeze = gc.unfreeze
+
+    def noted() -> None:
+        unfreeze()
+        _unfrozen.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", noted)
+        yield
+
+
+def pytest_runtest_logfinish() -> None:
+    if _unfrozen.is_set():
+        _unfrozen.clear()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -669,13 +669,15 @@ def test_http_port_is_named_as_the_reason(cluster: Cluster, secret: str | None) 
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
-        client, below = cluster.decode("d1", server.server_port, secret=secret)
-        endpoint = f"127.0.0.1:{server.server_port}"
-        eventually(lambda: bool(client.peers()) and only_peer(client).detail == HTTP_PORT)
-        eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in below.of(PeersUnreachable))
-        client.close()
-        server.shutdown()
-        serving.join()
+        try:
+            client, below = cluster.decode("d1", server.server_port, secret=secret)
+            endpoint = f"127.0.0.1:{server.server_port}"
+            eventually(lambda: bool(client.peers()) and only_peer(client).detail == HTTP_PORT, 20)
+            eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in below.of(PeersUnreachable), 20)
+            client.close()
+        finally:
+            server.shutdown()  # its thread would spin on the closed socket for good
+            serving.join()
 
 
 @pytest.mark.parametrize("stops", ["prefill", "decode"])

@@ -60,7 +60,6 @@ PRELOADED = (
     "zxcvbn",
 )
 INTERVALS = {
-    ("pdserve.scheduler.engine.loop", "IDLE_WAIT_S"): 0.05,
     ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.1,
     ("pdserve.scheduler.engine.frontend_link", "STATUS_INTERVAL_S"): 0.1,
     ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.1,

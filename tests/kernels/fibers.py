@@ -115,6 +115,7 @@ class FiberKernels:
         path.write_text(f'#include "cuda_on_fibers.h"\n#include "{source}"\n{_MAIN}')
         defined = [f"-D{macro}={value}" for macro, value in (*constants, *sizes)]
         options = ["-std=c++17", "-Og", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{sources}", *defined]
+        options.append("-U_FORTIFY_SOURCE")  # some compilers define it: it forbids longjmp between stacks
         libraries = ["-nostdlib", "-lm", "-lc", "-lgcc"]  # without C++'s, which takes a quarter of the time
         subprocess.run([str(COMPILER), *options, str(path), "-o", str(library), *libraries], check=True)
         return FiberKernel(ctypes.CDLL(str(library)), threads)

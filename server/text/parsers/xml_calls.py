@@ -25,17 +25,58 @@ def is_text(schema: object) -> bool | None:
     return None
 
 
-def to_json(text: str) -> str:
-    """The JSON of a value that may be anything but is written as text: JSON, Python's spelling of it, or a string."""
+def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 8) -> frozenset[str] | None:
+    """The JSON types that values of a schema may have; None if it does not say. `root` has the schemas that `$ref`
+    names.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    match schema:
+        case {"type": str(kind)}:
+            return frozenset((kind,))
+        case {"type": [*kinds]}:
+            return frozenset(map(str, kinds))
+        case {"anyOf": [*options]} | {"oneOf": [*options]}:
+            found = [kinds_of(option, root, depth - 1) for option in options]
+            return None if None in found else frozenset().union(*filter(None, found))
+        case {"allOf": [only]}:
+            return kinds_of(only, root, depth - 1)
+        case {"$ref": str(path)} if path.startswith("#/"):
+            target: Any = root
+            for name in path.removeprefix("#/").split("/"):
+                target = target.get(name) if isinstance(target, Mapping) else None
+            return kinds_of(target, root, depth - 1)
+    return None
+
+
+def to_json(text: str, kinds: frozenset[str] | None = None) -> str:
+    """The JSON of a value that is written as text: JSON, Python's spelling of it, or a string. A value that may be a
+    string is one unless it has another of its `kinds`.
+    """
     try:
-        json.loads(text, parse_constant=_refuse_constant)
-        return text.strip()
+        value, written = json.loads(text, parse_constant=_refuse_constant), text.strip()
     except (ValueError, RecursionError):
-        pass
-    try:
-        return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        try:
+            value = ast.literal_eval(text.strip())
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value, written = text, json.dumps(text, ensure_ascii=False)
+    if kinds is not None and "string" in kinds and not kinds & _KINDS.get(type(value), frozenset()):
         return json.dumps(text, ensure_ascii=False)
+    return written
+
+
+_KINDS = {
+    str: frozenset(("string",)),
+    int: frozenset(("integer", "number")),
+    float: frozenset(("number",)),
+    bool: frozenset(("boolean",)),
+    type(None): frozenset(("null",)),
+    list: frozenset(("array",)),
+    tuple: frozenset(("array",)),
+    dict: frozenset(("object",)),
+}
+"""The JSON types of a parsed value."""
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -52,11 +93,13 @@ class XmlCallParser(CallParser):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
+        self._parameters: Mapping[str, Any] = {}
         self._schemas: Mapping[str, Any] = {}
         self._given = 0
 
     def _begin_call(self, name: str) -> None:
-        properties = self._tools.get(name, {}).get("properties")
+        self._parameters = self._tools.get(name, {})
+        properties = self._parameters.get("properties")
         self._schemas = properties if isinstance(properties, Mapping) else {}
         self._given = 0
         self._begin(name)
@@ -78,7 +121,8 @@ class XmlCallParser(CallParser):
             self._argue('"')
         else:
             text, _ = yield from self._until(self.value_end)
-            self._argue(to_json(text.removeprefix(self.padding).removesuffix(self.padding)))
+            kinds = kinds_of(self._schemas.get(key), self._parameters) if is_string is None else None
+            self._argue(to_json(text.removeprefix(self.padding).removesuffix(self.padding), kinds))
 
     def _string(self) -> Steps[None]:
         while not self._buffer:

@@ -234,6 +234,44 @@ def test_arguments_can_be_written_as_json(family: str, text: str, arguments: str
     assert "".join(event.text for event in events if isinstance(event, CallArguments)) == arguments
 
 
+STRING_OR_NULL: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "null"]},
+    {"oneOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        *[(schema, "123", "123") for schema in STRING_OR_NULL],
+        *[(schema, "true", "true") for schema in STRING_OR_NULL],
+        *[(schema, "[1]", "[1]") for schema in STRING_OR_NULL],
+        *[(schema, "null", None) for schema in STRING_OR_NULL],
+        *[(schema, '"x"', "x") for schema in STRING_OR_NULL],  # as grammars write it
+        ({"allOf": [{"$ref": "#/$defs/Text"}], "default": "0"}, "123", "123"),
+        ({"type": ["string", "integer"]}, "123", 123),
+        ({"type": ["string", "integer"]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "string"}, {"type": "object"}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"$ref": "#/$defs/Missing"}, "123", 123),
+        ({"$ref": "#/$defs/Loop"}, "123", 123),
+    ],
+)
+def test_value_that_may_be_a_string_is_one_unless_it_has_another_of_its_types(
+    schema: dict[str, Any], text: str, value: object
+) -> None:
+    definitions = {"Text": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    tools = {"now": {"type": "object", "properties": {"a": schema}, "$defs": definitions}}
+    for family, output in (
+        ("qwen3-coder", f"<function=now><parameter=a>\n{text}\n</parameter></function>"),
+        ("glm45", f"<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"),
+    ):
+        parser = FAMILIES[family].parser(tools)
+        assert calls_of([*parser.feed(output), *parser.finish()]) == [("now", {"a": value})]
+
+
 def test_name_can_be_written_as_json() -> None:
     assert CallBegin(0, "a\ufffd") in parse("hermes", r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
 

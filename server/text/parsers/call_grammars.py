@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .xml_calls import is_text
+
 Format = dict[str, Any]
 
 _NOTHING: Format = {"type": "const_string", "value": ""}
@@ -107,7 +109,7 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
 
 
 def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
-    text = tags.text and isinstance(schema, Mapping) and schema.get("type") == "string"
+    text = tags.text and is_text(schema) is True
     begin = tags.begin.replace("{key}", key).replace("{string}", "true" if text else "false")
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
     content: Format

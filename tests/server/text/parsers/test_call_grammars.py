@@ -124,6 +124,27 @@ def test_schema_that_cannot_be_enforced_is_lenient_unless_strict(compiler: Gramm
         compiler.compile(strict)
 
 
+@pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
+@pytest.mark.parametrize("schema", [{"enum": ["C", "F"]}, {"enum": ["C", None]}, {"type": ["string", "null"]}])
+def test_parser_reads_strings_as_the_grammar_writes_them(
+    compiler: GrammarCompiler, family: str, schema: dict[str, Any]
+) -> None:
+    """Of schemas that do not just say `"type": "string"`."""
+    parameters = {"type": "object", "properties": {"unit": schema}, "required": ["unit"]}
+    tags = FAMILIES[family].tags
+    assert tags.arguments is not None
+    grammar = grammar_of(tags.calls([FunctionSchema("f", parameters)], parallel=False))
+    texts = [
+        f"{tags.list_begin}{tags.begin}{tags.arguments.begin}{value}{tags.arguments.end}{tags.end}{tags.list_end}".replace(
+            "{string}", string
+        ).format(name="f", key="unit")
+        for value, string in (("C", "true"), ('"C"', "false"))
+    ]
+    (text,) = [text for text in texts if accepted(compiler, grammar, text) == text + "."]
+    parser = FAMILIES[family].parser({"f": parameters})
+    assert calls_of([*parser.feed(text), *parser.finish()]) == [("f", {"unit": "C"})]
+
+
 def test_optional_arguments_of_pythonic_calls(compiler: GrammarCompiler) -> None:
     parameters = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}, "required": ["b"]}
     grammar = grammar_of(FAMILIES["pythonic"].tags.calls([FunctionSchema("f", parameters)], parallel=True))

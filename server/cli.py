@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from ..configs.errors import StartupError
 from ..configs.flags import add_flags, given_flags
-from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config
+from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config, read_config_file
 from ..configs.other_names import flag_of_others
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
@@ -233,6 +233,9 @@ def _serve(
     role: Role, options: argparse.Namespace, fixed: Mapping[str, str] = {}, fixed_role: str | None = None
 ) -> int:
     file, flags = find_config_file(options.config), given_flags(options, CONFIG_OF_ROLE[role].model_fields)
+    for name in _NOT_OF_SERVE if fixed_role is not None else ():
+        if name in read_config_file(file):
+            raise StartupError(f"{name} in {file}: 'pdserve serve' has no prefill servers; remove it")
     config = load_config(role, file, {**flags, **fixed}, os.environ)
     if options.parent_pid is not None:
         from .launch.children import end_with_parent

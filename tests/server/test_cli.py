@@ -157,6 +157,15 @@ def test_up_refuses_settings_that_it_sets_itself_and_unknown_ones(tmp_path: Path
         load_pair_config(file, {}, {})
 
 
+@pytest.mark.parametrize("setting", ["prefill: 10.0.0.1:8998", "local_prefill: never", "bootstrap_allow: all"])
+def test_serve_refuses_settings_of_prefill_servers_in_a_file(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{setting}\n", encoding="utf-8")
+    name = setting.partition(":")[0]
+    code, _, err = pdserve_forked("serve", "--config", str(file), "--model", str(tmp_path))
+    assert (code, err) == (2, f"pdserve: error: {name} in {file}: 'pdserve serve' has no prefill servers; remove it\n")
+
+
 def test_up_reports_settings_that_do_not_fit_the_model_before_starting() -> None:
     ports = [f"--{name}={free_port()}" for name in ("port", "prefill-port", "bootstrap-port")]
     result = pdserve("up", "--tp=2", *ports)

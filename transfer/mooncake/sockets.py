@@ -77,7 +77,7 @@ def describe_engine(session: str, timeout_s: float) -> EngineDescription:
         raise PeerUnreachableError(f"decode {session} does not answer (waited {timeout_s:g} s)") from error
     except ConnectionRefusedError as error:
         raise PeerUnreachableError(f"decode {session} refuses connections: no engine listens there") from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: no host can have this name
         raise PeerUnreachableError(f"decode {session} cannot be reached: {error}") from error
     except msgspec.DecodeError as error:
         raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake: {error}") from error

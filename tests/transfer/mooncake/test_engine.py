@@ -167,6 +167,12 @@ def test_opening_detects_another_service_and_another_process(receiver: Receiver)
         SendEngine(receiver.session, [receiver.region, Region(receiver.base_address, receiver.size_bytes + 1)])
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_name_that_no_host_can_have_is_unreachable(host: str) -> None:
+    with pytest.raises(PeerUnreachableError, match=f"decode {host}:80 cannot be reached"):
+        describe_engine(f"{host}:80", PREFLIGHT_TIMEOUT_S)
+
+
 def test_answer_that_came_while_this_process_was_stopped_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)

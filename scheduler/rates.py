@@ -6,6 +6,8 @@ import collections
 
 SAMPLES = 16
 """Number of measurements that are kept."""
+REMEASURE_S = 60.0
+"""After this time without a transfer, a prompt that is computed here otherwise measures one."""
 LARGE = 128
 """The rate of this many units stands for larger numbers of units until those are measured."""
 
@@ -35,6 +37,33 @@ class Rate:
             if half <= 0:
                 return rate
         return None
+
+
+class TransferRate(Rate):
+    """Transfers per second. While prompts are computed here it is not measured, so measurements grow old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: float | None = None
+        """When the last transfer ended, or a prompt was sent to measure one again."""
+        self._again = False
+
+    def ended(self, seconds: float, now: float) -> None:
+        """A transfer took `seconds`. If it was measured again, the old measurements do not count any more."""
+        if self._again:
+            self._samples.clear()
+        self._at, self._again = now, False
+        self.measured(1, seconds)
+
+    def is_old(self, now: float) -> bool:
+        """Whether to measure again. Slow transfers are measured less often: clients wait for them a hundredth of the
+        time at most.
+        """
+        return self._at is not None and now - self._at >= max(REMEASURE_S, 100 / (self.per_s or 1))
+
+    def measure_again(self, now: float) -> None:
+        """A prompt is sent to measure it."""
+        self._at, self._again = now, True
 
 
 class RateBySize(Rate):
@@ -68,7 +97,7 @@ class Rates:
         """From the GPU to host memory; the way back takes as long."""
         self.prefilled_tokens = RateBySize()
         """Computed by prefill servers."""
-        self.transfers = Rate()
+        self.transfers = TransferRate()
         """One over the time that a prefill server costs beside its compute time and its queue."""
         self.local_tokens = RateBySize()
         """Computed by this server, not counting its decode steps."""

@@ -241,7 +241,7 @@ class Arrivals:
             self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
         sent_at = prompt.waiting[0].lifecycle.since
-        self._rates.transfers.measured(1, now - sent_at - done.queue_s - done.compute_s)
+        self._rates.transfers.ended(now - sent_at - done.queue_s - done.compute_s, now)
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """Copy the last page of the prompt to a sample that has its own."""

@@ -83,6 +83,9 @@ class Placer:
             placement = decide(PlacementInputs(mode, 0, NO_COSTS, local_open=local_open))
         else:
             placement = decide(self._inputs(prompt, now, shared, local_open=local_open, remote_open=remote_open))
+            if placement == ("local", "short") and remote_open and self._rates.transfers.is_old(now):
+                self._rates.transfers.measure_again(now)
+                placement = Placement("remote", "unmeasured")
         if placement.where != "wait":
             prompt.awaited = None
         self._counters["prefix_waits"] += prompt.awaited is not awaited and prompt.awaited is not None

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,6 +194,21 @@ def test_long_prompts_go_to_prefill_and_short_ones_are_computed_here() -> None:
     simulator.run(lambda: len(simulator.ended_at) == 3)
     counters = simulator.decode.counters
     assert (counters["local_prefill_short"], counters["transfers"]) == (1, 2)
+
+
+@pytest.mark.parametrize(("slow_s", "again"), [(0.5, True), (20.0, False)])
+def test_slow_transfer_does_not_keep_prefill_idle_for_ever(slow_s: float, again: bool) -> None:
+    """It is measured again after a minute, or after a hundred times as long as it took."""
+    simulator = local(local_prefill="auto")
+    simulator.decode.rates.prefilled_tokens.measured(4096, 0.1)
+    simulator.decode.rates.transfers.ended(slow_s, simulator.now)
+    for number in range(10):
+        simulator.ask(f"r{number}", 8192)
+        simulator.run(partial(simulator.ended_at.__contains__, f"r{number}"))
+        simulator.run_for(10.0)
+    counters = simulator.decode.counters
+    assert (counters["remote_prefill_unmeasured"], counters["remote_prefill_faster"] > 0) == (again, again)
+    assert counters["local_prefill_short"] > 0
 
 
 def test_short_prompts_do_not_tell_how_long_prefill_takes_for_long_ones() -> None:

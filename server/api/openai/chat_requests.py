@@ -12,7 +12,7 @@ from typing import Any
 from ....configs.errors import ClientError
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
-from ...text.parsers.reasoning import ReasoningStyle
+from ...text.parsers.reasoning import ReasoningStyle, style_of_template
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.limits import Limits
@@ -116,7 +116,8 @@ def render_chat(
     if last is not None:
         answer = [*messages, {**last, "content": _BEGUN}]
         whole = partial(tokenizer.render_chat, answer, False, variables, listed)
-        text = _before_begun(text, begun, chat.reasoning, whole) + begun
+        style = chat.reasoning or style_of_template(f"{tokenizer.chat_template}{tokenizer.tool_template}")
+        text = _before_begun(text, begun, style, whole) + begun
     return RenderedChat(text, tools, begun)
 
 

@@ -26,10 +26,27 @@ def chat_grammar(
     """
     found = _with_calls(fields, tools, chat)
     style = chat.reasoning
+    if style is None or not style.is_open(prompt, begun):
+        _check_begun(begun, fields, tools, chat)
     if found is None or style is None or style.is_closed(prompt):
         return found
     tags = ReasoningTags(style.open, style.close, style.is_open(prompt, begun))
     return found[0], msgspec.structs.replace(found[1], after=tags)
+
+
+def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> None:
+    """Raises FieldError if the client has begun a call of a tool, or JSON that the output has to be: calls are found,
+    and grammars begin, in the output.
+    """
+    if tools and chat.family is not None and any(marker in begun for marker in chat.family.parser.markers):
+        raise FieldError("continue_final_message", "cannot continue a message that calls tools")
+    given = fields.grammar()
+    if given is not None and given[1].kind == "json_schema":
+        answer = begun.rpartition(chat.reasoning.close)[2] if chat.reasoning is not None else begun
+        if any(answer.count(opening) > answer.count(closing) for opening, closing in ("{}", "[]")):
+            raise FieldError(
+                "continue_final_message", "cannot continue JSON that has begun: its schema is for the output"
+            )
 
 
 def _with_calls(fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> NamedGrammar | None:

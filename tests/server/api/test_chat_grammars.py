@@ -24,9 +24,11 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
 
 
-def grammar_of(chat: ChatFormat = PLAIN, prompt: str = "assistant:", **body: Any) -> tuple[str, Grammar] | None:
+def grammar_of(
+    chat: ChatFormat = PLAIN, prompt: str = "assistant:", begun: str = "", **body: Any
+) -> tuple[str, Grammar] | None:
     fields = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}], **body})
-    return chat_grammar(fields, fields.offered_tools(), chat, prompt, "")
+    return chat_grammar(fields, fields.offered_tools(), chat, prompt + begun, begun)
 
 
 def format_of(**body: Any) -> Any:
@@ -101,3 +103,27 @@ def test_reasoning_before_a_grammar() -> None:
         "<think>", "</think>", True
     )
     assert grammar_of(THINKING, "assistant: <think>") is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "body", "problem"),
+    [
+        ('{"a": ', {"response_format": SCHEMA}, "cannot continue JSON that has begun"),
+        ("Here:\n```json\n[1, ", {"json_schema": "{}"}, "cannot continue JSON that has begun"),
+        ("<think>{}</think>{", {"response_format": SCHEMA}, "cannot continue JSON that has begun"),
+        ("Here:\n```json\n", {"response_format": SCHEMA}, None),
+        ("<think>So {", {"response_format": SCHEMA}, None),
+        ('{"a": ', {"regex": "[0-9]+}"}, None),
+        ('<tool_call>\n{"name": "now"', {"tools": [NOW]}, "cannot continue a message that calls tools"),
+        ('<tool_call>\n{"name": "now"', {}, None),
+        ("<think>Is it <tool_call>", {"tools": [NOW]}, None),
+        ("Let me look.", {"tools": [NOW], "tool_choice": "required"}, None),
+    ],
+)
+def test_begun_json_and_calls_are_not_continued(begun: str, body: dict[str, Any], problem: str | None) -> None:
+    """The grammar begins, and calls are found, in the output, not in what the client has begun."""
+    if problem is None:
+        grammar_of(THINKING, begun=begun, **body)
+    else:
+        with pytest.raises(FieldError, match=f"^continue_final_message {problem}"):
+            grammar_of(THINKING, begun=begun, **body)

@@ -37,6 +37,8 @@ def _bind(host: str, port: int, flag: str, *, listen: bool, patience_s: float = 
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise StartupError(f"host {host} is not an address of this machine: {error.strerror}") from None
+    except UnicodeError as error:  # a part of the name is empty or too long
+        raise StartupError(f"host {host} is not an address of this machine: {error}") from None
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     ends_at = time.monotonic() + patience_s

@@ -8,6 +8,7 @@ from ...configs.errors import StartupError
 from .ports import free_ports
 
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+MAX_PORT = 65535
 SLAB_BYTES = 16 << 20
 """Mooncake divides memory into slabs of this size."""
 
@@ -52,6 +53,9 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
         raise StartupError(f"--join {options.join!r}: give mooncake://HOST:PORT or etcd://HOST:PORT[,...]")
     if options.etcd is not None and not re.fullmatch(r"[^\s/,]+:[0-9]{1,5}(,[^\s/,]+:[0-9]{1,5})*", options.etcd):
         raise StartupError(f"--etcd {options.etcd!r}: give HOST:PORT[,HOST:PORT...]")
+    for flag, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
+        if not 1 <= port <= MAX_PORT:
+            raise StartupError(f"{flag} must be between 1 and {MAX_PORT}, got {port}")
     if options.etcd is not None and options.join is not None:
         raise StartupError("--join runs no master, and --etcd replicates one: give one of them")
     return StoreOptions(

@@ -104,7 +104,7 @@ def _check_reachable(url: str) -> None:
     for address in endpoints(url):
         try:
             socket.create_connection(address, MASTER_TIMEOUT_S).close()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no host can have this name
             problems.append(f"{address[0]}:{address[1]}: {error}")
         else:
             return

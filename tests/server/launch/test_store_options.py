@@ -4,7 +4,9 @@ import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.server.cli import main, make_parser
+from pdserve.server.launch.ports import check_port
 from pdserve.server.launch.store_options import parse_memory, read_store_options, take_local_store
+from pdserve.transfer.store.client import StoreError, connect
 
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("8GiB", 8 << 30), ("1.5GiB", 3 << 29)])
@@ -43,6 +45,21 @@ def test_wrong_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kv_store" in capsys.readouterr().err
     assert main(["prefill", "--kv-store", "mooncake://127.0.0.1:50051", "--no-prefix-cache"]) == 2
     assert "kv_store needs prefix_cache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
+@pytest.mark.parametrize("port", ["0", "-1", "65536"])
+def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, port: str) -> None:
+    """Mooncake would wait, or listen on another port."""
+    assert main(["store", flag, port]) == 2
+    assert capsys.readouterr().err == f"pdserve: error: {flag} must be between 1 and 65535, got {port}\n"
+
+
+def test_name_that_no_host_can_have_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"^host a\.\.b is not an address of this machine: "):
+        check_port("a..b", 50051, "--port")
+    with pytest.raises(StoreError, match=r"^no server of mooncake://a\.\.b:1 answers "):
+        connect("mooncake://a..b:1", "127.0.0.1", segment_bytes=0)
 
 
 def test_size_starts_a_store_and_a_url_does_not() -> None:

@@ -20,6 +20,8 @@ NOT_ADDED = frozenset(
     }
 )
 """Of these gauges, a server reports the largest value of its schedulers; it adds up the others."""
+OF_ALL = frozenset({"kv_store_available"})
+"""These are 1 if they are 1 for all schedulers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,8 +55,10 @@ class Snapshot:
 
 def total_gauges(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The gauges of a server from those of its schedulers."""
-    largest = {name: max(part[name] for part in parts if name in part) for name in NOT_ADDED & set().union(*parts)}
-    return _total(parts) | largest
+    names = set().union(*parts)
+    largest = {name: max(part[name] for part in parts if name in part) for name in NOT_ADDED & names}
+    smallest = {name: min(part[name] for part in parts if name in part) for name in OF_ALL & names}
+    return _total(parts) | largest | smallest
 
 
 def total_load(loads: Sequence[Load]) -> Load:

@@ -119,6 +119,7 @@ class Metrics:
 
     def set_role(self, role: str) -> None:
         self._decodes = role == "decode"
+        self._prompt_tokens.reset()  # on prefill, the leader counts under this name: it must not jump back to ours
         self._role.clear()
         self._role.labels(role).set(1)
 

@@ -130,6 +130,17 @@ def test_prefill_server_exports_the_tokens_of_its_leader() -> None:
     assert decode["pdserve_prompt_tokens_total",] == 0, "of finished requests"
 
 
+def test_prompt_tokens_begin_anew_with_the_role() -> None:
+    """Other processes count them: a counter that jumped back to its value in the former role would be a false rate."""
+    metrics = reporting("decode", {}, {"prompt_tokens": 5.0})
+    metrics.request_ended(Finished("a", FinishReason("stop"), 1000, 2, 0, {}), 1.0, first_sample=True)
+    seen = [samples_of(metrics)["pdserve_prompt_tokens_total",]]
+    for role in ("prefill", "decode"):
+        metrics.set_role(role)
+        seen.append(samples_of(metrics)["pdserve_prompt_tokens_total",])
+    assert seen == [1000, 5, 0]
+
+
 def test_stage_histograms_have_the_timeline_of_finished_requests() -> None:
     metrics = Metrics()
     finished = Finished("a", FinishReason("stop"), 100, 8, 0, TIMELINE)

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Mapping
 
 from .call_parser import CallParser, NotACallError
 from .text_parser import Steps
@@ -11,6 +12,8 @@ from .text_parser import Steps
 _BEGINNING = re.compile(r"\[\s*[A-Za-z_][\w.-]{0,255}\(")
 _PARTIAL = re.compile(r"\[\s*([A-Za-z_][\w.-]{0,255})?")
 _CONSTANTS = {"true": True, "false": False, "null": None}
+_NAME = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|[^\W\d][\w.-]*(?=\s*(?:\(|=(?!=)))""", re.DOTALL)
+"""A string, or the name of a function or an argument."""
 LONGEST_LIST = 1 << 16
 
 
@@ -66,26 +69,33 @@ class PythonicParser(CallParser):
 
     def _calls_in(self, text: str) -> list[tuple[str, str]]:
         """The names and arguments of the calls in a list. Raises NotACallError if it is something else."""
+        # others stand for the names, which may have hyphens or be words of Python, as `from`
+        stand_ins: dict[str, str] = {}
+        parsed = _NAME.sub(
+            lambda found: found[1] or stand_ins.setdefault(found[0], f"name_{len(stand_ins)}"),
+            text,
+        )
+        names = {stand_in: name for name, stand_in in stand_ins.items()}
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes such as "\\d"
-                items = ast.parse(text, mode="eval").body
+                items = ast.parse(parsed, mode="eval").body
             if isinstance(items, ast.List):
-                return [self._call(item) for item in items.elts]
+                return [self._call(item, names) for item in items.elts]
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             pass
         raise NotACallError
 
-    def _call(self, item: ast.expr) -> tuple[str, str]:
-        if not isinstance(item, ast.Call) or item.args:
+    def _call(self, item: ast.expr, names: Mapping[str, str]) -> tuple[str, str]:
+        if not isinstance(item, ast.Call) or not isinstance(item.func, ast.Name) or item.args:
             raise ValueError("not a call with named arguments")
-        name = ast.unparse(item.func)
+        name = names.get(item.func.id, "")
         if name not in self._tools:
             raise ValueError(f"no tool is called {name}")
         arguments = {}
         for keyword in item.keywords:
             if keyword.arg is None:
                 raise ValueError("not a named argument")
-            arguments[keyword.arg] = _value(keyword.value)
+            arguments[names[keyword.arg]] = _value(keyword.value)
         return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
 
 

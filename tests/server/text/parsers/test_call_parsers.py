@@ -276,6 +276,14 @@ def test_name_can_be_written_as_json() -> None:
     assert CallBegin(0, "a\ufffd") in parse("hermes", r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
 
 
+def test_names_of_pythonic_calls_need_not_be_names_of_python() -> None:
+    tools: dict[str, dict[str, Any]] = {"get-fares.v2": {}, "now": {}}
+    text = '[get-fares.v2(from="class = 1", to=\'a, in="b(c=1)"\', max-stops = 0, x={"is": "if=1"}), now()]'
+    parser = FAMILIES["pythonic"].parser(tools)
+    wanted = {"from": "class = 1", "to": 'a, in="b(c=1)"', "max-stops": 0, "x": {"is": "if=1"}}
+    assert calls_of([*parser.feed(text), *parser.finish()]) == [("get-fares.v2", wanted), ("now", {})]
+
+
 def test_list_with_an_infinite_number_is_content() -> None:
     assert parse("pythonic", "[now(a=1e999)]") == [Content("[now(a=1e999)]")]
 

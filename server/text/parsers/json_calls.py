@@ -96,6 +96,8 @@ class HermesParser(JsonCallParser):
 
     def _parse_calls(self, _marker: str) -> Steps[None]:
         yield from self._object()
+        while (yield from self._skip_space()) == "{":  # models write several calls between two tags
+            yield from self._object()
         # models write a bracket too many; a call without its closing tag is complete, and longer text is content
         _, tag = yield from self._soon("</tool_call>", "<tool_call>")
         if tag == "<tool_call>":

@@ -196,6 +196,12 @@ class DsmlParser(XmlCallParser):
         invoke, parameter, end = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', "</" + marker[1:]
         while (yield from self._tag(invoke, end)) == invoke:
             name, _ = yield from self._soon('">')
+            if (yield from self._skip_space()) == "{":  # the model writes the arguments as an object instead
+                self._begin(name)
+                arguments, _ = yield from self._until("</｜DSML｜invoke>")
+                self._argue(arguments.strip())
+                self._end()
+                continue
             self._begin_call(name)
             while (tag := (yield from self._skip_to(parameter, "</｜DSML｜invoke>", end))) == parameter:
                 attributes, _ = yield from self._soon('">')

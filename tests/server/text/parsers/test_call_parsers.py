@@ -217,6 +217,20 @@ def test_hermes_tolerates_what_models_write() -> None:
     assert calls_of(parse("hermes", '<tool_call>{"name": "now"}</tool_call>')) == [("now", {})]
     unclosed = '<tool_call>{"name": "now"}\n<tool_call>{"name": "now", "arguments": null}'
     assert calls_of(parse("hermes", unclosed)) == [("now", {}), ("now", {})]
+    together = (
+        '<tool_call>\n{"name": "now", "arguments": {}}\n{"name": "get_weather", "arguments": {"days": 3}}\n</tool_call>'
+    )
+    assert calls_of(parse("hermes", together)) == [("now", {}), ("get_weather", {"days": 3})]
+    assert content_of(parse("hermes", together)) == ""
+
+
+def test_arguments_of_dsml_may_be_an_object() -> None:
+    """DeepSeek-V3.2 writes it at times; SGLang reads it, too."""
+    first = '<｜DSML｜invoke name="get_weather">\n{"days": 3}\n</｜DSML｜invoke>\n'
+    second = '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+    events = parse("deepseek-v32", f"<｜DSML｜function_calls>\n{first}{second}</｜DSML｜function_calls>")
+    assert calls_of(events) == [("get_weather", {"days": 3}), ("now", {})]
+    assert content_of(events) == ""
 
 
 @pytest.mark.parametrize(

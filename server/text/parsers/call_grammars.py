@@ -116,7 +116,10 @@ def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: Functi
     if text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         content = {"type": "or", "elements": [_constant(choice) for choice in choices]}
     elif text:
-        content = {"type": "any_text"}
+        # it ends at the closing tag, as for the parser, also if the model leaves out the line break before it
+        closing = tags.end.strip()
+        string = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
+        return _sequence(string, _constant(tags.end.partition(closing)[2]))
     else:
         content = _json({**schema, **shared} if isinstance(schema, Mapping) else schema, function)
     return {"type": "tag", "begin": begin, "content": content, "end": tags.end}

@@ -145,6 +145,22 @@ def test_parser_reads_strings_as_the_grammar_writes_them(
     assert calls_of([*parser.feed(text), *parser.finish()]) == [("f", {"unit": "C"})]
 
 
+@pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
+def test_string_ends_for_the_grammar_where_it_ends_for_the_parser(compiler: GrammarCompiler, family: str) -> None:
+    """At its closing tag, whatever stands before or after it: otherwise the model could not end its call."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    tags = FAMILIES[family].tags
+    assert tags.arguments is not None
+    grammar = grammar_of(tags.calls([FunctionSchema("f", parameters)], parallel=False))
+    close = tags.arguments.end.strip()
+    begin = f"{tags.list_begin}{tags.begin}{tags.arguments.begin}".replace("{string}", "true").format(name="f", key="a")
+    text = f"{begin}x{close}\n{tags.end}{tags.list_end}"
+    assert accepted(compiler, grammar, text) == text + "."
+    assert accepted(compiler, grammar, f"{begin}x{close}y") == f"{begin}x{close}"
+    parser = FAMILIES[family].parser({"f": parameters})
+    assert calls_of([*parser.feed(text), *parser.finish()]) == [("f", {"a": "x"})]
+
+
 def test_optional_arguments_of_pythonic_calls(compiler: GrammarCompiler) -> None:
     parameters = {"type": "object", "properties": {name: {"type": "integer"} for name in "abc"}, "required": ["b"]}
     grammar = grammar_of(FAMILIES["pythonic"].tags.calls([FunctionSchema("f", parameters)], parallel=True))

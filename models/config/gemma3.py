@@ -48,9 +48,11 @@ def read_gemma3(path: Path, raw: Json, num_layers: int) -> Gemma3Config:
 def _ropes(path: Path, raw: Json) -> tuple[Json, Json]:
     """Both spellings: `rope_parameters` by layer type (transformers 5), or a base for each and `rope_scaling`."""
     by_type = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
     if FULL in by_type or SLIDING in by_type:
-        return {"rope_theta": _THETA, **by_type.get(FULL, {})}, {"rope_theta": _LOCAL_THETA, **by_type.get(SLIDING, {})}
-    scaling = raw.get("rope_scaling") or by_type
+        full = {"rope_theta": _THETA, **by_type.get(FULL, {}), **scaling}
+        return full, {"rope_theta": _LOCAL_THETA, **by_type.get(SLIDING, {})}
+    scaling = scaling or by_type
     return (
         {"rope_theta": number(path, raw, "rope_theta", _THETA), **scaling},
         {"rope_theta": number(path, raw, "rope_local_base_freq", _LOCAL_THETA)},

@@ -207,7 +207,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
     _check_heads(path, heads, kv_heads, head_dim)
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
-    rope = read_hf_rope(path, raw, max_positions)
+    rope = read_hf_rope(path, raw, max_positions, 1_000_000.0 if architecture == "mixtral" else 10_000.0)
     quantization = read_quantization(path, raw)
     return ModelConfig(
         architecture=architecture,
@@ -325,7 +325,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         dtype=_hf_dtype(path, raw),
         eos_token_ids=_hf_eos(path.parent, raw),
         mla=mla,
-        moe=read_grouped_moe(path, raw),
+        moe=read_grouped_moe(path, raw, glm=architecture == "glm_moe_dsa"),
         mixed=grouped_moe_layers(path, raw, num_layers),
         weight_block=quantization.weight_block,
         row_scaled_fp8=quantization.row_scaled_fp8,

@@ -56,7 +56,7 @@ class MoeConfig:
         return len(shard.part("shared experts' width", self.shared_size))
 
 
-def read_grouped_moe(path: Path, raw: Json) -> MoeConfig:
+def read_grouped_moe(path: Path, raw: Json, *, glm: bool) -> MoeConfig:
     """DeepSeek's and GLM's fields: groups of experts, shared experts; raises StartupError."""
     size = integer(path, raw, "moe_intermediate_size")
     moe = MoeConfig(
@@ -64,10 +64,10 @@ def read_grouped_moe(path: Path, raw: Json) -> MoeConfig:
         experts_per_token=integer(path, raw, "num_experts_per_tok"),
         expert_size=size,
         shared_size=size * integer(path, raw, "n_shared_experts"),
-        num_groups=integer(path, raw, "n_group", 1),
-        groups_per_token=integer(path, raw, "topk_group", 1),
+        num_groups=integer(path, raw, "n_group", 1 if glm else 8),
+        groups_per_token=integer(path, raw, "topk_group", 1 if glm else 4),
         normalised=bool(raw.get("norm_topk_prob", True)),
-        scale=number(path, raw, "routed_scaling_factor", 1.0),
+        scale=number(path, raw, "routed_scaling_factor", 2.5),
     )
     group_size, rest = divmod(moe.num_experts, moe.num_groups)
     if rest or group_size < 2 or not moe.experts_per_token <= moe.groups_per_token * group_size <= moe.num_experts:

@@ -45,10 +45,10 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
 
 
-def read_hf_rope(path: Path, raw: Json, max_positions: int) -> RopeConfig:
+def read_hf_rope(path: Path, raw: Json, max_positions: int, default_theta: float = _DEFAULT_THETA) -> RopeConfig:
     """Both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (before)."""
     rope: Json = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
-    theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", _DEFAULT_THETA))
+    theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", default_theta))
     rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotary_share not in (None, 1, 1.0):
         raise StartupError(f"{path}: partial_rotary_factor {rotary_share} is not supported; supported is 1")

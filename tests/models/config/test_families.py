@@ -74,6 +74,13 @@ def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_p
     assert config.local_rope == RopeConfig(theta=2e4)
 
 
+def test_scaling_beside_the_two_ropes_of_gemma_is_that_of_full_attention(checkpoints: Path, tmp_path: Path) -> None:
+    """As users add it to a configuration of transformers 5, which applies it."""
+    scaled = read(checkpoints, tmp_path, "gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert scaled.rope == RopeConfig(kind="linear", theta=1_000_000.0, factor=8.0)
+    assert scaled.local_rope == RopeConfig(theta=10_000.0)
+
+
 def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None:
     dense, mixtral = (read_config_file(checkpoints / name / "config.json") for name in ("mistral", "mixtral"))
     mlp = 3 * dense.hidden_size * dense.intermediate_size * dense.num_layers

@@ -13,6 +13,7 @@ from ..config.model import ModelConfig, read_config_file, read_gguf_config
 from ..formats.gguf_file import open_gguf
 
 EMBEDDED_MODEL = "smollm2"
+WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 """Of Hugging Face directories, by the names of their templates."""
@@ -73,7 +74,11 @@ def locate_geometry(spec: str) -> ModelSource:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """The weight files of a Hugging Face directory, those of the index if there is one; raises StartupError."""
+    """The weight files of a Hugging Face directory: `WEIGHT_FILE`, or those of the index, or all there are. As in
+    transformers, other files beside them are not read. Raises StartupError.
+    """
+    if (directory / WEIGHT_FILE).exists():
+        return [directory / WEIGHT_FILE]
     index_path = directory / WEIGHT_INDEX
     if not index_path.is_file():
         files = sorted(directory.glob("*.safetensors"))

@@ -21,7 +21,7 @@ from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_architecture
-from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_INDEX, ModelSource, indexed_files
+from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_files
 
 log = logging.getLogger("pdserve.models")
 
@@ -78,7 +78,9 @@ class HubModel:
         return source.path
 
     def _weight_files(self, directory: Path) -> list[str]:
-        """Those of the index, if there is one: a repository may have the same weights in several formats."""
+        """As `safetensors_files`: a repository may have the same weights in several formats."""
+        if WEIGHT_FILE in self.files:
+            return [WEIGHT_FILE]
         if WEIGHT_INDEX not in self.files:
             names = [name for name in self.files if name.endswith(".safetensors") and "/" not in name]
             if not names:

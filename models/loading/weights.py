@@ -18,7 +18,7 @@ from ..config.model import ModelConfig
 from ..decoders.slots import Slot
 from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from .block_scaled_checkpoint import BlockScaledCheckpoint
-from .catalog import ModelSource, safetensors_files
+from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, safetensors_files
 from .checkpoint import Checkpoint
 from .int4_checkpoint import Int4Checkpoint
 from .mxfp4_checkpoint import Mxfp4Checkpoint
@@ -97,6 +97,11 @@ class SafetensorsCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"model {path}: not a readable safetensors file: {error}") from error
             for name in file.keys():  # noqa: SIM118 - not a dict, only .keys() exists
+                if name in self.shapes and not (directory / WEIGHT_INDEX).is_file():
+                    raise StartupError(
+                        f"model {directory}: several files have the tensor {name!r}, and there is no {WEIGHT_INDEX}: "
+                        f"keep the files of one format, or call the one to use {WEIGHT_FILE}"
+                    )
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._file_of[name] = file
 

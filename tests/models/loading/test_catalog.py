@@ -133,8 +133,17 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
         locate_model(str(tmp_path))
 
 
+def test_weights_in_one_file_are_read_alone(copy: Path) -> None:
+    """Others beside it may be of another format, or an index that was left behind when shards were merged."""
+    expected = fingerprint(locate_model(str(copy)))
+    (copy / "consolidated.safetensors").write_bytes(b"of another format")
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')
+    assert fingerprint(locate_model(str(copy))) == expected
+
+
 @pytest.mark.parametrize("content", [b"[]", b'{"weight_map": {"a": ["b"]}}', b'{"weight_map": {"a": 5}}', b"\xff"])
 def test_damaged_index_is_refused(content: bytes, copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
     (copy / "model.safetensors.index.json").write_bytes(content)
     with pytest.raises(StartupError, match=r"model.safetensors.index.json cannot be read"):
         locate_model(str(copy))

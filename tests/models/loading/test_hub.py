@@ -66,6 +66,14 @@ def test_only_needed_files_are_fetched_and_weights_last(hub: FakeHub) -> None:
     assert not {"consolidated.safetensors", "pytorch_model.bin", "README.md", "onnx"} & set(files)
 
 
+def test_weights_in_one_file_are_fetched_alone(hub: FakeHub, repository: Path) -> None:
+    single = Path(shutil.copytree(repository / TINY, repository / "acme/single"))
+    (single / WEIGHTS).rename(single / "model.safetensors")
+    path = download("acme/single")
+    assert locate_model(str(path)).config.architecture == "llama"
+    assert [name for name in hub.downloaded if name.endswith(".safetensors")] == ["model.safetensors"]
+
+
 def test_second_start_fetches_no_file(hub: FakeHub) -> None:
     path = download(TINY)
     hub.requests.clear()

@@ -1,6 +1,7 @@
 """Loading: sharded files, conversions, and tensors that are missing, extra or misshapen."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) 
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
     parameters = load(locate_model(str(tmp_path)))
     assert parameters.head is parameters.embedding
+
+
+def test_tensor_in_several_files_without_an_index_is_refused(tmp_path: Path) -> None:
+    """Which of them is meant cannot be known: they may be of different formats or of different models."""
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    shutil.copy(path, tmp_path / "other.safetensors")
+    assert load(locate_model(str(tmp_path))).head is not None
+    path.rename(tmp_path / "weights.safetensors")
+    with pytest.raises(StartupError, match=r"several files have the tensor '.*', and there is no model.safetensors.ind"):
+        load(locate_model(str(tmp_path)))
 
 
 NAME = "model.layers.1.mlp.up_proj.weight"

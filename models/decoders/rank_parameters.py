@@ -13,12 +13,12 @@ from ..config.sharding import WHOLE, Shard
 from .mlp_parameters import WeightMemory
 from .slots import Slot
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def head_name(config: ModelConfig) -> str:
     """The tensor of the head."""
-    return EMBEDDING if config.tied_embeddings else "lm_head.weight"
+    return EMBEDDING if config.tied_embeddings else HEAD
 
 
 class NormedLayer(Protocol):

@@ -15,6 +15,7 @@ from ...kernels.gguf.blocks import block_size
 from ...kernels.gguf.interleaved import interleave
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
+from ..decoders.rank_parameters import EMBEDDING, HEAD
 from ..decoders.slots import Slot
 from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
 from .block_scaled_checkpoint import BlockScaledCheckpoint
@@ -25,6 +26,8 @@ from .mxfp4_checkpoint import Mxfp4Checkpoint
 from .row_scaled_checkpoint import RowScaledCheckpoint
 
 log = logging.getLogger(__name__)
+
+_ROWS_COMPARED = 4096
 
 
 def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
@@ -46,8 +49,9 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
     unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
     if isinstance(checkpoint, Int4Checkpoint):
         unexpected = [name for name in unexpected if not checkpoint.is_zero_bias(name)]
-    if source.config.tied_embeddings and "lm_head.weight" in unexpected:
-        unexpected.remove("lm_head.weight")  # some tools save the tied matrix twice
+    if source.config.tied_embeddings and HEAD in unexpected:
+        _check_tied_head(SafetensorsCheckpoint(source.path))
+        unexpected.remove(HEAD)  # some tools save the tied matrix twice
     if unexpected:
         raise StartupError(
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
@@ -60,6 +64,18 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
         if slot.offset:
             slot.target.add_(slot.offset)
         progress.add(slot.nbytes / GIB)
+
+
+def _check_tied_head(files: "SafetensorsCheckpoint") -> None:
+    """Raise StartupError if the head is not the embedding: transformers would not tie them. A quantised copy differs
+    only by rounding.
+    """
+    quantised = any(name.startswith(f"{HEAD}_") for name in files.shapes)
+    if HEAD in files.shapes and not quantised and not files.are_equal(HEAD, EMBEDDING):
+        raise StartupError(
+            f"model {files.directory}: tensor {HEAD!r} is not the same as {EMBEDDING!r}, and config.json says "
+            "tie_word_embeddings: set that to false to use both"
+        )
 
 
 # Derived from the configuration; old checkpoints saved it.
@@ -89,6 +105,7 @@ class SafetensorsCheckpoint:
     """One or several memory-mapped safetensors files."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Any] = {}  # safe_open is an extension type without annotations
         for path in safetensors_files(directory):
@@ -111,6 +128,16 @@ class SafetensorsCheckpoint:
             return
         wanted = tuple(slice(start, start + size) for start, size in zip(slot.start, slot.target.shape, strict=True))
         slot.target.copy_(self._file_of[name].get_slice(name)[wanted])
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """Whether two matrices have the same values. They are read in pieces."""
+        if self.shapes[first] != self.shapes[second]:
+            return False
+        parts = [self._file_of[name].get_slice(name) for name in (first, second)]
+        return all(
+            torch.equal(*(part[start : start + _ROWS_COMPARED].float() for part in parts))
+            for start in range(0, self.shapes[first][0], _ROWS_COMPARED)
+        )
 
 
 class GgufCheckpoint:

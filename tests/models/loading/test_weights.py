@@ -60,6 +60,19 @@ def test_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) 
     assert parameters.head is parameters.embedding
 
 
+def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
+    """As fine-tuning with an own head leaves it. transformers does not tie them, whatever the configuration says."""
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
+    assert load_reference(tmp_path).lm_head.weight.equal(head)
+    with pytest.raises(StartupError, match=r"'lm_head.weight' is not the same .* tie_word_embeddings: set that to fals"):
+        load(locate_model(str(tmp_path)))
+
+
 def test_tensor_in_several_files_without_an_index_is_refused(tmp_path: Path) -> None:
     """Which of them is meant cannot be known: they may be of different formats or of different models."""
     path = make_checkpoint(tmp_path) / "model.safetensors"

@@ -124,9 +124,15 @@ def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer, *, al
 
 
 def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tuple[int, ...]:
-    """A prompt that is neither empty nor too long for this server."""
+    """A prompt that is neither empty nor too long for this server, of tokens that the model has: a tokenizer may have
+    more, and their rows of the embedding do not exist.
+    """
     if not prompt_ids:
         raise FieldError(name, "is empty; give at least one token")
+    if (largest := max(prompt_ids)) >= limits.vocab_size:
+        raise FieldError(
+            name, f"has the token {largest} of the tokenizer; the model has the tokens 0 to {limits.vocab_size - 1}"
+        )
     if len(prompt_ids) > limits.max_prompt_tokens:
         raise ContextLengthError(name, f"has {counted(len(prompt_ids), 'token')}; {limits.describe_prompt()}")
     return prompt_ids

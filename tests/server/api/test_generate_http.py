@@ -14,7 +14,7 @@ from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server, sse_events
-from tests.server.scripted_leader import EOS, make_finished
+from tests.server.scripted_leader import EOS, VOCAB_SIZE, make_finished
 
 
 def post(server: RunningServer, body: dict[str, object]) -> "asyncio.Task[httpx.Response]":
@@ -349,6 +349,21 @@ async def test_text_that_cannot_fit_is_not_tokenized(
     error = (await decode.http.post(path, json=body)).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
     assert "has at least 400000 tokens" in error["message"] or "has at least 400004 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/generate", "text"), ("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")]
+)
+async def test_text_with_a_token_that_the_model_does_not_have_is_refused(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    """Tokenizers of fine-tuned models may have one more, such as [PAD]. It would fail the requests of a whole step."""
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_arguments, **_options: [65, VOCAB_SIZE, 66])
+    body = {"messages": [{"role": "user", "content": "[PAD]"}]} if field == "messages" else {field: "[PAD]"}
+    response = await decode.http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert f"has the token {VOCAB_SIZE} of the tokenizer; the model has the tokens 0 to 257" in error["message"]
 
 
 async def test_long_body_does_not_block_the_event_loop(decode: RunningServer) -> None:

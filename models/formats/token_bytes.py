@@ -22,9 +22,11 @@ class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
         self._decoder_kinds = {step["type"] for step in steps_of(backend.decoder)}
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
+        # those of Gemma are pieces of text, with a block for each space like all others
+        as_they_are = added if "ByteLevel" in self._decoder_kinds else self.special
+        self._added = {token_id: added[token_id].content for token_id in as_they_are}
         found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         has_all = "ByteFallback" in self._decoder_kinds and None not in found.values()
         self.byte_tokens = {byte: token for byte, token in found.items() if has_all and token is not None}

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, decoders, models
+from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
@@ -379,6 +379,22 @@ def test_bytes_of_sentencepiece_tokens() -> None:
     )
     tokenizer = Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
     assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b" Hi", b"\xf0", b"<0xZZ>"]
+
+
+def test_bytes_of_added_pieces_are_those_of_the_text() -> None:
+    """Gemma lists runs of spaces and of line ends among its added tokens. A grammar must know what they write."""
+    block = "\N{LOWER ONE EIGHTH BLOCK}"
+    vocabulary = {"<unk>": 0, "a": 1, block: 2, 2 * block: 3, "\n\n": 4}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[(block, block)], unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", block)
+    backend.decoder = decoders.Sequence([decoders.Replace(block, " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in (2 * block, "\n\n")])
+    backend.add_special_tokens([AddedToken(f"<start{block}of>", normalized=False)])
+    tokenizer = Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
+    tokens = tokenizer.encode("a  a\n\na")
+    assert tokens == [1, 3, 1, 4, 1]
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == b"a  a\n\na"
+    assert tokenizer.token_text(5) == f"<start{block}of>"
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,12 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
 
+    if raw.get(f"{architecture}.expert_count"):
+        raise StartupError(
+            f"{path}: a mixture of experts; of GGUF files only models without experts are supported: give --model the "
+            "Hugging Face directory instead"
+        )
+
     def field(key: str, default: int | None = None) -> int:
         return integer(path, raw, f"{architecture}.{key}", default)
 

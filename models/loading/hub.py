@@ -35,6 +35,7 @@ _SMALL_FILES = (
     *CHAT_TEMPLATE_FILES.values(),
     WEIGHT_INDEX,
 )
+_SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _LISTED = 20
 GB = 1e9
 
@@ -188,6 +189,11 @@ def _choose_gguf(model: HubModel, wanted: str | None) -> HubModel:
         matching = [wanted] if wanted in files else [name for name in files if wanted.lower() in name.lower()]
     if not matching:
         raise StartupError(f"model {model.repo}: no GGUF file {wanted!r} in its repository; it has {_listed(files)}")
+    if all(_SPLIT_GGUF.search(name) for name in matching):
+        raise StartupError(
+            f"model {model.repo}: {matching[0]} is one of several GGUF files of a split model, which is not supported; "
+            "download and merge them (llama-gguf-split --merge) and give --model the merged file"
+        )
     if len(matching) > 1:
         raise StartupError(
             f"model {model.repo}: {len(matching)} GGUF files match; give --model {model.repo}:FILE, one of "

@@ -125,6 +125,19 @@ def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
         locate_model(str(tmp_path / "x.gguf"))
 
 
+def test_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    """Mixtral's files are of the architecture llama, too."""
+    writer = gguf.GGUFWriter(tmp_path / "mixtral.gguf", "llama")
+    writer.add_expert_count(8)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(StartupError, match=r"a mixture of experts; of GGUF files only models without experts are supp"):
+        locate_model(str(tmp_path / "mixtral.gguf"))
+
+
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_ranks_read_their_rows_and_columns(kind: str, tmp_path: Path) -> None:
     """Llama's permuted q and k, their biases, and matrices that are split by columns."""

@@ -128,6 +128,17 @@ def test_gguf_is_chosen_by_name_or_unique_part_of_it(hub: FakeHub) -> None:
         download(f"{TINY}:x")
 
 
+def test_split_gguf_is_refused_before_it_is_fetched(hub: FakeHub, repository: Path) -> None:
+    (repository / "acme/split").mkdir()
+    for name in ("big-Q8_0-00001-of-00002.gguf", "big-Q8_0-00002-of-00002.gguf", "big-Q2_K.gguf"):
+        (repository / "acme/split" / name).write_bytes(b"GGUF")
+    for spec in ("acme/split:Q8_0", "acme/split:big-Q8_0-00001-of-00002.gguf"):
+        with pytest.raises(StartupError, match=r"big-Q8_0-00001-of-00002.gguf is one of several .*llama-gguf-split"):
+            download(spec)
+    assert hub.downloaded == []
+    assert download("acme/split:Q2").name == "big-Q2_K.gguf"
+
+
 @pytest.mark.usefixtures("hub")
 def test_single_gguf_needs_no_name(repository: Path) -> None:
     (repository / "acme/one").mkdir()

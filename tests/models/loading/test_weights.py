@@ -69,7 +69,9 @@ def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path:
     head[-1, -1] += 1
     save_file({**tensors, "lm_head.weight": head}, path, {"format": "pt"})
     assert load_reference(tmp_path).lm_head.weight.equal(head)
-    with pytest.raises(StartupError, match=r"'lm_head.weight' is not the same .* tie_word_embeddings: set that to fals"):
+    with pytest.raises(
+        StartupError, match=r"'lm_head.weight' is not the same .* tie_word_embeddings: set that to fals"
+    ):
         load(locate_model(str(tmp_path)))
 
 
@@ -79,7 +81,9 @@ def test_tensor_in_several_files_without_an_index_is_refused(tmp_path: Path) -> 
     shutil.copy(path, tmp_path / "other.safetensors")
     assert load(locate_model(str(tmp_path))).head is not None
     path.rename(tmp_path / "weights.safetensors")
-    with pytest.raises(StartupError, match=r"several files have the tensor '.*', and there is no model.safetensors.ind"):
+    with pytest.raises(
+        StartupError, match=r"several files have the tensor '.*', and there is no model.safetensors.ind"
+    ):
         load(locate_model(str(tmp_path)))
 
 

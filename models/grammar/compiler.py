@@ -55,7 +55,8 @@ class Vocabulary:
         self._forced: dict[bytes, list[int]] = {}
         # read by llguidance's TokenizerWrapper
         self.tokens = tokens
-        self.special_token_ids = sorted({*special.values(), *eos_token_ids})
+        self._special = frozenset({*special.values(), *eos_token_ids})
+        self.special_token_ids = sorted(self._special)
         self.bos_token_id = None
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         wrapper = llguidance.TokenizerWrapper(self)
@@ -91,9 +92,12 @@ class Vocabulary:
         return tokens
 
     def _tokenize(self, text: bytes) -> list[int]:
-        """By the tokenizer, or by greedy matching if the tokenizer changes the text: some put a space before it."""
+        """By the tokenizer, or by greedy matching if the tokenizer changes the text: some put a space before it. So it
+        does if a part of the text looks like a special token, or like a token that the model does not have.
+        """
         tokens = self._encode(text.decode(errors="replace"))
-        return tokens if b"".join(self.tokens[token] for token in tokens) == text else self._match_greedily(text)
+        written = b"".join(self.tokens[token] for token in tokens if token < self.size and token not in self._special)
+        return tokens if written == text else self._match_greedily(text)
 
     def _match_greedily(self, text: bytes) -> list[int]:
         found, at = [], 0
@@ -108,8 +112,7 @@ class Vocabulary:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        special = set(self.special_token_ids)
-        return {text: token for token, text in enumerate(self.tokens) if text and token not in special}
+        return {text: token for token, text in enumerate(self.tokens) if text and token not in self._special}
 
     @cached_property
     def _longest(self) -> int:

@@ -1,11 +1,13 @@
 """Grammars against the byte-level tokenizer of the tiny checkpoint, in which token t is a byte."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from pdserve.configs.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
@@ -40,7 +42,14 @@ def state_after(compiler: GrammarCompiler, grammar: Grammar, text: str, stop: tu
 
 
 def encode(compiler: GrammarCompiler, text: str) -> list[int]:
-    return compiler.vocabulary(text.encode())
+    """As a model writes it: with special tokens."""
+    vocabulary = compiler.vocabulary
+    parts = re.split(f"({'|'.join(map(re.escape, vocabulary.special))})", text)
+    return [
+        token
+        for part in parts
+        for token in ([vocabulary.special[part]] if part in vocabulary.special else vocabulary(part.encode()))
+    ]
 
 
 def computed(masks: GrammarMasks, rows: list[MaskRow]) -> Bitmask:
@@ -256,6 +265,22 @@ def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> No
     assert third == {ids[b"d"]}
     assert first
     assert second
+
+
+@pytest.mark.parametrize("text", ["x<|im_start|>y", "x<|im_end|>", "x[PAD]y"])
+def test_forced_text_that_looks_like_a_token_is_text(text: str, tmp_path: Path) -> None:
+    """Special tokens are no text, and a tokenizer may have tokens that the model does not have."""
+    directory = make_checkpoint(tmp_path, vocab_size=EOS_ID + 1)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    compiler = GrammarCompiler.of(locate_model(str(directory)))
+    state, written = GrammarMasks(compiler, 8).begin(Grammar("choice", json.dumps([text])), (), (), None), b""
+    while not state.ended:
+        ((token,),) = allowed(compiler, state)
+        written += compiler.vocabulary.tokens[token]
+        state.consume([token])
+    assert written.decode() == f"{text}<|im_end|>"
 
 
 def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:

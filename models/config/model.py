@@ -337,7 +337,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     """Parse the metadata of a GGUF file; raises StartupError. The presence of tensors shows biases and tying."""
     path, raw, tensors = file.path, file.metadata, file.tensors
     if file.architecture not in GGUF_ARCHITECTURES:
-        raise unsupported_architecture(path, file.architecture)
+        raise unsupported_gguf(path, file.architecture)
     architecture = cast(DenseArchitecture, file.architecture)
     if raw.get("split.count", 1) not in (0, 1):
         raise StartupError(f"{path}: one of several GGUF files of a split model; merge them: llama-gguf-split --merge")
@@ -399,6 +399,12 @@ def _hf_architecture(path: Path, raw: Json) -> Architecture:
 
 def unsupported_architecture(path: Path | str, found: str) -> StartupError:
     return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def unsupported_gguf(path: Path | str, found: str) -> StartupError:
+    return StartupError(
+        f"{path}: architecture {found} is not supported in GGUF files; supported are {', '.join(GGUF_ARCHITECTURES)}"
+    )
 
 
 def _check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:

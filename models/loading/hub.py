@@ -20,7 +20,7 @@ import httpx
 from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
-from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_architecture
+from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_gguf
 from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_files
 
 log = logging.getLogger("pdserve.models")
@@ -58,7 +58,7 @@ class HubModel:
         """
         if self.gguf is not None:
             if self.gguf_architecture is not None and self.gguf_architecture not in GGUF_ARCHITECTURES:
-                raise unsupported_architecture(f"model {self.repo}", self.gguf_architecture)
+                raise unsupported_gguf(f"model {self.repo}", self.gguf_architecture)
             return None
         for name in _REQUIRED:
             if name not in self.files:

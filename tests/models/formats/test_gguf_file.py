@@ -115,13 +115,16 @@ def test_type_that_cannot_be_expanded_is_named(tmp_path: Path) -> None:
 
 
 def test_unsupported_architecture_is_named(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
+    """Some are supported in safetensors files only."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3moe")
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(StartupError, match="architecture mamba is not supported; supported are LlamaForCausalLM"):
+    with pytest.raises(
+        StartupError, match="architecture qwen3moe is not supported in GGUF files; supported are llama, qw"
+    ):
         locate_model(str(tmp_path / "x.gguf"))
 
 

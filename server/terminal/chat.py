@@ -18,7 +18,7 @@ from rich.console import Console
 from ...configs.errors import StartupError
 from ...configs.words import counted, whole_characters
 from .options import NEEDS_KEY, ChatOptions
-from .tls import NO_PROXY, describe, verification
+from .tls import describe, open_client
 
 CONNECT_TIMEOUT_S = 5.0
 HELP = """\
@@ -47,9 +47,8 @@ def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = s
     """Exit code 0, or 1 when a message of a pipe was not answered. Raises StartupError without a server."""
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    with httpx.Client(
-        base_url=options.url, headers=headers, timeout=timeout, verify=verification(options.tls), mounts=NO_PROXY
-    ) as client:
+    with open_client((options.url,), options.tls, headers, timeout) as client:
+        client.base_url = httpx.URL(options.url)
         model = served_model(client)
         chat = Chat(client, options, stdout)
         if stdin.isatty() and stdout.isatty():

@@ -1,6 +1,8 @@
 """How the clients connect: without a proxy to servers of this machine, and with a check of the certificate."""
 
 import ssl
+from collections.abc import Collection, Mapping
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -10,8 +12,23 @@ from .options import TlsOptions
 _HINT = "; --cacert FILE trusts this server's certificate, --insecure trusts any"
 
 
-NO_PROXY = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
+_THIS_MACHINE = {"127.0.0.1", "localhost", "::1"}
+_NO_PROXY = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
 """httpx's `mounts`: a proxy of the environment cannot reach servers of this machine."""
+
+
+def open_client(
+    urls: Collection[str], tls: TlsOptions, headers: Mapping[str, str], timeout: httpx.Timeout
+) -> httpx.Client:
+    """A client for these servers. Raises StartupError for a file without certificates, or a proxy of unknown kind."""
+    verify = verification(tls)
+    if all(urlsplit(url).hostname in _THIS_MACHINE for url in urls):
+        # With a transport httpx does not look at the proxies of the environment, some of which it cannot use.
+        return httpx.Client(headers=headers, timeout=timeout, transport=httpx.HTTPTransport(verify=verify))
+    try:
+        return httpx.Client(headers=headers, timeout=timeout, verify=verify, mounts=_NO_PROXY)
+    except (ImportError, ValueError) as error:
+        raise StartupError(f"the proxy in the environment (all_proxy) cannot be used: {error}") from None
 
 
 def verification(options: TlsOptions) -> ssl.SSLContext | bool:

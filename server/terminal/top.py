@@ -15,7 +15,7 @@ from rich.text import Text
 from ...scheduler.messages.frontend import Status
 from ..observability.activity import Activity, activity_between, byte_rate
 from .options import NEEDS_KEY, TopOptions
-from .tls import NO_PROXY, describe, verification
+from .tls import describe, open_client
 
 TIMEOUT_S = 2.0
 BAR_WIDTH = 24
@@ -57,7 +57,7 @@ class Sample:
 def run_top(options: TopOptions) -> int:
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     console = Console(highlight=False)
-    with httpx.Client(headers=headers, timeout=TIMEOUT_S, verify=verification(options.tls), mounts=NO_PROXY) as client:
+    with open_client(options.urls, options.tls, headers, httpx.Timeout(TIMEOUT_S)) as client:
         earlier = [take_sample(client, url) for url in options.urls]
         time.sleep(options.interval_s)
         later = [take_sample(client, url) for url in options.urls]

@@ -49,15 +49,16 @@ async def test_conversation_has_history_and_system_message(decode: RunningServer
     ]
 
 
+@pytest.mark.parametrize("proxy", ["http", "socks5"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 async def test_server_of_this_machine_is_not_asked_through_a_proxy(
-    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, host: str
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, host: str, proxy: str
 ) -> None:
     """Which cannot reach it."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv(name, f"{proxy}://127.0.0.1:{free_port()}")
     url, out = f"http://{host}:{decode.port}", io.StringIO()
     wanted = ChatOptions(url, None, max_tokens=8, temperature=0.0, api_key=None)
     chatting = asyncio.create_task(asyncio.to_thread(run_chat, wanted, io.StringIO("Hi\n"), out))
@@ -65,6 +66,18 @@ async def test_server_of_this_machine_is_not_asked_through_a_proxy(
     await answer(decode, "Hello!")
     assert (await chatting, out.getvalue()) == (0, "Hello!\n")
     assert await asyncio.to_thread(run_top, top) == 0
+
+
+def test_proxy_that_cannot_be_used_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheme that httpx does not know, or SOCKS without its package."""
+    for name in ("all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "socks4://127.0.0.1:1")
+    assert main(["top", "--once", "--url", "http://192.0.2.1:8200"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("pdserve: error: the proxy in the environment")
+    assert message.count("\n") == 1
 
 
 async def test_bytes_that_are_not_utf_8_are_replaced(decode: RunningServer) -> None:

@@ -151,6 +151,8 @@ def _look_up(repo: str, revision: str | None) -> HubModel:
             directory = snapshot_download(repo, revision=revision, allow_patterns=[], tqdm_class=_no_bars())
     except (OfflineModeIsEnabled, httpx.TransportError, HfHubHTTPError) as error:
         return _cached(repo, revision, error)
+    except (ImportError, ValueError) as error:  # httpx cannot use the proxy of the environment: SOCKS needs a package
+        return _cached(repo, revision, error)
     files = {sibling.rfilename: sibling.size for sibling in info.siblings or ()}
     architecture = (info.gguf or {}).get("architecture")
     return HubModel(repo, Path(directory).name, files, gguf_architecture=architecture)

@@ -206,6 +206,18 @@ def test_unreachable_hub_uses_the_cache(monkeypatch: pytest.MonkeyPatch) -> None
         download("acme/quants")
 
 
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("proxy", ["socks4://127.0.0.1:1", "socks5://127.0.0.1:1"])
+def test_proxy_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    path = download(TINY)
+    for name in ("all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    huggingface_hub.close_session()  # huggingface_hub keeps a client, which read the environment before
+    assert download(TINY) == path
+    with pytest.raises(StartupError, match=r"cannot be reached \(.*\), and it is not in the cache"):
+        download("acme/quants")
+
+
 def test_hub_that_is_down_is_not_needed_for_a_cached_model(hub: FakeHub) -> None:
     path = download(TINY)
     hub.down = True

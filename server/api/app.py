@@ -191,7 +191,7 @@ class Routes:
         return health_response(self._info.health())
 
     async def health_generate(self) -> Response:
-        """Generate one token through prefill, transfer and decode. On a prefill server the same as `/health`."""
+        """Generate one token; through the pair with local_prefill never. On a prefill server the same as `/health`."""
         report = self._info.health()
         report["generated"] = False
         if report["status"] == "ok" and self.config.role == "decode":

@@ -73,6 +73,8 @@ def up_command(config: PairConfig) -> str:
     """The command that starts the same pair, spelt as this command was: `make demo` runs it from .venv."""
     program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
     flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
+    ports = [flag for flag in to_flags(config.prefill) if flag.startswith(("--port=", "--bootstrap-port="))]
+    flags += [flag.replace("--port=", "--prefill-port=") for flag in ports]
     return shlex.join([program, "up", *flags])
 
 

@@ -118,6 +118,8 @@ def test_printed_command_starts_the_same_pair(pair: RunningPair, monkeypatch: py
     assert up_command(pair.config) == f".venv/bin/pdserve up --port={port}"
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert up_command(load_pair_config(None, {"model": "/a b"}, {})) == "pdserve up '--model=/a b'"
+    ports = load_pair_config(None, {"port": "1", "prefill_port": "2", "bootstrap_port": "3"}, {})
+    assert up_command(ports) == "pdserve up --port=1 --prefill-port=2 --bootstrap-port=3"
 
 
 def test_model_without_weights_has_a_prompt(tmp_path: Path) -> None:

@@ -285,6 +285,11 @@ class ServerConfig(BaseModel):
         return "http" if self.ssl_certfile is None else "https"
 
     @property
+    def url_host(self) -> str:
+        """`host` as URLs have it: an IPv6 address in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+    @property
     def public_host(self) -> str:
         """The address that peers use."""
         return self.advertise_host or self.host

@@ -317,7 +317,7 @@ class Leader:
             self._publish_events(engine.scheduler, number)
         router = PrefillRouter([engine.scheduler for engine in engines])
         loop = EngineLoop(engines, router, self._frontend, self._inbox, self._ranks)
-        log.info("control port %s:%d", config.host, control.port)
+        log.info("control port %s:%d", config.url_host, control.port)
         self._run(loop, [control])
 
     def _describe_transports(self, config: PrefillConfig, hello: Hello) -> str | None:

@@ -197,7 +197,7 @@ class Frontend:
                 keep_for_good()
                 served = leader.config
                 name = served.served_model_name or ready.model.name
-                log.info("ready: %s at %s://%s:%d", name, served.http_scheme, served.host, served.port)
+                log.info("ready: %s at %s://%s:%d", name, served.http_scheme, served.url_host, served.port)
             if signalled.done():
                 return await self._drain(process, signalled.result())
             if not starting.done():

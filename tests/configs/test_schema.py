@@ -1,8 +1,9 @@
 """Properties that depend on several settings."""
 
 import pytest
+from pydantic import SecretStr
 
-from pdserve.configs.schema import DecodeConfig
+from pdserve.configs.schema import DecodeConfig, PrefillConfig
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,8 @@ def test_local_ranks_share_a_named_gpu(device: str, ranks: dict[str, int], share
     machines = {"dist_init_addr": "10.0.0.1:9000", "cluster_key": "x" * 16}
     config = DecodeConfig.model_validate({"device": device, **ranks, **machines})
     assert config.ranks_share_gpu == shared
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("a.example", "a.example")])
+def test_ipv6_address_is_in_brackets_in_urls(host: str, shown: str) -> None:
+    assert PrefillConfig(host=host, cluster_key=SecretStr("x" * 16)).url_host == shown

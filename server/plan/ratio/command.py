@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_load(options: RatioOptions, pair: MeasuredPair) -> Load:
 def _pair(options: RatioOptions, screen: Console) -> MeasuredPair:
     if options.rates is not None:
         return read_pair(options.rates)
+    _check_files(options)
     if options.prefill_url is not None:
         measured = asyncio.run(calibrate(options.bench.url, options.prefill_url, screen, api_key=options.bench.api_key))
     else:
@@ -56,6 +58,15 @@ def _pair(options: RatioOptions, screen: Console) -> MeasuredPair:
     if options.save_rates is not None:
         write_pair(options.save_rates, measured)
     return measured
+
+
+def _check_files(options: RatioOptions) -> None:
+    """Raises StartupError for files that cannot be used, before a minute of measurements."""
+    if options.trace is not None:
+        read_trace(options.trace, most=options.bench.requests, speed=options.speed, max_total_tokens=sys.maxsize)
+    path = options.save_rates
+    if path is not None and not path.absolute().parent.is_dir():
+        raise StartupError(f"--save-rates {path}: no such directory: {path.parent}")
 
 
 def measure_own_pair(config: PairConfig, screen: Console, ratios: Sequence[Ratio]) -> MeasuredPair:

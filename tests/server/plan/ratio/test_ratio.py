@@ -93,11 +93,15 @@ def test_servers_on_one_machine_share_its_cores(capsys: pytest.CaptureFixture[st
         (("--trace", "x", "--rates", "y", "--save-rates", "z", *BOUNDS), "--rates reads step times"),
         (("--trace", "x", "--rates", "missing.json", *BOUNDS), "--rates missing.json: "),
         (("--trace", "x", "--ratios", "1:0", *BOUNDS), "--ratios '1:0': give prefill:decode servers"),
+        (("--trace", "missing.jsonl", *BOUNDS), "--trace missing.jsonl: "),
+        (("--input-len", "8", "--rate", "1", "--save-rates", "missing/x", *BOUNDS), "no such directory: missing"),
     ],
 )
 def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str) -> None:
     assert main(["plan", *flags]) == 2
-    assert message in capsys.readouterr().err
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "starting a prefill" not in stderr, "mistakes are found before servers are measured"
 
 
 def test_ratios_are_parsed() -> None:

@@ -27,6 +27,10 @@ MASK_THREADS = max(1, min(16, len(os.sched_getaffinity(0)) // 2))
 MAX_FORCED_TEXTS = 4096
 ADD_MATCHERS_S = 0.2
 
+_ONE_OF_OPTION = "coerce_one_of"
+"""In llguidance's message, an option that no client has."""
+_OVERLAPPING = "oneOf of overlapping schemas is not supported: use anyOf"
+
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
@@ -212,5 +216,6 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # builds the first states, which all copies share
         if matcher.is_error():
-            raise GrammarError(f"cannot be enforced: {matcher.get_error().strip()}")
+            problem = matcher.get_error().strip()
+            raise GrammarError(f"cannot be enforced: {_OVERLAPPING if _ONE_OF_OPTION in problem else problem}")
         return matcher

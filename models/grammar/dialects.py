@@ -12,8 +12,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ...configs.errors import ClientError
 from ...configs.sampling import Grammar
-from .dates import with_exact_dates
 from .regex_size import regex_size
+from .string_formats import with_exact_formats
 from .structural_tags import reasoning_to_lark, structural_tag_to_lark
 
 MAX_CHARACTERS = 1 << 17
@@ -52,7 +52,7 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
             case "json_schema":
                 overrides = cast("llguidance._lib.JsonCompileOptions", JSON_OPTIONS)
                 return llguidance.LLMatcher.grammar_from_json_schema(
-                    json.dumps(with_exact_dates(check_schema(_parsed(text)))), overrides=overrides
+                    json.dumps(with_exact_formats(check_schema(_parsed(text)))), overrides=overrides
                 )
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(check_regex(text))
@@ -111,7 +111,7 @@ def _inline_schema(schema: object, lenient: bool) -> str:
     """A JSON schema as a part of a Lark grammar. It carries its options itself. `lenient`: what cannot be enforced is
     ignored.
     """
-    checked = with_exact_dates(check_schema(schema))
+    checked = with_exact_formats(check_schema(schema))
     options = {"x-guidance": {**JSON_OPTIONS, "lenient": lenient}}
     return "%json " + json.dumps({**checked, **options} if isinstance(checked, dict) else checked)
 

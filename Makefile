@@ -36,8 +36,8 @@ demo: setup ## start one prefill and one decode server here, ask them something,
 PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
     transfer/protocol test_docs.py test_layers.py \
     $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
-# A worker takes whole files, in alphabetical order: tests/cluster, with the longest, comes first. Two workers more than cores:
-# they wait for servers and timers, and cost no imports of their own.
+# A worker takes whole files, in alphabetical order (tests/cluster has the longest), those with long waits early. Two workers more
+# than cores: they wait for servers and timers, and cost no imports of their own.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 2 : 4)))
 IN_PARALLEL := -p tests.forked_workers --workers=$(WORKERS)
 # The servers that tests start share bytecode: compiling all modules takes each of them seconds.

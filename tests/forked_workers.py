@@ -40,6 +40,13 @@ GROUPS = {
 }
 """Files that one worker runs, one after the other: those with tests that fail when servers respond late, and those that
 share a model which takes long to load."""
+EARLY = {
+    "tests/faults/test_fault_cells.py": 0,
+    "tests/transfer/control/test_control.py": 15,
+    "tests/transfer/data/test_sender.py": 30,
+}
+"""Files with long waits, and how many others start before them: others use the CPU meanwhile, and no worker is left
+alone with them."""
 GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for file in files}
 INTERRUPT_S = 30.0
 """How long workers that are interrupted have to stop their servers."""
@@ -87,7 +94,8 @@ class Workers:
         for number, item in enumerate(session.items):
             file = item.nodeid.partition("::")[0]
             groups.setdefault(GROUP_OF.get(file, file), []).append(number)
-        self._groups = list(groups.values())
+        place = {name: EARLY.get(name, number + 0.5) for number, name in enumerate(groups)}
+        self._groups = [groups[name] for name in sorted(groups, key=lambda name: place[name])]
         self._count = min(count, len(groups))
         self._numbers = itertools.count()
         self._workers: dict[Connection, Worker] = {}

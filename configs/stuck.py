@@ -1,4 +1,6 @@
-"""When a part of a server counts as stuck: /health reports it within five seconds, by name."""
+"""When a part of a server counts as stuck: /health reports it within five seconds, by name. Time in which the process
+that checks did not run itself does not count.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,6 +10,23 @@ STUCK_S: Final = 4.0
 """A thread that should make progress all the time, and has made none for this long, is stuck."""
 ABSENCE_S: Final = 1.0
 """If two checks are further apart, the process that checks was stopped or starved itself."""
+
+
+class RunningTime:
+    """The time since it was made, without pauses of this process: of the time between two readings, at most
+    `longest_gap_s` counts. Read it more often than that.
+    """
+
+    def __init__(self, longest_gap_s: float) -> None:
+        self._longest_gap_s = longest_gap_s
+        self._seconds = 0.0
+        self._read_at = time.monotonic()
+
+    def read(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._read_at, self._longest_gap_s)
+        self._read_at = now
+        return self._seconds
 
 
 class Watch:

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from ...configs.stuck import RunningTime
 from ...kernels.backends.streams import wait_for_arrivals, wait_for_stream
 from ..mooncake.engine import SendEngine, WriteState
 from ..protocol.messages import Pool
@@ -21,8 +22,8 @@ ATTEMPTS: Final = 3
 """Two ranks may probe the same bytes at the same time. A rank that reads a foreign pattern tries again."""
 TIMEOUT_S: Final = 2.0
 _NAP_S: Final = 0.0002
-_ABSENCE_S: Final = 0.25
-"""If two checks of a write are further apart, this process was stopped or starved: only this much of it counts."""
+_LONGEST_GAP_S: Final = 0.25
+"""If two checks of a write are further apart, this process was stopped or starved."""
 
 
 def probe(engine: SendEngine, local: torch.Tensor, pool: Pool) -> str | None:
@@ -59,11 +60,9 @@ def _write(engine: SendEngine, source: torch.Tensor, address: int) -> str | None
     write = engine.submit(source.data_ptr(), address, len(source))
     if write is None:
         return "the peer's memory cannot be opened for writing"
-    waited_s, checked_at = 0.0, time.monotonic()
+    waited = RunningTime(_LONGEST_GAP_S)
     while (state := engine.poll(write)) is WriteState.PENDING:
-        now = time.monotonic()
-        waited_s, checked_at = waited_s + min(now - checked_at, _ABSENCE_S), now
-        if waited_s > TIMEOUT_S:
+        if waited.read() > TIMEOUT_S:
             return f"a write of {len(source)} bytes did not end within {TIMEOUT_S:g} s"
         time.sleep(_NAP_S)
     return None if state is WriteState.DONE else f"a write of {len(source)} bytes failed"

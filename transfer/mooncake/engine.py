@@ -19,6 +19,7 @@ from typing import Final, NewType
 
 from ...configs.errors import StartupError
 from ...configs.schema import LOOPBACK_HOSTS, can_receive_kv
+from ...configs.stuck import RunningTime
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
 from .sockets import (
     PeerUnreachableError,
@@ -46,10 +47,8 @@ GUARD_WAITS: Final = 15
 CUT_AGAIN_S: Final = 0.2
 CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
-LOOK_S: Final = 0.02
-"""Of the time between two looks for connections, at most this much counts: longer, this process was stopped or starved,
-and Mooncake with it.
-"""
+LONGEST_GAP_S: Final = 0.02
+"""If two looks for connections are further apart, this process was stopped or starved, and Mooncake with it."""
 
 
 class WriteState(enum.Enum):
@@ -219,11 +218,9 @@ class SendEngine:
         close them in its destructor. No thread of ours runs during the destructor, so wait for them here. No more are
         opened once every write in flight has a connection, all lanes are open, or a write has failed (peer gone).
         """
-        waited_s, looked_at = 0.0, time.monotonic()
+        waited = RunningTime(LONGEST_GAP_S)
         while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()):
-            now = time.monotonic()
-            waited_s, looked_at = waited_s + min(now - looked_at, LOOK_S), now
-            if self._broken or waited_s >= CONNECTING_S:
+            if self._broken or waited.read() >= CONNECTING_S:
                 return
             time.sleep(0.001)
 

@@ -277,7 +277,8 @@ def test_destroy_waits_for_connections_after_a_stop_of_this_process(
         return next(found)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s, sleep=time.sleep)
-    monkeypatch.setattr("pdserve.transfer.mooncake.engine.time", clock)
+    for module in ("transfer.mooncake.engine", "configs.stuck"):
+        monkeypatch.setattr(f"pdserve.{module}.time", clock)
     monkeypatch.setattr("pdserve.transfer.mooncake.engine.drop_unsent", drop)
     engine.destroy()
     assert next(found, None) is None, "it did not wait for both connections"

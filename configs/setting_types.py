@@ -7,6 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from .allowed_hosts import check_entry
 
+MAX_PORT = 65535
+
 
 def _split_commas(value: object) -> object:
     """Split a flag such as `a:1,b:2`; a YAML file may have a list."""
@@ -14,8 +16,8 @@ def _split_commas(value: object) -> object:
 
 
 def _check_port(endpoint: str) -> str:
-    if not 1 <= int(endpoint.rpartition(":")[2]) <= 65535:
-        raise ValueError("the port must be between 1 and 65535")
+    if not 1 <= int(endpoint.rpartition(":")[2]) <= MAX_PORT:
+        raise ValueError(f"the port must be between 1 and {MAX_PORT}")
     return endpoint
 
 
@@ -29,7 +31,7 @@ Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="H
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
 HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
-Port = Annotated[int, Field(ge=1, le=65535)]
+Port = Annotated[int, Field(ge=1, le=MAX_PORT)]
 KvStoreUrl = Annotated[
     str,
     Field(

@@ -5,10 +5,10 @@ import re
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
+from ...configs.setting_types import MAX_PORT
 from .ports import free_ports
 
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-MAX_PORT = 65535
 SLAB_BYTES = 16 << 20
 """Mooncake divides memory into slabs of this size."""
 

@@ -7,13 +7,13 @@ from urllib.parse import urlsplit
 import httpx
 
 from ...configs.errors import StartupError
+from ...configs.schema import LOOPBACK_HOSTS
 from .options import TlsOptions
 
 _HINT = "; --cacert FILE trusts this server's certificate, --insecure trusts any"
 
 
-_THIS_MACHINE = {"127.0.0.1", "localhost", "::1"}
-_NO_PROXY = dict.fromkeys(("all://127.0.0.1", "all://localhost", "all://[::1]"))
+_NO_PROXY = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
 """httpx's `mounts`: a proxy of the environment cannot reach servers of this machine."""
 
 
@@ -22,7 +22,7 @@ def open_client(
 ) -> httpx.Client:
     """A client for these servers. Raises StartupError for a file without certificates, or a proxy of unknown kind."""
     verify = verification(tls)
-    if all(urlsplit(url).hostname in _THIS_MACHINE for url in urls):
+    if all(urlsplit(url).hostname in LOOPBACK_HOSTS for url in urls):
         # With a transport httpx does not look at the proxies of the environment, some of which it cannot use.
         return httpx.Client(headers=headers, timeout=timeout, transport=httpx.HTTPTransport(verify=verify))
     try:

@@ -224,7 +224,7 @@ def test_stop_tokens_come_from_both_configurations(copy: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_end_token_of_the_tokenizer_is_a_stop_token(copy: Path, name: str, value: object) -> None:
-    """Fine-tuned models may have one that their configuration does not name."""
+    """Some fine-tuned models have it in the tokenizer's settings only, not in config.json."""
     (copy / "tokenizer_config.json").unlink()
     (copy / name).write_text(json.dumps({"eos_token": value}))
     assert read_config_file(copy / "config.json").eos_token_ids == (256, EOS_ID)

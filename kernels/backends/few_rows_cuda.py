@@ -44,6 +44,7 @@ class Format:
     x_rows: int = ROW_TILE  # rows of x of a product
     x_bytes: int = 0  # of x in shared memory
     warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
+    stages: tuple[int, int, int] = (5, 5, 3)  # of a ring, likewise
     constants: tuple[tuple[str, int], ...] = ()
     folder: str = "linear"  # of csrc/
 
@@ -154,12 +155,12 @@ def _fit(
     """Warps, stages and bytes of shared memory of a block for `count` tiles. `limit` bytes exist. More than half of the
     warps have a step of each tile.
     """
-    many = count >= 4 * processors
-    warps = tiles.warps or form.warps[2 if many else 0 if count <= processors else 1]
+    size = 0 if count <= processors else 1 if count < 4 * processors else 2  # few tiles, some, or many
+    warps = tiles.warps or form.warps[size]
     while True:
         stage_bytes = warps * output_tiles * form.step_bytes
         other_bytes = form.x_bytes + 2 * warps * output_tiles * row_tiles * form.x_rows // 2 * 128  # x, and sums
-        stages = min(tiles.stages or (3 if many else 5), (limit - other_bytes) // stage_bytes)
+        stages = min(tiles.stages or form.stages[size], (limit - other_bytes) // stage_bytes)
         if stages >= LEAST_STAGES and (warps == 1 or tiles.warps or steps > warps // 2):
             return warps, stages, stages * stage_bytes + other_bytes
         warps //= 2

@@ -5,6 +5,7 @@ would only wait for the one before.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,14 @@ from ..int4.group_format import GroupScaled
 from ..int4.int4_linear_cuda import cuda_format, integer_bytes
 from ..linear.block_format import BLOCK, BlockScaled, Weight
 from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
-from ..linear.linear import CUDA_COLUMNS
-from ..linear.linear import CUDA_FORMAT as PLAIN_FORMAT
+from ..linear.linear import CUDA_COLUMNS, CUDA_FORMAT
 
 MOST_TOKENS, MOST_CHOICES = 4, 32
 """Of more tokens, many choose the same experts."""
+_PLAIN_FORMAT = replace(CUDA_FORMAT, warps=(16, 16, 8), stages=(4, 5, 4))
+"""Three blocks of `expert_gates` fit a multiprocessor of Hopper, and for one token a block of `expert_sums` beside the
+last of them: it copies its first weights while they end.
+"""
 
 
 class _Matrices(NamedTuple):
@@ -77,7 +81,7 @@ def _matrices(weight: Weight, rows: int) -> _Matrices:
             cuda_format(weight.group, integer_bytes(weight.group, steps, rows)), 2, addresses, sizes, steps
         )
     assert isinstance(weight, torch.Tensor)
-    return _Matrices(PLAIN_FORMAT, 0, (weight.data_ptr(),) * 3, (0, 0, 0), weight.shape[-1] // CUDA_COLUMNS)
+    return _Matrices(_PLAIN_FORMAT, 0, (weight.data_ptr(),) * 3, (0, 0, 0), weight.shape[-1] // CUDA_COLUMNS)
 
 
 def launch_token_experts(

@@ -10,8 +10,8 @@ _CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
 """Of the kernel: blocks of a cluster; warps with keys, and their keys at a time; most heads of a group."""
 _ALL_WARPS = _WARPS + 3
 """With those that norm and rotate heads."""
-_PAD = 8
-"""Elements after a row in shared memory."""
+_PAD = 32
+"""Elements after a query in shared memory."""
 
 
 def most_sequences(group: int, key_pages: torch.Tensor, dtype: torch.dtype) -> int:
@@ -92,9 +92,9 @@ def launch_rope_decode(
 
 def _shared_bytes(head_dim: int, group: int) -> int:
     """The size of `Shared` in the kernel."""
-    pitch_bytes = 2 * (head_dim + _PAD)
-    values = _WARPS * 2 * _KEYS * pitch_bytes
+    values = _WARPS * 2 * _KEYS * 2 * head_dim
+    queries = _HEADS * 2 * (head_dim + _PAD)
     newest = 2 * 2 * head_dim
     softmaxes = (2 * _WARPS + 1) * _HEADS * 4
     received = group * head_dim // 4 * (16 + 8)  # from each block, the results of this one
-    return values + _HEADS * pitch_bytes + newest + softmaxes + received
+    return values + queries + newest + softmaxes + received

@@ -120,6 +120,14 @@ __device__ __forceinline__ void store_remote(unsigned to, float a, float b, floa
                  : "memory");
 }
 
+// To another block of the cluster, whose barrier counts the 4 bytes. Unlike a barrier of the cluster, it does not wait for
+// earlier stores to global memory.
+__device__ __forceinline__ void store_async(unsigned to, unsigned word, unsigned barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(word),
+                 "r"(barrier)
+                 : "memory");
+}
+
 __device__ __forceinline__ float2 load_remote(unsigned from) {
     float2 pair;
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");

@@ -17,11 +17,6 @@ COMPILER = shutil.which("g++")
 _SOURCES = Path(__file__).parent / "on_fibers"
 _PTX = {
     """    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
-        ".f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(first), "r"(second), "r"(0), "r"(b0), "r"(b1));
-""": "const unsigned a[4] = {first, 0, second, 0}; multiply_on_fibers(sums, a, b0, b1);",
-    """    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
         ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -49,11 +44,8 @@ _PTX = {
     """    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(bytes));
 """: "",
     'asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");': "",
-    """    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(from))
-                 : "memory");
-""": "load_transposed_on_fibers(words, from);",
+    """    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+""": "transposed = transpose_on_fibers(word);",
     'asm volatile("barrier.cluster.arrive.relaxed.aligned;");': "arrive_at_cluster();",
     'asm volatile("barrier.cluster.wait.aligned;");': "wait_for_cluster();",
     'asm volatile("barrier.cluster.wait.aligned;" ::: "memory");': "wait_for_cluster();",

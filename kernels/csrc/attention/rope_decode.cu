@@ -14,7 +14,7 @@
 // and SHARED_BYTES of a block.
 
 #include "hopper.cuh"
-#include "linear/elements.cuh"
+#include "linear/mma.cuh"
 #include "warps.cuh"
 
 namespace {
@@ -24,19 +24,20 @@ constexpr int kCluster = 8, kThreads = 32 * WARPS;
 constexpr int kWarps = 8, kHeadWarps = WARPS - kWarps;  // that have keys, and that norm and rotate heads
 constexpr int kKeys = 16;                    // of a warp at a time
 constexpr int kRoundKeys = kWarps * kKeys;
-constexpr int kHeads = 8;                    // rows of a product; those from GROUP on are zero
+constexpr int kHeads = 8;                    // columns of a product; those from GROUP on are zero
 constexpr int kRuns = D / 32;                // of 8 adjacent elements of a key that a thread has
 constexpr int kHeadLanes = 8;                // that norm and rotate a head
 constexpr int kOwn = D / kHeadLanes;         // adjacent elements of it that a lane has
-constexpr int kPitch = D + 8;                // elements of a row in shared memory: other banks than the row before
+constexpr int kPitch = D + 32;               // elements of a query in shared memory: other banks than the one before
+constexpr int kSumPitch = D + 4;             // elements of a row of sums
 constexpr int kUnits = GROUP * D / 4, kOwnUnits = kUnits / kCluster;  // of 4 adjacent results; those of a block
 static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kOwnUnits <= kThreads, "a thread stores a unit at most");
 static_assert(GROUP + 1 <= kHeadWarps * 32 / kHeadLanes, "the queries and the newest key are rotated at once");
 
 struct Shared {
     union {
-        Bits values[2][kKeys][kPitch];  // of two rounds
-        float sums[kHeads][D];          // of values, at the end
+        Bits values[2][kKeys][D];       // of two rounds; see `value_place`
+        float sums[kHeads][kSumPitch];  // of values, at the end
     } of_warp[kWarps];
     Bits queries[kHeads][kPitch];
     Bits newest_key[D], newest_value[D];
@@ -58,27 +59,28 @@ __device__ __forceinline__ float sum_of_head(float number) {
     return number;
 }
 
-__device__ __forceinline__ void multiply(
-    float (&sums)[4], unsigned first, unsigned second, unsigned b0, unsigned b1
-) {  // rows 8 to 15 are zero
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT
-        ".f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(first), "r"(second), "r"(0), "r"(b0), "r"(b1));
+// The matrix [8, 8] of a warp, transposed: lane l has line l / 4, and columns 2 * (l % 4) and the next one.
+__device__ __forceinline__ unsigned transpose(unsigned word) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
+    return transposed;
 }
 
-// Lane l has row 2 * (l % 4) and the one after it, column l / 4, of four matrices: keys 0 to 7 and 8 to 15 of 8
-// columns, then of the next 8.
-__device__ __forceinline__ void load_transposed(unsigned (&words)[4], const Bits* from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(shared_address(from))
-                 : "memory");
+// Over the lanes that have the same columns of matrices, which are lines apart.
+template <typename Operation>
+__device__ __forceinline__ float over_lines(float number, const Operation& combine) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+        number = combine(number, __shfl_xor_sync(~0u, number, distance));
+    return number;
 }
 
 __device__ __forceinline__ unsigned pack(float low, float high) {
     return to_bits(low) | static_cast<unsigned>(to_bits(high)) << 16;
 }
+
+// Where 8 adjacent elements of a value are: lines at the same place of 8 adjacent keys are in different banks.
+__device__ __forceinline__ int value_place(int key, int line) { return key * D + (line ^ key % 8) * 8; }
 
 // The keys and values of a sequence's KV head.
 struct Pages {
@@ -96,18 +98,18 @@ struct Keys {
     uint4 runs[2][kRuns];
 
     // Also starts the copy of the values. It comes first: it would wait for keys in registers that get its addresses.
-    __device__ __forceinline__ void load(const Pages& pages, int first, int end, Bits (*values)[kPitch]) {
+    __device__ __forceinline__ void load(const Pages& pages, int first, int end, Bits (&values)[kKeys][D]) {
         long long places[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)  // those that do not exist get no weight
             places[half] = pages.place(min(first + 8 * half + lane() / 4, end - 1));
-        constexpr int kChunks = D / 8, kCopies = kKeys * kChunks / 32;
+        constexpr int kLines = D / 8, kCopies = kKeys * kLines / 32;
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
-            const int row = copy * (32 / kChunks) + lane() / kChunks, column = lane() % kChunks * 8;
-            const long long place = __shfl_sync(~0u, places[copy / (kCopies / 2)], row % 8 * 4);
-            const char* const from = reinterpret_cast<const char*>(pages.values + place + column);
-            copy_16_async(shared_address(&values[row][column]), from, first + row < end);
+            const int key = copy * (32 / kLines) + lane() / kLines, line = lane() % kLines;
+            const long long place = __shfl_sync(~0u, places[copy / (kCopies / 2)], key % 8 * 4);
+            const char* const from = reinterpret_cast<const char*>(pages.values + place + line * 8);
+            copy_16_async(shared_address(values[0] + value_place(key, line)), from, first + key < end);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -157,57 +159,62 @@ __device__ __forceinline__ Elements rotate(
     return rotated;
 }
 
-// The running softmax of a warp. A lane has head lane / 4; of scores, keys 2 * (lane % 4) and the next one; of sums,
-// the same columns of every 8.
+// The running softmax of a warp, by tensor cores: scores [keys, heads] and sums [columns of values, heads]. A lane has
+// heads 2 * (lane % 4) and the next one, keys lane / 4 and the 8th after it, and the same columns of every 16.
 struct Softmax {
-    float top = kNothing, total = 0.0f;
-    float sums[D / 8][4] = {};
+    float top[2] = {kNothing, kNothing}, total[2] = {};
+    float sums[D / 16][4] = {};
 
     __device__ __forceinline__ void add(
-        const Keys& keys, const uint4 (&query)[kRuns], const Bits (*values)[kPitch], int first, int end, float scale
+        const Keys& keys, const uint4* query, const Bits (&values)[kKeys][D], int first, int end, float scale
     ) {
-        float scores[2][4] = {};
+        float parts[2][4] = {}, weights[2][2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int run = 0; run < kRuns; ++run) {
-                const uint4 q = query[run], k = keys.runs[half][run];
-                multiply(scores[half], q.x, q.y, k.x, k.y);
-                multiply(scores[half], q.z, q.w, k.z, k.w);
-            }
-        float most = top;
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int key = first + 8 * half + lane() % 4 * 2 + i;
-                scores[half][i] = key < end ? scores[half][i] * scale : kNothing;
-                most = fmaxf(most, scores[half][i]);
-            }
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        const float shrink = exp2f(top - most);
-        top = most;
-        total *= shrink;
-        unsigned weights[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float low = exp2f(scores[half][0] - most), high = exp2f(scores[half][1] - most);
-            total += low + high;
-            weights[half] = pack(low, high);
+        for (int run = 0; run < kRuns; ++run) {
+            const uint4 q = query[run * 4], low = keys.runs[0][run], high = keys.runs[1][run];
+            const unsigned former[4] = {low.x, high.x, low.y, high.y}, latter[4] = {low.z, high.z, low.w, high.w};
+            multiply(parts[0], former, q.x, q.y);
+            multiply(parts[1], latter, q.z, q.w);
         }
 #pragma unroll
-        for (int column = 0; column < D / 8; column += 2) {
+        for (int i = 0; i < 2; ++i) {
+            float most = top[i];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                sums[column][i] *= shrink;
-                sums[column + 1][i] *= shrink;
+            for (int half = 0; half < 2; ++half) {
+                const float score = parts[0][2 * half + i] + parts[1][2 * half + i];
+                weights[half][i] = first + 8 * half + lane() / 4 < end ? score * scale : kNothing;
+                most = fmaxf(most, weights[half][i]);
             }
-            unsigned words[4];
-            load_transposed(words, &values[lane() % 16][column * 8 + lane() / 16 * 8]);
-            multiply(sums[column], weights[0], weights[1], words[0], words[1]);
-            multiply(sums[column + 1], weights[0], weights[1], words[2], words[3]);
+            most = over_lines(most, [](float a, float b) { return fmaxf(a, b); });
+            const float shrink = exp2f(top[i] - most);
+            top[i] = most;
+            total[i] *= shrink;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) total[i] += weights[half][i] = exp2f(weights[half][i] - most);
+#pragma unroll
+            for (int tile = 0; tile < D / 16; ++tile) {
+                sums[tile][i] *= shrink;
+                sums[tile][2 + i] *= shrink;
+            }
         }
+        unsigned words[2];  // [keys, heads], as a product needs it
+#pragma unroll
+        for (int half = 0; half < 2; ++half) words[half] = transpose(pack(weights[half][0], weights[half][1]));
+#pragma unroll
+        for (int tile = 0; tile < D / 16; ++tile) {
+            unsigned columns[4];  // 16 of all keys; lane l has the address of key l % 8 of matrix l / 8
+            const int key = lane() / 16 * 8 + lane() % 8, line = tile * 2 + lane() / 8 % 2;
+            load_transposed(columns, shared_address(values[0] + value_place(key, line)));
+            multiply(sums[tile], columns, words[0], words[1]);
+        }
+    }
+
+    // Store the sums [heads, columns].
+    __device__ __forceinline__ void store(float (*to)[kSumPitch]) const {
+#pragma unroll
+        for (int tile = 0; tile < D / 16; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[lane() % 4 * 2 + i % 2][tile * 16 + i / 2 * 8 + lane() / 4] = sums[tile][i];
     }
 };
 
@@ -236,10 +243,7 @@ __device__ __forceinline__ void attend(
     Shared& shared, const Pages& pages, Keys& keys, int first, int end, float scale
 ) {
     auto& own = shared.of_warp[warp()];
-    uint4 query[kRuns];
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run)
-        query[run] = *reinterpret_cast<const uint4*>(&shared.queries[lane() / 4][run * 32 + lane() % 4 * 8]);
+    const auto query = reinterpret_cast<const uint4*>(&shared.queries[lane() / 4][lane() % 4 * 8]);
     Softmax softmax;
 #pragma unroll 1
     for (int buffer = 0; first < end; first += kRoundKeys, buffer ^= 1) {
@@ -253,16 +257,14 @@ __device__ __forceinline__ void attend(
     }
     wait_for_copies();
     __syncwarp();
-    softmax.total += __shfl_xor_sync(~0u, softmax.total, 1);
-    softmax.total += __shfl_xor_sync(~0u, softmax.total, 2);
-    if (lane() % 4 == 0) {
-        shared.tops[warp()][lane() / 4] = softmax.top;
-        shared.totals[warp()][lane() / 4] = softmax.total;
-    }
 #pragma unroll
-    for (int column = 0; column < D / 8; ++column)
-        *reinterpret_cast<float2*>(&own.sums[lane() / 4][column * 8 + lane() % 4 * 2]) =
-            make_float2(softmax.sums[column][0], softmax.sums[column][1]);
+    for (int i = 0; i < 2; ++i) {
+        const float total = over_lines(softmax.total[i], [](float a, float b) { return a + b; });
+        if (lane() >= 4) continue;
+        shared.tops[warp()][lane() * 2 + i] = softmax.top[i];
+        shared.totals[warp()][lane() * 2 + i] = total;
+    }
+    softmax.store(own.sums);
 }
 
 }  // namespace

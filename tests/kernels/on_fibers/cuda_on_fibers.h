@@ -150,6 +150,13 @@ T __shfl_xor_sync(unsigned, T own, int distance) {
     return operands_of_warp(own)[current->thread % 32 ^ distance];
 }
 
+inline unsigned __reduce_max_sync(unsigned, unsigned own) {
+    const auto all = operands_of_warp(own);
+    unsigned most = own;
+    for (int lane = 0; lane < 32; ++lane) most = max(most, all[lane]);
+    return most;
+}
+
 extern "C" {
 float expf(float);
 float exp2f(float);

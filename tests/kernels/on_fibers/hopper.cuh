@@ -52,6 +52,11 @@ inline void expect_bytes(unsigned barrier, int bytes) {
     arrivals_at(barrier).bytes += bytes;
 }
 
+inline void store_async(unsigned to, unsigned word, unsigned barrier) {
+    *reinterpret_cast<unsigned*>(pointer_of(to)) = word;
+    arrivals_at(barrier).bytes -= 4;
+}
+
 inline unsigned long long read_once() { return 0; }
 
 inline void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned barrier, unsigned long long) {
@@ -72,6 +77,25 @@ inline void load_matrices(unsigned (&words)[4], unsigned from) {
     const int lane = current->thread % 32;
     for (int matrix = 0; matrix < 4; ++matrix)
         __builtin_memcpy(&words[matrix], pointer_of(lines[matrix * 8 + lane / 4]) + lane % 4 * 4, 4);
+}
+
+inline void load_transposed(unsigned (&words)[4], unsigned from) {
+    if (from % 16) __builtin_abort();
+    const auto lines = operands_of_warp(from);
+    const int lane = current->thread % 32;
+    for (int matrix = 0; matrix < 4; ++matrix) {
+        const auto element = [&](int line) {
+            return reinterpret_cast<const unsigned short*>(pointer_of(lines[matrix * 8 + line]))[lane / 4];
+        };
+        words[matrix] = element(2 * (lane % 4)) | static_cast<unsigned>(element(2 * (lane % 4) + 1)) << 16;
+    }
+}
+
+inline unsigned transpose_on_fibers(unsigned word) {
+    const auto words = operands_of_warp(word);
+    const int lane = current->thread % 32;
+    const auto element = [&](int line, int column) { return words[line * 4 + column / 2] >> column % 2 * 16 & 0xffff; };
+    return element(2 * (lane % 4), lane / 4) | element(2 * (lane % 4) + 1, lane / 4) << 16;
 }
 
 inline void sync_cluster() {

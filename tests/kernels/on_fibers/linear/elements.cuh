@@ -72,14 +72,3 @@ inline void multiply_bytes_on_fibers(int* sums, const unsigned* a, unsigned b0, 
             sums[i] += static_cast<unsigned char>(product.weights(lane / 4 + i / 2 * 8, k) >> 8 * (k % 4)) *
                        static_cast<signed char>(product.x(2 * (lane % 4) + i % 2, k) >> 8 * (k % 4));
 }
-
-inline void load_transposed_on_fibers(unsigned (&words)[4], const Bits* from) {
-    if (reinterpret_cast<unsigned long long>(from) % 16) __builtin_abort();
-    const auto lines = operands_of_warp(from);
-    const int lane = current->thread % 32;
-    for (int matrix = 0; matrix < 4; ++matrix) {
-        const Bits low = lines[matrix * 8 + 2 * (lane % 4)][lane / 4];
-        const Bits high = lines[matrix * 8 + 2 * (lane % 4) + 1][lane / 4];
-        words[matrix] = low | static_cast<unsigned>(high) << 16;
-    }
-}

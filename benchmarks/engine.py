@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
 from pdserve.configs.sampling import SamplingParams
-from pdserve.kernels.linear.row_tiles import RowTiles
+from pdserve.kernels.moe.router.norm_route_cuda import add_norm_route
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig
@@ -104,14 +104,20 @@ class Engine:
             return 1.0
         counts: list[int] = []
 
-        route = moe.route
+        def counting(select: Callable[..., tuple[Any, ...]], place: int) -> Callable[..., tuple[Any, ...]]:
+            """`select`, whose results have the chosen experts in this place."""
 
-        def count(*args: Any) -> tuple[torch.Tensor, torch.Tensor, RowTiles | None]:
-            weights, experts, routing = route(*args)
-            counts.append(torch.unique(experts).numel())
-            return weights, experts, routing
+            def select_and_count(*args: Any) -> tuple[Any, ...]:
+                results = select(*args)
+                counts.append(torch.unique(results[place]).numel())
+                return results
 
-        with mock.patch.object(moe, "route", count):
+            return select_and_count
+
+        with (
+            mock.patch.object(moe, "route", counting(moe.route, 1)),
+            mock.patch.object(moe, "add_norm_route", counting(add_norm_route, 3)),
+        ):
             self.eager(slices)
         return statistics.mean(counts) / self.config.moe.num_experts
 

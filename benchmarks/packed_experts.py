@@ -25,7 +25,7 @@ from pdserve.kernels.int4.group_format import MXFP4_BIAS, GroupScaled
 from pdserve.kernels.linear.block_format import Weight
 from pdserve.kernels.moe.expanded_experts import expanded_results
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
-from pdserve.kernels.moe.routing import route_tokens
+from pdserve.kernels.moe.router.routing import route_tokens
 
 ROWS = (1, 8, 64, 512, 4096)
 CHECKED_ROWS = 64

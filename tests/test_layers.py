@@ -70,6 +70,7 @@ LAYERS = {
         "dense_mla",
         "mla",
         "moe",
+        "moe/router",
         "hisparse",
         "staging",
         "sampling",

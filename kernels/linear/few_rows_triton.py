@@ -9,8 +9,8 @@ Experts write x as the sum of two fp8 values and multiply each: converting weigh
 every multiprocessor is busy, and the rows of x are fewer. The two values have all bits of a bfloat16 (`_two_parts`);
 tensor cores add the products of 128 columns with about 14 bits, as for many rows.
 
-With experts, a tile has rows of one expert (moe/routing.py says which): `gather` reads the tokens of x in the order of
-experts, `scatter` writes results in the order of tokens.
+With experts, a tile has rows of one expert (moe/router/routing.py says which): `gather` reads the tokens of x in the
+order of experts, `scatter` writes results in the order of tokens.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Where the tokens of this rank's experts are; all tensors are int32, on the device. See moe/routing.py.
+    """Where the tokens of this rank's experts are; all tensors are int32, on the device. See moe/router/routing.py.
 
     A product with `gather` reads tokens in the order of experts and leaves its results in that order. One without
     reads rows in the order of experts and writes results by number.

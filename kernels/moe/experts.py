@@ -10,12 +10,12 @@ the result of an expert that all tokens have, is added last.
 
 Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
 with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
-CUDA tokens are sorted by expert (routing.py), and one kernel computes the tiles of all experts; nothing waits for the
-device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in 16 bits
-if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped product,
-and 4-bit weights are expanded for it (expanded_experts.py). On Hopper, fp8 experts with few tokens have a CUDA kernel
-(expert_tiles_cuda.py). Up to 4 tokens are not sorted: two kernels compute all (token_experts_cuda.py), which do not
-round the results of experts before they are added, and whose order of sums depends on the number of tokens.
+CUDA tokens are sorted by expert (router/routing.py), and one kernel computes the tiles of all experts; nothing waits
+for the device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in
+16 bits if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped
+product, and 4-bit weights are expanded for it (expanded_experts.py). On Hopper, fp8 experts with few tokens have a CUDA
+kernel (expert_tiles_cuda.py). Up to 4 tokens are not sorted: two kernels compute all (token_experts_cuda.py), which do
+not round the results of experts before they are added, and whose order of sums depends on the number of tokens.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
 products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
@@ -41,7 +41,7 @@ from ..linear.swiglu import swiglu, swiglu_reference
 from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
 from .expert_tiles_cuda import TILE_ROWS, launch_expert_tiles, suits_expert_tiles
-from .routing import route_tokens
+from .router.routing import route_tokens
 from .token_experts_cuda import launch_token_experts, suits_token_experts
 
 _WIDE_BYTES = 160 << 10

@@ -13,7 +13,7 @@ from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
-from ..layers.moe import all_capturable, feed_forward
+from ..layers.moe import add_feed_forward, all_capturable
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.vocabulary import Vocabulary
@@ -135,8 +135,8 @@ class Decoder:
             attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
             if layer.attention_post_norm is not None:
                 attended = rms_norm(attended, layer.attention_post_norm, eps)
-            hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-            update = sum_over_ranks(feed_forward(normed, layer.mlp, self.config.moe))
+            hidden, update = add_feed_forward(hidden, attended, layer.mlp_norm, eps, layer.mlp, self.config.moe)
+            update = sum_over_ranks(update)
             if layer.mlp_post_norm is not None:
                 update = rms_norm(update, layer.mlp_post_norm, eps)
             if index + 1 < len(layers):

@@ -1,6 +1,6 @@
 """The feed-forward part of a layer: a gated MLP, or a mixture of experts with a router that selects some per token.
 
-    weights, selected  =  select_experts(x @ router.T)      kernels/moe/selection.py
+    weights, selected  =  select_experts(x @ router.T)      kernels/moe/router/selection.py
     mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x), if there is one
 
 With tensor parallelism a rank has a part of every expert's width or, with expert parallelism, whole experts; either way
@@ -9,7 +9,7 @@ a graph can capture it. For other dtypes torch's fallback of the grouped product
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,13 @@ from ...kernels.linear.block_format import BlockScaled, Weight
 from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.float_linear import float_linear
 from ...kernels.linear.linear import gated_linear, linear
+from ...kernels.linear.rms_norm import add_rms_norm
 from ...kernels.linear.row_tiles import RowTiles
 from ...kernels.moe.experts import grouped_experts, routing_rows
 from ...kernels.moe.grouped_product import grouped_without_wait
-from ...kernels.moe.routing import select_and_route
-from ...kernels.moe.selection import SelectionRule, select_experts
+from ...kernels.moe.router.norm_route_cuda import add_norm_route, suits_norm_route
+from ...kernels.moe.router.routing import select_and_route
+from ...kernels.moe.router.selection import SelectionRule, select_experts
 from ..config.moe import MoeConfig
 
 
@@ -74,6 +76,26 @@ def feed_forward(x: torch.Tensor, parameters: MlpParameters | MoeParameters, moe
     return mixture(x, parameters, moe)
 
 
+def add_feed_forward(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    parameters: MlpParameters | MoeParameters,
+    moe: MoeConfig | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + y [T, hidden], and `feed_forward` of its norm."""
+    if isinstance(parameters, MoeParameters) and parameters.shared is None and parameters.router_bias is None:
+        assert moe is not None
+        rule = selection_rule(moe)
+        router = parameters.router, parameters.logit_bias, rule
+        if suits_norm_route(x, norm, *router) and _routed_rows(x, parameters, moe) is None:
+            total, normed, weights, experts = add_norm_route(x, y, norm, eps, *router)
+            return total, _experts(normed, parameters, moe, weights, experts)
+    total, normed = add_rms_norm(x, y, norm, eps)
+    return total, feed_forward(normed, parameters, moe)
+
+
 def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     """x [T, hidden] through one MLP."""
     gate_up, down = parameters.gate_up, parameters.down
@@ -88,7 +110,19 @@ def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> to
     shared = None
     if parameters.shared is not None:
         shared = beside_if_few(x, functools.partial(mlp, x, parameters.shared))
-    weights, experts, routing = route(x, parameters, config)
+    return _experts(x, parameters, config, *route(x, parameters, config), shared=shared)
+
+
+def _experts(
+    x: torch.Tensor,
+    parameters: MoeParameters,
+    config: MoeConfig,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    routing: RowTiles | None = None,
+    *,
+    shared: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
     return grouped_experts(
         x,
         weights,
@@ -112,19 +146,24 @@ def route(
     sorted by expert, if the experts are computed so.
     """
     logits, rule = router_logits(x, parameters.router, parameters.logit_bias), selection_rule(config)
-    rows = routing_rows(
+    rows = _routed_rows(x, parameters, config)
+    if rows is None:
+        return *select_experts(logits, parameters.router_bias, rule), None
+    own = parameters.experts.start, len(parameters.gate_up)
+    return select_and_route(logits, parameters.router_bias, rule, *own, rows)
+
+
+def _routed_rows(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> int | None:
+    """The rows of tiles into which the tokens are sorted; None if they are not."""
+    return routing_rows(
         x,
-        rule.per_token,
+        config.experts_per_token,
         parameters.gate_up,
         parameters.down,
         num_experts=len(parameters.router),
         plain=parameters.gate_up_bias is None and parameters.down_bias is None and config.limit is None,
         limit=config.limit,
     )
-    if rows is None:
-        return *select_experts(logits, parameters.router_bias, rule), None
-    own = parameters.experts.start, len(parameters.gate_up)
-    return select_and_route(logits, parameters.router_bias, rule, *own, rows)
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

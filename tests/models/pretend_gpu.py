@@ -33,10 +33,12 @@ from pdserve.kernels.backends import few_rows_cuda, gemv_cuda
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
+from pdserve.kernels.linear.rms_norm import add_rms_norm_reference
 from pdserve.kernels.linear.row_tiles import RowTiles
 from pdserve.kernels.mla import index_plan
-from pdserve.kernels.moe import experts, routing, select_route_cuda
-from pdserve.kernels.moe.selection import SelectionRule, select_experts_reference
+from pdserve.kernels.moe import experts
+from pdserve.kernels.moe.router import norm_route_cuda, routing, select_route_cuda
+from pdserve.kernels.moe.router.selection import SelectionRule, select_experts_reference
 from pdserve.kernels.sampling import keep_top_p
 from pdserve.models.layers import hot_rows
 from tests.kernels import cuda_sources
@@ -369,10 +371,26 @@ class PretendGpu(TorchFunctionMode):
             for field in ("order", "place", "ends", "expert", "first", "counts"):
                 getattr(tiles, field).copy_(getattr(found_tiles, field))
 
+        def norm_and_route(
+            x: torch.Tensor,
+            y: torch.Tensor,
+            norm: torch.Tensor,
+            eps: float,
+            router: torch.Tensor,
+            bias: torch.Tensor | None,
+            rule: SelectionRule,
+            *outs: torch.Tensor,
+        ) -> None:
+            total, normed = add_rms_norm_reference(x, y, norm, eps)
+            selected = select_experts_reference(linear.linear(normed, router, bias, impl="reference"), None, rule)
+            for out, found in zip(outs, (total, normed, *selected), strict=True):
+                out.copy_(found)
+
         for module in (
             few_rows_cuda,
             gemv_cuda,
             index_topk_triton,
+            norm_route_cuda,
             select_route_cuda,
             swap_in_cuda,
             write_back,
@@ -391,6 +409,7 @@ class PretendGpu(TorchFunctionMode):
             (block_scaled, "_launch_cuda", multiply),
             (experts, "launch_token_experts", mix),
             (routing, "launch_select_route", select_and_route),
+            (norm_route_cuda, "launch_norm_route", norm_and_route),
         ):
             self._patches.setattr(place, name, self._with_reference(getattr(place, name), reference))
 

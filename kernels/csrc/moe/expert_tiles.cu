@@ -1,4 +1,4 @@
-// Experts with fp8 weights and few tokens each, for Hopper: the products of tiles of tokens (kernels/moe/routing.py).
+// Experts with fp8 weights and few tokens each, for Hopper: the products of tiles of tokens (kernels/moe/router/routing.py).
 //
 //     GATED    out[place]   =  swiglu(gate_up[expert] @ x[token])       places in the order of experts
 //     else     out[number]  =  down[expert] @ x[place]

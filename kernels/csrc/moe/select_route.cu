@@ -1,5 +1,5 @@
-// The experts of few tokens: selects them from the router's logits (kernels/moe/selection.py), and sorts the tokens by
-// expert, in tiles (kernels/moe/routing.py). The CLUSTER blocks are one cluster: they share the tokens, and the first
+// The experts of few tokens: selects them from the router's logits (kernels/moe/router/selection.py), and sorts the tokens by
+// expert, in tiles (kernels/moe/router/routing.py). The CLUSTER blocks are one cluster: they share the tokens, and the first
 // one sorts them.
 //
 // A warp selects the experts of a token, one maximum after the other, the lowest of equal ones; a lane has adjacent

@@ -23,8 +23,9 @@ from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.mla import sparse_mla_cuda
 from pdserve.kernels.moe import expert_tiles_cuda
 from pdserve.kernels.moe.experts import grouped_experts
-from pdserve.kernels.moe.routing import route_reference, select_and_route
-from pdserve.kernels.moe.selection import SelectionRule
+from pdserve.kernels.moe.router import norm_route_cuda
+from pdserve.kernels.moe.router.routing import route_reference, select_and_route
+from pdserve.kernels.moe.router.selection import SelectionRule
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -185,6 +186,18 @@ def test_gemv_launch_matches_its_kernel(gated: bool, monkeypatch: pytest.MonkeyP
     assert launched == ["gemv"]
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm_route_launch_matches_its_kernel(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = counted(monkeypatch)
+    monkeypatch.setattr(norm_route_cuda, "shared_memory", lambda _: 227 << 10)
+    with PretendGpu():
+        use_own_stream(DEVICE)
+        x, router = (torch.zeros(rows, 2048, dtype=torch.bfloat16, device=DEVICE) for rows in (2, 128))
+        bias, rule = router[:, 0].clone() if biased else None, SelectionRule(8, 1, 1, not biased, 1.0)
+        norm_route_cuda.add_norm_route(x, x, x[0], 1e-6, router, bias, rule)
+    assert launched == ["norm_route"]
+
+
 def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = counted(monkeypatch)
     hopper(monkeypatch)
@@ -278,7 +291,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
         "int4": ("int4_linear",),
         "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "gemv", "plain_linear"),
         "mla": ("dense_mla", "packed_mla", "select_top", "sparse_mla"),
-        "moe": ("expert_tiles", "select_route"),
+        "moe": ("expert_tiles", "norm_route", "select_route"),
         "sampling": ("keep_top_p",),
     }
     sources = {name: f"{folder}/{name}.cu" for folder, names in folders.items() for name in names}

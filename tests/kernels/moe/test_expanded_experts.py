@@ -8,7 +8,7 @@ import torch
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.moe.expanded_experts import EXPANDED_ROWS, expanded_results, expansion_pays
 from pdserve.kernels.moe.experts import experts_reference
-from pdserve.kernels.moe.routing import route_reference
+from pdserve.kernels.moe.router.routing import route_reference
 from tests.kernels.group_scaled import draw_mxfp4_experts, draw_packed_experts
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Ex
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from pdserve.kernels.moe.experts import grouped_experts
-from pdserve.kernels.moe.selection import select_experts
+from pdserve.kernels.moe.router.selection import select_experts
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, router_logits, selection_rule
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..backends.dispatch import Impl, launcher, use_triton
+from ...backends.dispatch import Impl, launcher, use_triton
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def select_experts(
     if not use_triton(impl, logits.device):
         return select_experts_reference(logits, bias, rule)
     weights, experts = empty_selection(logits, rule)
-    launcher("moe.selection_triton", "launch_select_experts")(logits, bias, weights, experts, rule)
+    launcher("moe.router.selection_triton", "launch_select_experts")(logits, bias, weights, experts, rule)
     return weights, experts
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.moe.routing import most_tiles, route_tokens
+from pdserve.kernels.moe.router.routing import most_tiles, route_tokens
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from ...backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .selection import SelectionRule
 
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from ..backends.few_rows_cuda import can_run
-from ..backends.nvrtc import float_bits, load_kernel
-from ..linear.row_tiles import RowTiles
+from ...backends.few_rows_cuda import can_run
+from ...backends.nvrtc import float_bits, load_kernel
+from ...linear.row_tiles import RowTiles
 from .selection import SelectionRule
 
 MOST_TOKENS = 64

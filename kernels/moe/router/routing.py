@@ -11,8 +11,8 @@ tiles have the expert -1.
 
 import torch
 
-from ..backends.dispatch import Impl, launcher, use_triton
-from ..linear.row_tiles import RowTiles
+from ...backends.dispatch import Impl, launcher, use_triton
+from ...linear.row_tiles import RowTiles
 from .select_route_cuda import launch_select_route, suits_select_route
 from .selection import SelectionRule, check_logits, empty_selection, select_experts
 
@@ -51,7 +51,7 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
         return route_reference(experts, first, count, rows)
     routing = _empty_tiles(experts, count, rows)
     if experts.numel():
-        launcher("moe.routing_triton", "launch_route")(experts, first, count, routing)
+        launcher("moe.router.routing_triton", "launch_route")(experts, first, count, routing)
     else:
         routing.ends.zero_()
         routing.counts.zero_()

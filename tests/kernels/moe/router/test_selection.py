@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.moe.routing import route_reference, select_and_route
-from pdserve.kernels.moe.select_route_cuda import suits_select_route
-from pdserve.kernels.moe.selection import SelectionRule, select_experts, select_experts_reference
+from pdserve.kernels.moe.router.routing import route_reference, select_and_route
+from pdserve.kernels.moe.router.select_route_cuda import suits_select_route
+from pdserve.kernels.moe.router.selection import SelectionRule, select_experts, select_experts_reference
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
-from ..linear.row_tiles import RowTiles
+from ...backends.overlap_triton import overlap_options, start_next, wait_for_previous
+from ...linear.row_tiles import RowTiles
 
 _CHUNK = 256
 

@@ -374,6 +374,9 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         self._endpoints[connection.name].backoff_s = self.timing.reconnect_min_s
         self._beat(connection, now)  # tells prefill that its Welcome arrived
         self._set_paired(connection, connection.name)
+        for other in self._sessions():  # a server that was lost and is back still has its other addresses
+            if other.state is SessionState.ALIAS and other.instance == welcome.instance:
+                self._emit(PeerAlias(other.name, welcome.instance))
 
     def _set_refused(self, session: _Connection, reason: str) -> None:
         super()._set_refused(session, reason)

@@ -316,6 +316,23 @@ def test_two_addresses_of_one_server_are_one_peer(cluster: Cluster) -> None:
         client.close()
 
 
+def test_another_address_of_a_server_is_known_again_after_silence(cluster: Cluster) -> None:
+    """Requests that named it waited for a server at that address, in vain."""
+    server, _ = cluster.prefill()
+    with TcpProxy(server.port) as proxy:
+        client, below = cluster.decode("d1", proxy.port)
+        below.wait(PeerUp)
+        client.connect(f"localhost:{server.port}")
+        below.wait(PeerAlias)
+        proxy.flows.clear()
+        below.wait(PeerLost)
+        proxy.flows.set()
+        below.wait(PeerUp, 2)
+        assert below.wait(PeerAlias, 2) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))] * 2
+        assert proxy.connections == 1
+        client.close()
+
+
 def test_port_in_use_is_named_in_the_error(cluster: Cluster) -> None:
     server, _ = cluster.prefill()
     with pytest.raises(StartupError, match=rf"bootstrap port {server.port} on 127.0.0.1 is in use.*--bootstrap-port"):

@@ -256,7 +256,7 @@ class Arrivals:
         may, or the prompt fails with an error that allows the client to retry. The pages are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
-        if begun >= MAX_ATTEMPTS and not self._dispatcher.can_compute(prompt.tokens):
+        if begun >= MAX_ATTEMPTS and not self._dispatcher.can_compute_prompt(prompt):
             message = f"failed after {begun} attempts: {prompt.last_problem}"
             self._endings.end_all(prompt, UnavailableError(message, retry_after_s=1), now)
             return

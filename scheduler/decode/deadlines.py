@@ -58,7 +58,7 @@ class Deadlines:
         match request.state:
             case State.PREFILLING:
                 ends.append((since + limits.prefill_timeout_s, "prefill_timeout_s"))
-            case State.QUEUED if self._dispatcher.can_compute(prompt.tokens):
+            case State.QUEUED if self._dispatcher.can_compute_prompt(prompt):
                 pass  # it needs no prefill server
             case State.QUEUED if (lost_at := self._peers.absent_since(prompt.endpoint)) is not None:
                 ends.append((max(since, lost_at, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
@@ -76,7 +76,11 @@ class Deadlines:
         most = self._dispatcher.largest_local
         if not most:
             return ""
-        return f"this server computes prompts of up to {most:.0f} tokens (hot pool), and this one has {prompt.tokens}"
+        if prompt.tokens <= most:
+            samples = len(prompt.waiting)
+            return f"this server's KV pool does not hold the prompt and {samples} samples while it computes them"
+        pool = "hot pool" if self._limits.window is None else "KV pool"
+        return f"this server computes prompts of up to {most:.0f} tokens ({pool}), and this one has {prompt.tokens}"
 
     def _error(self, request: Request, field: str, now: float) -> RequestError:
         limits, prompt = self._limits, request.prompt

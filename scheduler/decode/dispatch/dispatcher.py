@@ -12,7 +12,7 @@ from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
 from ..memory.resources import Resources
 from ..requests.request import LocalPrompt, Prompt, Request
-from ..requests.reservation import Reservation, pages_needed, reserve
+from ..requests.reservation import Reservation, fits_to_compute, pages_needed, reserve
 from .local_prefill import LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
@@ -194,8 +194,12 @@ class PrefillDispatcher:
         )
 
     def can_compute(self, tokens: int) -> bool:
-        """Whether this server may compute prompts, and can compute one of `tokens` tokens."""
+        """Whether this server may compute prompts, and can compute one of `tokens` tokens, for one sample."""
         return tokens <= self.largest_local
+
+    def can_compute_prompt(self, prompt: Prompt) -> bool:
+        """Whether this server may and can compute a prompt for all its samples."""
+        return self.can_compute(prompt.tokens) and fits_to_compute(prompt, self._pages.num_pages, self.limits)
 
     @property
     def largest_local(self) -> float:

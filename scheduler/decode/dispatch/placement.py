@@ -77,7 +77,9 @@ class PlacementInputs:
     local_shared: int = 0
     """As `remote_shared`, on this server."""
     local_fits: bool = True
-    """This server can compute the prompt, now or later. With HiSparse, the hot pool has to hold all its rows."""
+    """This server can compute the prompt, now or later. With HiSparse, the hot pool has to hold all its rows; with a
+    window, the KV pool all its pages beside those of its samples.
+    """
     local_room: bool = True
     """The rows of the prompt fit the hot pool now, beside those of other requests."""
 

@@ -7,6 +7,7 @@ from ...store.kv_store import KvStore
 from ..memory.resources import Resources
 from ..requests.limits import MAX_ATTEMPTS
 from ..requests.request import Attempt, LocalPrompt, Prompt
+from ..requests.reservation import fits_to_compute
 from .local_prefill import LocalPrefill
 from .placement import Costs, Placement, PlacementInputs
 from .placement import place as decide
@@ -115,7 +116,8 @@ class Placer:
             local_open=local_open,
             local_ahead=self._local.tokens_before(tokens),
             local_shared=shared,
-            local_fits=prompt.tokens <= self._memory.largest_prompt,
+            local_fits=prompt.tokens <= self._memory.largest_prompt
+            and fits_to_compute(prompt, self._memory.pages.num_pages, self._limits),
             local_room=self._memory.may_compute(prompt, shrink=False),
         )
 

@@ -42,6 +42,20 @@ def first_unfreed_page(prompt_tokens: int, window: int | None, page_size: int) -
     return min(first_visible_page(prompt_tokens, window, page_size), pages_for(prompt_tokens, page_size) - 1)
 
 
+def fits_to_compute(prompt: Prompt, num_pages: int, limits: DecodeLimits) -> bool:
+    """Whether a pool of `num_pages` pages can hold what `reserve` takes for a prompt that is computed here: also its
+    pages behind the window, beside those of its samples. Without a window, prompts for which it cannot are refused.
+    """
+    page_size, window = limits.page_size, limits.window
+    if window is None:
+        return True
+    count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
+    visible = first_unfreed_page(prompt.tokens, window, page_size)
+    most_tokens = [min(request.most_kv_tokens, prompt.tokens + limits.growth_tokens) for request in prompt.waiting]
+    growth = sum(growth_pages(count - visible, visible, tokens, page_size, window) for tokens in most_tokens)
+    return count + (count - full) * (len(most_tokens) - 1) + growth <= num_pages
+
+
 def growth_pages(held: int, first: int, kv_tokens: int, page_size: int, window: int | None) -> int:
     """The most pages that a sequence takes in addition to `held` pages, from page `first` on, until it has `kv_tokens`
     tokens.

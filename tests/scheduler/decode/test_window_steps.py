@@ -10,6 +10,7 @@ from pdserve.memory.pages import PageAllocator, most_visible_pages
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.requests.reservation import pages_needed, reserve
+from pdserve.scheduler.messages.frontend import Submit
 from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
@@ -94,6 +95,37 @@ def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
     assert f"{most} tokens" in simulator.failures[too_long].message
     run(simulator, most_held=PAGES)
     assert [simulator.output[rid] for rid in rids] == [90] * 4
+    simulator.finish()
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_prompt_and_samples_that_decode_cannot_compute_do_not_wait_for_memory(servers: int) -> None:
+    """Its pool has room for the prompt with three samples, and for the windows of more. So four samples wait for a
+    prefill server; they waited for pages once, which never became free, and so did all prompts behind them.
+    """
+    simulator = Simulator(
+        window=6, prefill_window=6, local_prefill="auto", prefill_pages=40, endpoints=["a:1"][:servers]
+    )
+    three, four = (f"{samples} samples" for samples in (3, 4))
+    for rid, samples in ((three, 3), (four, 4)):
+        rids = [rid, *(f"{rid}, {sample}" for sample in range(1, samples))]
+        simulator.submitted.update(rids)
+        sampling = SamplingParams(max_new_tokens=4)
+        simulator.decode.submit(
+            Submit(rid, tuple(range(samples, 38 + samples)), sampling, more_rids=tuple(rids[1:])), simulator.now
+        )
+    for _ in range(400):
+        simulator.work()
+        simulator.check()
+        simulator.pass_time(0.02)
+    assert not simulator.decode.requests
+    assert simulator.output[three] == 4
+    if servers:
+        assert simulator.output[four] == 4
+    else:
+        failed = simulator.failures[four]
+        assert (failed.status, failed.code) == (503, "unavailable")
+        assert "this server's KV pool does not hold the prompt and 4 samples" in failed.message
     simulator.finish()
 
 

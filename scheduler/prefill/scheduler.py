@@ -391,7 +391,7 @@ class PrefillScheduler:
             return False
         most = request.prompt_tokens - 1
         logprobs = request.destination.logprobs
-        if logprobs is not None and logprobs.start is not None:
+        if logprobs is not None and logprobs.start is not None and not request.destination.output_tokens:
             most = min(most, max(0, logprobs.start - 1))  # the first log-probability needs the logits before it
         first_sent = request.destination.prefix_tokens // self.limits.page_size
         prefix = self.cache.match(request.prompt, most, first_sent)

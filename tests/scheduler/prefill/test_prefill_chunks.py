@@ -168,3 +168,13 @@ def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
     scheduler.advance(0.0)
     assert looked_up == [200, 201, 202, 202]
     assert [request.grant is not None for request in scheduler.requests.values()] == [True]
+
+
+def test_prompt_that_was_scored_before_a_retraction_is_taken_from_the_cache() -> None:
+    """Log-probabilities of a prompt are computed once; after a retraction only its KV is missing."""
+    prefill, prompt = Prefill(), list(range(300))
+    scored = LogprobParams(start=0)
+    prefill.serve(prompt[:280], list(range(25)), destination(1, logprobs=scored))
+    prefill.rows.clear()
+    prefill.serve(prompt, list(range(25)), destination(2, logprobs=scored, output_tokens=20))
+    assert [row.start for row in prefill.rows] == [280 // PAGE * PAGE]

@@ -114,8 +114,7 @@ class Arrivals:
             return None
         self._dispatcher.local.remove(prompt)
         self._dispatcher.pace.served(now)
-        self._counters["prompt_tokens"] += prompt.tokens
-        self._counters["prefix_tokens_reused"] += local.cached - local.stored
+        self._count_prompt(prompt, local.cached - local.stored)
         done = PrefillDone(
             key=TransferKey(prompt.prompt_id, prompt.attempts),
             first_tokens=result.drawn,
@@ -235,13 +234,18 @@ class Arrivals:
         self._counters["transfer_bytes"] += done.bytes_written
         self._counters[f"path_bytes_{path}"] += done.bytes_written
         self._counters["transfer_writes"] += done.writes
-        self._counters["prompt_tokens"] += prompt.tokens
-        self._counters["prefix_tokens_reused"] += attempt.prefix_tokens - attempt.unseen_tokens
+        self._count_prompt(prompt, attempt.prefix_tokens - attempt.unseen_tokens)
         if attempt.expected_cached is not None:
             self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
         sent_at = prompt.waiting[0].lifecycle.since
         self._rates.transfers.ended(now - sent_at - done.queue_s - done.compute_s, now)
+
+    def _count_prompt(self, prompt: Prompt, reused: int) -> None:
+        """Count the tokens of a prompt, and those that were `reused`: once, not again after a retraction."""
+        if not prompt.output_tokens:
+            self._counters["prompt_tokens"] += prompt.tokens
+            self._counters["prefix_tokens_reused"] += reused
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
         """Copy the last page of the prompt to a sample that has its own."""

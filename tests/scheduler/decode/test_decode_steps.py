@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode import scheduler as decode_module
 from pdserve.scheduler.decode.admission import Admission
 from pdserve.scheduler.decode.requests.request import Request
@@ -119,6 +120,18 @@ def test_requests_finish_when_the_pool_is_exhausted(stages: int, overlap: bool) 
     run_to_the_end(simulator, 400)
     assert simulator.decode.counters["retractions"] > 0
     assert simulator.decode.counters["requests_finished"] == 3
+
+
+@pytest.mark.parametrize("local_prefill", ["never", "always"])
+def test_prompt_tokens_are_counted_once(local_prefill: LocalPrefillSetting) -> None:
+    """Not again when the KV of a retracted request is computed again, together with its output."""
+    simulator = Simulator(retract_pages=0, prefix_cache=False, local_prefill=local_prefill)
+    for _ in range(3):
+        simulator.submit(12, 0, 20, 1, None, 0)
+    run_to_the_end(simulator, 400)
+    assert simulator.decode.counters["retractions_recomputed"] > 0
+    assert simulator.decode.counters["requests_finished"] == 3
+    assert simulator.decode.counters["prompt_tokens"] == 3 * 12
 
 
 def running_steps(simulator: Simulator, requests: int, **sampling: float) -> list[DecodeStep]:

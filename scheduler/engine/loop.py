@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from ...configs.errors import PdserveError
 from ...configs.stuck import ABSENCE_S
+from ...configs.words import counted
 from ...transfer.protocol.messages import Load
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import Stop, ToFrontendBatch
@@ -241,6 +242,8 @@ class EngineLoop(Generic[EngineT]):
             return all(engine.answered() for engine in self.engines)
         if not self._failed_all:
             self._failed_all = True
+            if open_requests := sum(len(engine.scheduler.requests) for engine in self.engines):
+                log.warning("drain deadline (shutdown_timeout_s): %s cut off", counted(open_requests, "request"))
             self._fail_all("the server was shut down before the request was done", now)
         return not any(engine.writes() for engine in self.engines) or now >= self._stop_at + LAST_WRITES_S
 

@@ -307,7 +307,8 @@ class Frontend:
                 if first is not None:
                     if stopping.done():
                         break
-                    log.warning("%s again: stopping now", signalled.result().name)
+                    work = counted(*self._leader.open_work())
+                    log.warning("%s again: stopping now, %s cut off", signalled.result().name, work)
                     process.kill()
                     return 128 + signalled.result()
                 first = signalled.result()

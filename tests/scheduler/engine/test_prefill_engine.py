@@ -171,7 +171,9 @@ def test_prefill_done_that_cannot_be_queued_fails_its_transfer(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["hang", "end"])
-def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Engine, ends: bool) -> None:
+def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(
+    engine: Engine, ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Otherwise decode would only see a closed connection, and quarantine the pages. After LAST_WRITES_S the server
     exits, also if writes have not ended.
     """
@@ -204,6 +206,7 @@ def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(engine: Eng
     assert heard == ([TransferFailed(KEY, reason, retryable=True, leaving=True)] if ends else [])
     assert ends or waited_s >= LAST_WRITES_S
     engine.ranks.tell.assert_any_call(CancelChunks(DECODE, KEY))
+    assert caplog.messages.count("drain deadline (shutdown_timeout_s): 1 request cut off") == 1
 
 
 def test_routes_of_a_closed_peer_are_ignored(engine: Engine) -> None:

@@ -304,6 +304,7 @@ def test_second_signal_kills_a_leader_that_does_not_respond(model: Path, tmp_pat
             assert answer.result().status_code == 503
         code, stderr = running.end(within_s=30)
         assert code == 130, stderr
+        assert "SIGINT again: stopping now, 1 request cut off" in stderr
         check_gone(leader)
 
 

@@ -1,13 +1,15 @@
 """`pdserve plan`: prints the sizes of a decode server on given GPUs."""
 
+import contextlib
 import dataclasses
 import json
 
 from ...configs.errors import StartupError
+from ...configs.schema import DecodeConfig
 from ...models.loading.catalog import ModelSource, locate_geometry
 from ...models.loading.hub import find_on_hub
 from ..launch.startup_checks import check_layout
-from .options import DEFAULT_CONTEXT, GIB, PlanOptions
+from .options import DEFAULT_CONTEXT, DEFAULT_GPUS, GIB, PlanOptions
 from .sizes import Sizes, plan_sizes
 
 
@@ -17,6 +19,8 @@ def run_plan(options: PlanOptions) -> int:
     source = locate_geometry(model) if found_on_hub is None else found_on_hub.source()
     if source is None:
         raise StartupError(f"model {model!r}: plan needs a config.json; give the model in its original format")
+    if options.choose_tp:
+        options = dataclasses.replace(options, config=_with_fitting_tp(options, source))
     check_layout(options.config, source)
     device_bytes = int((options.gpus.gib - options.reserve_gib) * GIB)
     context = options.context or min(DEFAULT_CONTEXT, source.config.context_length)
@@ -30,6 +34,17 @@ def run_plan(options: PlanOptions) -> int:
     )
     print(_as_json(options, context, found) if options.as_json else _as_text(options, source, context, found))
     return 0
+
+
+def _with_fitting_tp(options: PlanOptions, source: ModelSource) -> DecodeConfig:
+    """With the largest tp that divides the number of GPUs and that the model allows; unchanged if there is none."""
+    for tp in range(options.gpus.count, 0, -1):
+        config = options.config.model_copy(update={"tp": tp})
+        with contextlib.suppress(StartupError):
+            if options.gpus.count % tp == 0:
+                check_layout(config, source)
+                return config
+    return options.config
 
 
 def _servers(options: PlanOptions) -> int:
@@ -94,6 +109,8 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
         lines += ["", *(_advice(sizes, len(found) > 1) for sizes in found if sizes.requests)]
     if _servers(options) > 1:
         lines += ["", f"{_servers(options)} such servers fit on {gpus.count} GPUs"]
+    if options.assumed_gpus:
+        lines += ["", f"--gpus was not given: {DEFAULT_GPUS} are assumed, not the GPUs of this machine"]
     return "\n".join(lines)
 
 

@@ -24,6 +24,7 @@ GPU_GIB: Mapping[str, float] = {
 """Memory that torch reports (`total_memory`). Measured on the H200; the others are approximate."""
 WITHOUT_FP8 = ("A100", "A100-40GB")
 """GPUs of a compute capability below 8.9: fp8 weights are expanded there, and indexer keys stay in 16 bits."""
+DEFAULT_GPUS = "8xH200"
 DEFAULT_CONTEXT = 65536
 RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
@@ -68,7 +69,8 @@ class Gpus:
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """A decode server, the GPUs it may use, and the requests to fit. `hisparse`: None plans with and without it.
-    `context`: None is DEFAULT_CONTEXT, or what the model supports.
+    `context`: None is DEFAULT_CONTEXT, or what the model supports. `choose_tp`: neither tp nor pp was given, so tp may
+    be lowered from the number of GPUs to a divisor of it that the model allows. `assumed_gpus`: no GPUs were given.
     """
 
     config: DecodeConfig
@@ -77,12 +79,14 @@ class PlanOptions:
     reserve_gib: float
     hisparse: bool | None
     as_json: bool
+    choose_tp: bool
+    assumed_gpus: bool
 
 
 def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     plan = parser.add_argument_group("plan")
     plan.add_argument(
-        "--gpus", default="8xH200", metavar="NxGPU", help=f"{', '.join(GPU_GIB)} or a size as 8x80GiB (default: 8xH200)"
+        "--gpus", metavar="NxGPU", help=f"{', '.join(GPU_GIB)} or a size as 8x80GiB (default: {DEFAULT_GPUS})"
     )
     plan.add_argument(
         "--context",
@@ -103,10 +107,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_plan_options(options: argparse.Namespace) -> PlanOptions:
-    """Raises StartupError for values that cannot be planned. Without `--tp` and `--pp`, tp is the number of GPUs."""
+    """Raises StartupError for values that cannot be planned. Without `--tp` and `--pp`, tp is the number of GPUs, as
+    far as the model allows.
+    """
     given = dict(given_flags(options, PLAN_SETTINGS))
-    gpus = parse_gpus(options.gpus)
-    if "tp" not in given and "pp" not in given:
+    gpus = parse_gpus(DEFAULT_GPUS if options.gpus is None else options.gpus)
+    choose_tp = "tp" not in given and "pp" not in given
+    if choose_tp:
         given["tp"] = str(gpus.count)
     hisparse = given.get("enable_hisparse")
     config = build_config(DecodeConfig, (("from the command line", given),))
@@ -122,6 +129,8 @@ def read_plan_options(options: argparse.Namespace) -> PlanOptions:
         reserve_gib=options.reserve_gib,
         hisparse=None if hisparse is None else bool(hisparse),
         as_json=options.json,
+        choose_tp=choose_tp,
+        assumed_gpus=options.gpus is None,
     )
 
 

@@ -238,6 +238,33 @@ def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
+    ("model", "gpus", "tp", "servers"),
+    [
+        ("smollm2", "8xH200", 1, 8),
+        ("smollm2", "6xH200", 3, 2),
+        ("qwen3-8b", "6xH200", 2, 3),
+        ("qwen3-8b", "3xH200", 1, 3),
+    ],
+)
+def test_tp_is_the_largest_that_the_model_allows_and_that_divides_the_gpus(
+    model: str, gpus: str, tp: int, servers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = plan(capsys, "--model", model, "--gpus", gpus, "--context", "1k")
+    assert (document["tp"], document["servers"]) == (tp, servers)
+
+
+def test_plan_without_flags_is_for_the_embedded_model_and_names_the_assumed_gpus(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("smollm2 (llama), tp 1, pp 1, on 1 of 8 x H200")
+    assert "--gpus was not given: 8xH200 are assumed" in text
+    assert main(["plan", "--gpus", "8xH200"]) == 0
+    assert "assumed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--model", "qwen3-8b", "--context", "64k"), "more than the 40960 tokens of qwen3-8b"),
@@ -248,7 +275,7 @@ def test_several_servers_share_the_gpus(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (("--model", "qwen3-8b", "--tp", "16"), "tp x pp = 16 ranks need as many GPUs"),
         (
-            ("--model", "qwen3-8b", "--gpus", "3xH200", "--context", "1k"),
+            ("--model", "qwen3-8b", "--gpus", "3xH200", "--tp", "3", "--context", "1k"),
             "tp = 3 does not divide num_attention_heads = 32: --tp may be 1, 2",
         ),
         (("--model", "qwen3-8b", "--rate", "4"), "--rate is for a load: give --input-len N or --trace FILE, too"),

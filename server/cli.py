@@ -117,7 +117,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     parser.set_defaults(parser=parser)
     parser.add_argument("--version", action="store_true", help="same as the command 'version'")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     parser.set_defaults(commands=commands)
 
     def command(name: str, summary: str, *flags: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -166,6 +166,8 @@ def version_line() -> str:
 
 def _run(arguments: Sequence[str]) -> int:
     parser = make_parser(arguments[0] if arguments and not arguments[0].startswith("-") else None)
+    if arguments and not arguments[0].startswith("-"):
+        _check_command(arguments[0], parser.get_default("commands").choices)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         flags = [word for word in unknown if word.startswith("--")]
@@ -283,6 +285,16 @@ def _add_pair_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
+
+
+def _check_command(name: str, known: Collection[str]) -> None:
+    if name in known:
+        return
+    if name == "router":
+        raise StartupError("unknown command 'router': put sglang-router or smg before the servers (see README.md)")
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(known)}"
+    raise StartupError(f"unknown command {name!r}: {hint} (see 'pdserve --help')")
 
 
 def _unknown_argument(options: argparse.Namespace, commands: Iterable[argparse.ArgumentParser], word: str) -> str:

@@ -178,7 +178,7 @@ class Chat:
 def served_model(client: httpx.Client) -> str:
     """The name of the model; raises StartupError when the server cannot be asked."""
     try:
-        response = client.get("/v1/models")
+        response, health = client.get("/v1/models"), client.get("/health")
     except httpx.HTTPError as error:
         raise StartupError(
             f"no server answers at {client.base_url} ({describe(error)}); start one with 'pdserve up', or give --url"
@@ -187,6 +187,8 @@ def served_model(client: httpx.Client) -> str:
         raise StartupError(f"{client.base_url} {NEEDS_KEY}")
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")
+    if '"role":"prefill"' in health.text:
+        raise StartupError(f"{client.base_url} is a prefill server: give the URL of the decode server")
     return str(response.json()["data"][0]["id"])
 
 

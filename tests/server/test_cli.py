@@ -40,6 +40,14 @@ def test_help_is_printed_without_arguments() -> None:
         assert re.search(rf"^    {command} +\w", result.stdout, re.MULTILINE)
 
 
+def test_help_of_a_command_is_about_that_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["top", "--help"])
+    assert "model families" not in capsys.readouterr().out
+    assert main([]) == 0
+    assert "model families" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("spelling", ["version", "--version"])
 def test_version_prints_all_versions(spelling: str) -> None:
     result = pdserve(spelling)
@@ -70,7 +78,10 @@ def test_version_prints_all_versions(spelling: str) -> None:
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),
         (["decode", "--config=absent.yaml"], "--config absent.yaml: no such file, and no preset of that name"),
         (["prefill", "--host=0.0.0.0"], "host 0.0.0.0 exposes the control port: set cluster_key"),
-        (["prefil"], "invalid choice: 'prefil'"),
+        (["prefil"], "unknown command 'prefil': did you mean prefill? (see 'pdserve --help')"),
+        (["server"], "unknown command 'server': did you mean serve"),
+        (["run"], "unknown command 'run': the commands are prefill, decode, serve,"),
+        (["router"], "unknown command 'router': put sglang-router or smg before the servers"),
         (["up", "--port=x"], "port: must be a whole number, got 'x' from the command line"),
         (["up", "--nnodes=2"], "unknown argument --nnodes: it is for 'pdserve prefill' and 'pdserve decode'"),
         (["demo", "--max-new-tokens=0"], "argument --max-new-tokens: must be a whole number, at least 1, got '0'"),

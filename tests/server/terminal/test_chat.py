@@ -100,6 +100,11 @@ async def test_failed_message_is_reported_and_forgotten(
     assert "pdserve: error: no prefill server is paired" in capfd.readouterr().err
 
 
+async def test_prefill_server_is_refused(prefill: RunningServer) -> None:
+    with pytest.raises(StartupError, match="is a prefill server: give the URL of the decode server"):
+        await start(prefill, "Hi\n", io.StringIO())
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -45,6 +45,7 @@ from .http_protocol import PatientHttpProtocol
 from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
+from .signals import SignalCopies
 from .startup_checks import check_startup
 from .tls import check_tls
 
@@ -116,12 +117,13 @@ class Frontend:
         self._fixed_role = fixed_role
         self._metrics = Metrics()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._copies = SignalCopies()
 
     async def serve(self, config: AnyServerConfig, sampling: SamplingParams, http_socket: socket.socket) -> int:
         """Run to the end and return the exit code; raises StartupError when the leader cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
+            loop.add_signal_handler(number, self._on_signal, number)
         self._tracing = start_tracing(config.otlp_endpoint, config.role, package_version(), os.environ)
         self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
@@ -147,6 +149,10 @@ class Frontend:
                 await asyncio.to_thread(self._tracing.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._copies.is_copy(number):
+            self._signals.put_nowait(number)
 
     def _http_server(self, config: AnyServerConfig) -> HttpServer:
         password = config.ssl_keyfile_password

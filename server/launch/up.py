@@ -23,6 +23,7 @@ from ...models.loading.catalog import locate_model
 from .children import ChildEndedError, Children
 from .model_files import with_local_model
 from .pair import PairConfig, check_ports
+from .signals import SignalCopies
 from .startup_checks import check_startup
 from .store_options import StoreOptions
 from .tls import check_tls, own_server_context
@@ -113,9 +114,12 @@ def running_pair(config: PairConfig, console: Console, store: StoreOptions | Non
     children = Children(console)
     hurry = threading.Event()
     signalled = False
+    copies = SignalCopies()
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         nonlocal signalled
+        if copies.is_copy(number):
+            return
         if signalled:
             hurry.set()
         else:

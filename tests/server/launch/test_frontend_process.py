@@ -32,6 +32,7 @@ from pdserve.server.bench.command import run_bench
 from pdserve.server.bench.options import BenchOptions, add_bench_flags, read_bench_options
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
+from pdserve.server.launch.signals import COPY_S
 from pdserve.server.launch.tls import own_server_context
 from pdserve.server.terminal.chat import run_chat
 from pdserve.server.terminal.options import (
@@ -300,6 +301,7 @@ def test_second_signal_kills_a_leader_that_does_not_respond(model: Path, tmp_pat
             running.process.send_signal(signal.SIGINT)
             running.wait_state("stopping")
             assert httpx.get(f"{running.url}/health", **DIRECT).status_code == 503
+            time.sleep(2 * COPY_S)
             running.process.send_signal(signal.SIGINT)
             assert answer.result().status_code == 503
         code, stderr = running.end(within_s=30)

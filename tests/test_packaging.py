@@ -58,7 +58,7 @@ def test_wheel_is_one_package_of_all_folders(built: Path) -> None:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*")
         if path.suffix in {".py", ".yaml", ".cu", ".cuh", ".html", ".css", ".js"}
-    } | {"pdserve/py.typed", "pdserve/__main__.py"}
+    } | {"pdserve/py.typed"}
     assert ours - names == set()
     others = {name for name in names if not name.startswith(("pdserve/", f"pdserve-{PROJECT['version']}.dist-info/"))}
     assert others == set()
@@ -84,8 +84,7 @@ def test_installed_wheel_imports_and_runs(installed_python: Path, tmp_path: Path
     where, version = run(installed_python, "-I", "-c", script, cwd=tmp_path).splitlines()
     assert Path(where).is_relative_to(installed_python.parents[1])
     assert version.startswith(f"pdserve {PROJECT['version']}, ")
-    for module in ("pdserve", "pdserve.server"):
-        assert run(installed_python, "-I", "-m", module, "version", cwd=tmp_path).strip() == version
+    assert run(installed_python, "-I", "-m", "pdserve.server", "version", cwd=tmp_path).strip() == version
     assert run(installed_python.with_name("pdserve"), "version", cwd=tmp_path).strip() == version
     script = "from pdserve.configs.load import find_config_file; print(find_config_file('local'))"
     preset = run(installed_python, "-I", "-c", script, cwd=tmp_path).strip()

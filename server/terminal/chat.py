@@ -187,7 +187,7 @@ def served_model(client: httpx.Client) -> str:
         raise StartupError(f"{client.base_url} {NEEDS_KEY}")
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")
-    if '"role":"prefill"' in health.text:
+    if _role_of(health) == "prefill":
         raise StartupError(f"{client.base_url} is a prefill server: give the URL of the decode server")
     return str(response.json()["data"][0]["id"])
 
@@ -208,6 +208,14 @@ def _converse(chat: Chat, model: str) -> int:
         if line.strip():
             chat.take(line)
     return 0
+
+
+def _role_of(health: httpx.Response) -> str | None:
+    """The role that pdserve reports in `/health`. Other servers may have an empty body there."""
+    try:
+        return str(health.json()["role"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _error_of(response: httpx.Response) -> str:

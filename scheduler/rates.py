@@ -7,9 +7,11 @@ import collections
 SAMPLES = 16
 """Number of measurements that are kept."""
 REMEASURE_S = 60.0
-"""After this time without a transfer, a prompt that is computed here otherwise measures one."""
+"""After this time without a transfer, a prompt that would be computed here is sent to a prefill server instead, to
+measure a transfer.
+"""
 LARGE = 128
-"""The rate of this many units stands for larger numbers of units until those are measured."""
+"""Until larger numbers of units are measured, a rate measured for at least this many units is used for them."""
 
 
 class Rate:
@@ -40,7 +42,7 @@ class Rate:
 
 
 class TransferRate(Rate):
-    """Transfers per second. While prompts are computed here it is not measured, so measurements grow old."""
+    """Transfers per second. While all prompts are computed here, there are no transfers, and measurements get old."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,20 +51,20 @@ class TransferRate(Rate):
         self._again = False
 
     def ended(self, seconds: float, now: float) -> None:
-        """A transfer took `seconds`. If it was measured again, the old measurements do not count any more."""
+        """A transfer took `seconds`. If it was sent to measure again, old measurements are dropped."""
         if self._again:
             self._samples.clear()
         self._at, self._again = now, False
         self.measured(1, seconds)
 
     def is_old(self, now: float) -> bool:
-        """Whether to measure again. Slow transfers are measured less often: clients wait for them a hundredth of the
-        time at most.
+        """Whether to measure again. The slower transfers are, the less often: measuring takes at most a hundredth of
+        the time.
         """
         return self._at is not None and now - self._at >= max(REMEASURE_S, 100 / (self.per_s or 1))
 
     def measure_again(self, now: float) -> None:
-        """A prompt is sent to measure it."""
+        """A prompt is sent to a prefill server to measure a transfer."""
         self._at, self._again = now, True
 
 
@@ -74,7 +76,7 @@ class RateBySize(Rate):
     def __init__(self) -> None:
         super().__init__()
         self._by_size: collections.defaultdict[int, Rate] = collections.defaultdict(Rate)
-        """By the number of bits of the units."""
+        """By the bit length of the number of units."""
 
     def measured(self, units: int, seconds: float) -> None:
         super().measured(units, seconds)
@@ -98,7 +100,7 @@ class Rates:
         self.prefilled_tokens = RateBySize()
         """Computed by prefill servers."""
         self.transfers = TransferRate()
-        """One over the time that a prefill server costs beside its compute time and its queue."""
+        """Its inverse is the time that a prefill server adds to the queue and compute time of a prompt."""
         self.local_tokens = RateBySize()
         """Computed by this server, not counting its decode steps."""
 

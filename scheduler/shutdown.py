@@ -7,7 +7,7 @@ from ..transfer.control.thread import LAST_WORDS_S
 LAST_WRITES_S: Final = 0.5
 """Grace period after the drain deadline for cancelled writes to finish and be acknowledged."""
 STOP_S: Final = 3.0
-"""For ranks to exit after StopRank. A rank reads it when its current step has ended."""
+"""Time for ranks to exit after StopRank. A rank reads StopRank when its current step has ended."""
 CUDA_STOP_S: Final = 10.0
 """The same on GPUs: NCCL shuts down when all ranks do, and the driver destroys one context after another."""
 _MARGIN_S: Final = 1.5

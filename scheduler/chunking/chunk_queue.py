@@ -33,12 +33,14 @@ class Chunk(NamedTuple, Generic[T]):
 
 
 class ChunkQueue(Generic[T]):
-    """The queue of prompts that are computed.
+    """The queue of prompts that are computed, and the division of a step among them.
 
-    A step is for the highest priority. Half of it goes to the oldest prompt of that priority, so no prompt needs more
-    than twice the steps of first come, first served. The other half goes to the prompts with the fewest tokens left, so
-    a short prompt does not wait behind long ones. What they leave goes to the next prompts in the queue; but if a short
-    prompt ends in the step, only to other prompts that end in it, so that the step is shorter.
+    A step first serves the prompts of the highest priority. Half of its tokens go to the oldest of them, so no prompt
+    needs more than twice the steps of first come, first served. The other half goes to those with the fewest tokens
+    left, so a short prompt does not wait behind long ones. Tokens that are left go to the next prompts in the queue.
+
+    If a short prompt ends in the step, tokens that are left go only to other prompts that end in it too: the step is
+    shorter, and their first tokens come sooner.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -48,7 +50,9 @@ class ChunkQueue(Generic[T]):
         self._fully_scheduled: set[T] = set()
         """Prompts whose remaining tokens are all in steps in flight."""
         self._owed = 0
-        """Tokens that earlier steps owe to the oldest prompt: its half may be less than a page."""
+        """Tokens that earlier steps owe to the first prompt: its half of a step may be less than a page, and slices are
+        whole pages.
+        """
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fully_scheduled)
@@ -94,7 +98,7 @@ class ChunkQueue(Generic[T]):
         return chunks
 
     def _divide(self, budget: int) -> dict[T, int]:
-        """The token up to which each prompt is computed in the next step; the queue is not empty."""
+        """Divide the budget of the next step: returns the end of the slice of each prompt. The queue is not empty."""
         first = self._queue.first
         ends: dict[T, int] = {}
         if not self._queue.oldest_is_due:
@@ -112,21 +116,21 @@ class ChunkQueue(Generic[T]):
         return ends
 
     def _fill(self, ends: dict[T, int], prompts: Iterable[T], budget: int, *, whole: bool = False) -> int:
-        """Add slices of these prompts, in this order, up to `budget` tokens; with `whole`, only slices that end their
-        prompt. Returns the rest of the budget.
+        """Add slices of these prompts to `ends`, in this order, up to `budget` tokens in all. With `whole`, add only
+        slices that complete their prompt. Returns the rest of the budget.
         """
         for prompt in prompts:
             start = ends.get(prompt, prompt.scheduled)
             end = self._slice(prompt, start, budget)
             if start < prompt.prompt_tokens and (end == start or (whole and end < prompt.prompt_tokens)):
-                break  # less than a page is left
+                break  # the budget is less than a page, or with `whole` less than the rest of this prompt
             ends[prompt] = end
             budget -= end - start
         return budget
 
     def _slice(self, prompt: T, start: int, tokens: int) -> int:
-        """The end of a slice of at most `tokens` tokens. A slice that does not end its prompt ends on a page boundary,
-        so no page is sent twice.
+        """The end of a slice of at most `tokens` tokens. Only the last slice of a prompt may end inside a page, so no
+        page is sent twice.
         """
         end = min(prompt.prompt_tokens, start + tokens)
         return end if end == prompt.prompt_tokens else max(start, end - end % self._page_size)

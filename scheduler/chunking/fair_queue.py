@@ -28,7 +28,7 @@ class FairQueue(Generic[T]):
         self._in_order: list[T] = []
         self._by_arrival: collections.OrderedDict[T, None] = collections.OrderedDict()
         self._overtaken = 0
-        """Turns of others since the oldest had one, or became the oldest."""
+        """Turns of other requests since the oldest one had a turn, or became the oldest."""
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
         return request in self._by_arrival
 
     def __iter__(self) -> Iterator[T]:
-        """In the order of their turns; only `turn`, `push` and `remove` change it."""
+        """Iterates in the order of turns, which only `turn`, `push` and `remove` change."""
         if not self.oldest_is_due:
             yield from self._in_order
             return

@@ -1,7 +1,9 @@
-"""Prompts that are being computed, for prompts that begin with the same tokens.
+"""Finds a prompt that is being computed and begins with the same tokens as a new prompt.
 
-Such a prompt waits until the prefix cache has the shared pages, if they are a large part of it. Computed at the same
-time, both prompts would compute these pages.
+If the shared pages are a large part of the new prompt, it waits until they are in the prefix cache. Without the wait,
+both prompts would compute these pages.
+
+`leader` means the prompt that computes the shared pages here, not the leader process.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ LEAST_TOKENS = 64
 """A prompt does not wait for fewer shared tokens: on a GPU, a further step costs more than to compute them."""
 
 _Key = tuple[int, tuple[int, ...]]
-"""Cached tokens of a prompt, and the tokens of the page behind them."""
+"""The number of cached tokens of a prompt, and the tokens of its next page."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,7 +31,7 @@ class PrefixInProgress:
 
 
 class AwaitedPrefix(NamedTuple):
-    """A prompt has its tokens [0, end) in common with the prompt of `leader`, which computes them."""
+    """A prompt shares its tokens [0, end) with `leader`, which is computing them."""
 
     leader: PrefixInProgress
     end: int
@@ -41,7 +43,9 @@ class AwaitedPrefix(NamedTuple):
 
 
 class PrefixesInProgress:
-    """The prompts that one server computes, by the page that each computes next."""
+    """The prompts that one server computes, by the next page of each. A new prompt lacks the same page if it shares
+    that prefix, so one lookup finds the prompt to wait for.
+    """
 
     def __init__(self, page_size: int, step_tokens: int, *, enabled: bool = True) -> None:
         """`step_tokens`: most tokens of a step. A server without a prefix cache is not `enabled`."""
@@ -71,10 +75,11 @@ class PrefixesInProgress:
         leader.computed = len(leader.tokens)
 
     def find(self, tokens: Sequence[int], cached: int, most: int, priority: int) -> AwaitedPrefix | None:
-        """The prefix that a prompt should wait for; `cached` of its tokens are in the cache, and `most` may be.
+        """The prefix that a prompt should wait for, or None. `cached` of its tokens are in the cache; at most `most`
+        may come from there.
 
-        The shared tokens have to be at least half of those that the prompt lacks, and half of those that the other
-        prompt computes meanwhile: a short prompt does not wait for the steps of a long one.
+        The shared tokens must be at least half of the tokens that the prompt lacks, and at least half of the tokens
+        that the leader computes until it has them: a short prompt does not wait for the steps of a long one.
         """
         if not self._leaders:
             return None
@@ -90,7 +95,7 @@ class PrefixesInProgress:
         return AwaitedPrefix(leader, end)
 
     def _add(self, leader: PrefixInProgress) -> None:
-        """Of several prompts that compute the same page, others wait for the first one."""
+        """Register a leader. If several prompts compute the same page, others wait for the one registered first."""
         if self._enabled:
             leader.key = leader.computed, self._page(leader.tokens, leader.computed)
             self._leaders.setdefault(leader.key, leader)

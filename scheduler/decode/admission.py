@@ -36,20 +36,19 @@ class Admission:
     def admit(self, request: Request, now: float) -> None:
         """Admit a request whose KV is in its pages. This is the only transition into READY.
 
-        The request has all that it needs to run: with HiSparse its hot buffer, with all its rows if it is fully
-        resident.
+        With HiSparse, the request has its hot buffer already; if the buffer is fully resident, it holds all rows.
         """
         request.lifecycle.advance(State.READY, now)
         self._run_queue.ready.push(request)
 
     def admit_received(self, request: Request | None, now: float) -> None:
-        """Admit an ARRIVED request that has its hot buffer, with all its rows, from its prompt."""
+        """Admit an ARRIVED request that inherited the filled hot buffer of its prompt (HiSparse); None is ignored."""
         if request is not None:
             self._run_queue.arrived.take(request)
             self.admit(request, now)
 
     def admit_arrived(self, now: float) -> None:
-        """Admit ARRIVED requests in order. A request that finds no hot buffer takes that of a lower priority."""
+        """Admit ARRIVED requests in order. If no hot buffer is free, a request of a lower priority loses its own."""
         run_queue = self._run_queue
         run_queue.paused = None
         while len(run_queue.arrived):
@@ -61,7 +60,10 @@ class Admission:
                 self.admit(request, now)
 
     def advance(self, now: float) -> None:
-        """Give memory to whatever waits for it. Call once per loop turn."""
+        """Give memory to whatever waits for it. Call once per loop turn.
+
+        A failed allocation is recorded; `reclaim_lent` then takes lent pages back, and the allocation is tried again.
+        """
         self.admit_arrived(now)
         self._allocate_waiting(now)
         while self._memory.reclaim_lent([*self._run_queue.ready, *self._run_queue.running]):
@@ -69,8 +71,8 @@ class Admission:
         self._reopen_hot(now)
 
     def _allocate_waiting(self, now: float) -> None:
-        """Give pages to waiting requests: first retracted ones, then prompts; of prompts only those of a higher
-        priority while a retracted request waits. While a running request lacks a page, the others get none.
+        """Give pages to waiting requests: first to retracted ones, then to prompts. While a retracted request waits,
+        only prompts of a higher priority get pages. While a running request lacks a page, nobody else gets one.
         """
         if self.starving:
             return
@@ -82,20 +84,20 @@ class Admission:
             retracted.passed_by(priority)
 
     def _pages_to_keep(self) -> int:
-        """Pages to keep for running requests while enough requests are READY: a further request would only be
-        retracted when the running ones grow.
+        """Pages that new prompts must leave free. While enough requests are READY, this is all that running requests
+        may still need: another request would only be retracted when they grow.
         """
         if len(self._run_queue.ready) < READY_AHEAD or not len(self._dispatcher.queue):
             return 0
         return sum(self._memory.unreserved_growth(request) for request in self._run_queue.running)
 
     def _reopen_hot(self, now: float) -> None:
-        """Take an evicting request out of the batch, so that it becomes fully resident. Others run while its rows are
-        copied.
+        """Make one evicting request fully resident again, if pages are to spare: it loses its hot buffer, becomes
+        ARRIVED, and gets a larger buffer. Others run while its rows are copied.
         """
         run_queue = self._run_queue
         if len(run_queue.arrived):
-            return  # free hot pages are for them
+            return  # free hot pages are for ARRIVED requests
         request = self._memory.next_to_reopen(run_queue.running, len(self._requests))
         if request is None:
             return

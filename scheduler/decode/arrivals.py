@@ -61,8 +61,10 @@ class Arrivals:
 
     def prefill_done(self, done: PrefillDone, now: float) -> Request | None:
         """All KV and the first token of every sample have arrived. Returns the ARRIVED request whose hot buffer prefill
-        has written (HiSparse). While the cached prefix is being copied into that buffer, nothing happens yet, and
-        `prefix_loaded` follows.
+        has written (HiSparse), if there is one.
+
+        If the cached prefix is still being copied into that buffer, only `done` is kept: `prefix_loaded` calls this
+        again when the copy has ended.
         """
         self._remote.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
         prompt = self._remote.prompts.get(done.key)
@@ -94,12 +96,12 @@ class Arrivals:
         return self.prefill_done(done, now) if done is not None and not attempt.given_up else None
 
     def written_back(self, request: Request) -> None:
-        """The rows that prefill wrote to the hot buffer of a request are in host memory: its prompt can be shared."""
+        """The rows that prefill wrote to a hot buffer are in host memory now: the prompt may enter the prefix cache."""
         self._uncached.append(request)
 
     def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> Request | None:
-        """A step of `seconds` seconds has computed a chunk. The last one of a prompt has the first tokens. Returns the
-        ARRIVED request that has got the hot buffer of the prompt (HiSparse).
+        """A step of `seconds` seconds has computed a chunk. The last chunk of a prompt brings the first tokens. Returns
+        the ARRIVED request that inherits the hot buffer of the prompt (HiSparse), if there is one.
         """
         local, prompt = chunk.prompt, chunk.prompt.prompt
         if not self._dispatcher.local.computed(chunk, seconds):
@@ -142,7 +144,7 @@ class Arrivals:
         return heir
 
     def transfer_failed(self, failed: TransferFailed, now: float) -> None:
-        """The writer has stopped before the end, or has refused to begin. Stale keys are ignored."""
+        """Prefill has stopped writing before the end, or has refused to begin. Stale keys are only counted."""
         prompt = self._remote.prompts.get(failed.key)
         self._counters["stale_messages" if prompt is None else "transfers_failed"] += 1
         if prompt is not None:
@@ -158,7 +160,9 @@ class Arrivals:
             self._endings.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Retry what a lost prefill server has not finished; it may still be writing."""
+        """Retry the prompts that a lost prefill server has not finished. Their old pages are quarantined, because the
+        server may still be writing.
+        """
         for prompt in self._remote.of_peer(instance):
             self._remote.give_up(prompt, f"prefill server lost: {reason}", abort=True)
             self._retry_or_fail(prompt, now)
@@ -174,8 +178,8 @@ class Arrivals:
             self._endings.end_all(prompt, ServerError(f"prefill broke the protocol: {problem}"), now)
 
     def _arrived(self, prompt: Prompt, done: PrefillDone, now: float, received: Attempt | None = None) -> None:
-        """The KV of a prompt is in its pages: its requests are ARRIVED, each with its first token. With `received`, the
-        rows are in the hot buffer of that attempt, for the only request.
+        """The KV of a prompt is in its pages: its requests become ARRIVED, each with its first token. With `received`,
+        the rows are in the hot buffer of that attempt instead, and the prompt has only one request.
         """
         grant = prompt.grant
         assert grant is not None, f"prompt {prompt.prompt_id} arrived without pages"
@@ -199,8 +203,8 @@ class Arrivals:
 
     def prefix_stored(self, local: LocalPrompt, tokens: int, now: float) -> None:
         """A load from the KV store has ended: the first `tokens` tokens of a prompt are in its pages; 0 if nothing was
-        loaded. The rest is computed here. If the placement counted on more, the prompt is queued again, once: a prefill
-        server may be faster.
+        loaded. The rest is computed here. If the placement expected many more stored tokens, the prompt is queued and
+        placed again, once: without them, a prefill server may be faster.
         """
         prompt, dispatcher = local.prompt, self._dispatcher
         expected = prompt.cached_estimate[1] if prompt.stored_estimate and prompt.cached_estimate is not None else 0
@@ -215,8 +219,8 @@ class Arrivals:
         dispatcher.start_local(local)
 
     def insert_some(self) -> None:
-        """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: all
-        pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
+        """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: to add
+        all pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
         """
         while self._uncached and (self._uncached[0].grant is None or self._uncached[0].state not in WITH_KV):
             self._uncached.popleft()
@@ -248,7 +252,9 @@ class Arrivals:
             self._counters["prefix_tokens_reused"] += reused
 
     def _copy_tail(self, prompt: Prompt, request: Request, grant: PageGrant[KvPage]) -> None:
-        """Copy the last page of the prompt to a sample that has its own."""
+        """Copy the last page of the prompt to a sample that has its own copy of that page. Samples share full pages;
+        they write different tokens into the last one.
+        """
         full, within = divmod(prompt.tokens, self._page_size)
         if within and request.pages[full] != grant.pages[full]:
             self._memory.copy_page(grant.pages[full], request.pages[full])
@@ -256,8 +262,9 @@ class Arrivals:
     # -- retry -------------------------------------------------------------------------------------------------
 
     def _retry_or_fail(self, prompt: Prompt, now: float) -> None:
-        """After a failed attempt: queue the prompt again, once, at the head. After that, this server computes it, if it
-        may, or the prompt fails with an error that allows the client to retry. The pages are in quarantine already.
+        """After a failed attempt, queue the prompt again, before new prompts. When MAX_ATTEMPTS have failed, it is
+        queued only if this server may compute it; otherwise it fails with an error that allows the client to retry.
+        The pages of the attempt are in quarantine already.
         """
         begun = prompt.attempts - prompt.times_refused
         if begun >= MAX_ATTEMPTS and not self._dispatcher.can_compute_prompt(prompt):
@@ -270,8 +277,9 @@ class Arrivals:
         self._queue_again(prompt, now)
 
     def _refused(self, prompt: Prompt, now: float, *, full: bool) -> None:
-        """A prefill server is full or shutting down. A refusal is not counted as an attempt: another server may take
-        the prompt, or this one later. If the server is full, the prompt waits as if it had not been sent.
+        """A prefill server is full or shutting down. A refusal does not count as an attempt: another server may take
+        the prompt, or this one later. `prefill_wait_s` starts now, unless the server is full: then the prompt waits as
+        if it had not been sent.
         """
         assert prompt.attempt is not None, f"prompt {prompt.prompt_id} was refused without an attempt"
         self._dispatcher.peers.refused(prompt.attempt.instance, now)

@@ -12,14 +12,15 @@ from .requests.reservation import pages_needed
 from .scheduler import DecodeScheduler
 
 MORE_SHARE, MORE_REQUESTS = 0.25, 1
-"""A cached prefix attracts a prompt while its rank has at most this share, and this number, of requests more than the
-rank with the fewest.
+"""A rank with a cached prefix is preferred while its requests are at most 1 + MORE_SHARE times those of the rank with
+the fewest, plus MORE_REQUESTS.
 """
 
 
 def choose_for_submit(schedulers: Sequence[DecodeScheduler], submit: Submit) -> int:
-    """The number of the scheduler for a prompt: of those that have pages for it, one with its prefix in the cache,
-    otherwise the one with the fewest requests; if none has, the one with the shortest queue.
+    """The number of the scheduler for a prompt. Among schedulers with enough pages: the one with the longest cached
+    prefix that is not crowded, then the one with the fewest requests. If none has enough pages: the one with the
+    shortest queue.
     """
     counts = [len(scheduler.requests) + scheduler.held_requests() for scheduler in schedulers]
     fewest = min(counts)
@@ -37,7 +38,9 @@ def choose_for_submit(schedulers: Sequence[DecodeScheduler], submit: Submit) -> 
 
 
 def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
-    """Move prompts that wait for pages to schedulers that have enough. Returns the numbers of those that got one."""
+    """Move prompts that wait for pages to schedulers that have enough. Returns the numbers of the schedulers that got
+    a prompt.
+    """
     changed: set[int] = set()
     for source in schedulers:
         while (prompt := source.first_without_memory) is not None:
@@ -55,7 +58,7 @@ def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
 
 
 def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:
-    """Whether there are pages for a prompt, of which `cached` pages are there, and for all prompts in the queue."""
+    """Whether a scheduler has pages for all prompts in its queue and for this one, of which it has `cached` pages."""
     limits, pages, queue = scheduler.limits, scheduler.pages, scheduler.dispatcher.queue
     wanted = pages_needed(tokens, samples, tokens + limits.growth_tokens, limits.page_size, limits.window) - cached
     queued = pages_for(queue.tokens + len(queue) * (limits.growth_tokens + limits.page_size), limits.page_size)

@@ -9,8 +9,8 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .requests.request import Prompt, Request
 
 LAST_CHANCE = 0.25
-"""A prompt has at least this part of `queue_timeout_s` on prefill before prefill has to start it. Without it, under
-overload, prefill would compute only prompts that are about to time out.
+"""A dispatched prompt gets at least this fraction of `queue_timeout_s`, counted from its dispatch, until prefill has to
+begin it. Otherwise, under overload, prefill would get only prompts that are about to time out.
 """
 
 
@@ -24,17 +24,19 @@ class Deadlines:
         self._shortest_s = min(
             self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
         )
-        """No deadline that starts after a scan passes earlier than this."""
+        """A deadline that starts after a scan passes at least this long after it."""
         self._scan_at = math.inf
         self._resumed_at = -math.inf
-        """When this process ran again after it was stopped: waits for a prefill server begin again."""
+        """When this process last continued after it was stopped. Waits for a prefill server count from here: the
+        process could not pair while it was stopped.
+        """
 
     def watch(self, request: Request) -> None:
         """Add a request that is new or was queued again."""
         self._scan_at = min(self._scan_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
 
     def resumed(self, now: float) -> None:
-        """This process did not run before `now`."""
+        """This process was stopped and continues at `now`."""
         self._resumed_at = now
 
     def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
@@ -64,7 +66,7 @@ class Deadlines:
                 ends.append((max(since, lost_at, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
             case State.QUEUED if prompt.refused_since is not None:
                 ends.append((max(prompt.refused_since, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
-        # a retracted request (it has output) waits as long as if its KV had been saved
+        # not for a retracted request (it has output): it has no queue timeout if its KV is saved, so none here either
         if request.waits_for_prefill and not request.output_ids:
             sent = request.state is not State.QUEUED
             sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if sent else since
@@ -72,7 +74,7 @@ class Deadlines:
         return min(ends)
 
     def _too_long_here(self, prompt: Prompt) -> str:
-        """Why this server does not compute the prompt itself, if it computes others."""
+        """Why this server does not compute the prompt itself; empty if it computes no prompts at all."""
         most = self._dispatcher.largest_local
         if not most:
             return ""

@@ -64,13 +64,13 @@ class Endings:
     def end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
         """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
         match request.state:
-            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # the last of its prompt
+            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # no other sample waits
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.COMPUTING if request.prompt.waiting == [request]:
                 # its pages are free when steps in flight have ended
                 self._memory.release_prompt(self._dispatcher.local.remove(request.prompt))
             case State.ARRIVED if self._memory.copies.is_in(request, "open"):
-                pass  # it is in no queue
+                pass  # its rows are being copied into its hot buffer: it is in no queue
             case State.ARRIVED | State.READY | State.RUNNING:
                 self._run_queue.remove(request)
             case State.RETRACTED:
@@ -81,7 +81,7 @@ class Endings:
             tokens = (*request.prompt_ids, *request.output_ids[:-1])
             copy = self._memory.copies.of(request)
             if copy is not None and copy.kind == "write_back":
-                copy.tokens = tokens  # shared when all rows are in host memory
+                copy.tokens = tokens  # cached when the copy has ended: then all rows are in host memory
             else:
                 assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
                 self.cache_answer(tokens, request.grant, request.inserted)

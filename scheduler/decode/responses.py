@@ -24,9 +24,10 @@ def refusal(
     *,
     local: bool,
 ) -> RequestError | None:
-    """The error for a prompt that this server can never serve; None if it can. The server has `num_pages` pages.
-    Prompts of up to `prefill_tokens` tokens can be computed: here (`local`), where the pages of a whole prompt and its
-    growth are reserved, or by prefill servers.
+    """The error for a prompt that this server, with `num_pages` pages, can never serve; None if it can.
+
+    Prompts of up to `prefill_tokens` tokens can be computed. With `local`, this server is the one that can compute the
+    longest prompts. It then reserves pages for the whole prompt and its growth, also behind a sliding window.
     """
     page_size, window = limits.page_size, limits.window
     rids = (submit.rid, *submit.more_rids)
@@ -55,8 +56,9 @@ def refusal(
 def too_long(
     tokens: int, output_tokens: int, prefill_tokens: float, *, local: bool, window: int | None
 ) -> RequestError:
-    """The error for a prompt that neither a prefill server nor this one (`local`) can hold: its hot pool or, with a
-    `window`, its KV pool. With `output_tokens`, the prompt was short enough when it was submitted.
+    """The error for a prompt that is too long for every server. The largest limit is `prefill_tokens`: the KV pool of a
+    prefill server or, with `local`, a pool of this server (its KV pool with a `window`, otherwise its hot pool). With
+    `output_tokens`, the prompt was short enough when it was submitted, and has grown since.
     """
     pool = f"prefill's KV pool of {prefill_tokens:.0f} tokens"
     if local:

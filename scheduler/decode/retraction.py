@@ -36,11 +36,11 @@ class Retractions:
     # -- retract -----------------------------------------------------------------------------------------------
 
     def make_room(self, request: Request, now: float) -> bool:
-        """Allocate memory for the row that the next step writes, if necessary by retracting the least important
-        request, which may be this one.
+        """Allocate memory for the row that the next step writes. If necessary, retract the least important request,
+        which may be this one.
 
-        Returns False if there is none yet: pages are about to become free, the request to retract is still in a step,
-        or rows have to be copied to host memory first. Other requests run meanwhile.
+        Returns False if the request has to skip this step: pages are about to become free, the request to retract is
+        still in a step, or rows have to be copied to host memory first. Other requests run meanwhile.
         """
         while not self._memory.grow(request):
             if self._memory.must_wait(request):
@@ -62,9 +62,9 @@ class Retractions:
         return True
 
     def free_hot_buffer_for(self, request: Request, now: float) -> bool:
-        """Take the hot buffer of a request of a lower priority; returns whether this one can be admitted then.
+        """Take the hot buffer of a request of a lower priority. Returns whether `request` can be admitted now.
 
-        A request that is in a step gets no further step, and loses its buffer when the step has ended.
+        A victim that is in a step is paused: it gets no further step, and a later call takes its buffer.
         """
         victim = _least_important(self._saved((*self._run_queue.ready, *self._run_queue.running)))
         if victim is None or victim.priority >= request.priority:
@@ -77,7 +77,7 @@ class Retractions:
         return self._memory.may_admit()
 
     def _saved(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Those that can give up memory: all their rows are in host memory (HiSparse)."""
+        """The requests that can give up memory. With HiSparse, all rows of such a request are in host memory."""
         return (request for request in requests if not self._memory.unsaved(request))
 
     def take_hot_buffer(self, request: Request, now: float) -> None:
@@ -108,7 +108,7 @@ class Retractions:
             self._memory.release(request)
 
     def _worth_saving(self, request: Request, pages: int) -> bool:
-        """Host memory is free for a copy, and a copy is cheaper than prefill, or no prefill server is there."""
+        """Whether host memory has room for a copy, and the copy is cheaper than prefill or no server can prefill."""
         saved = sum(request.saved_pages for request in self.queue)
         cheaper = self._rates.copy_is_cheaper(pages, request.kv_tokens)
         absent = not self._dispatcher.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
@@ -117,8 +117,8 @@ class Retractions:
     # -- resume ------------------------------------------------------------------------------------------------
 
     def resume(self) -> bool:
-        """Allocate pages for the first in the queue and copy its KV back; it is ARRIVED when the copy has ended. False
-        if the queue is empty, if the first is still being saved, or if pages are short.
+        """Allocate pages for the first request of the queue and copy its KV back; it is ARRIVED when the copy has
+        ended. Returns False if the queue is empty, if the request is still being saved, or if pages are short.
         """
         if not len(self.queue) or self._memory.copies.of(self.queue.first) is not None:
             return False
@@ -148,7 +148,7 @@ class Retractions:
 
 
 def _least_important(requests: Iterable[Request]) -> Request | None:
-    """Of the lowest priority: the youngest that is not running, or else the youngest."""
+    """Among the requests of the lowest priority: the youngest that is not running, or else the youngest."""
     return max(
         requests,
         key=lambda request: (

@@ -59,7 +59,7 @@ class RunQueue:
         """Wait for a place in the batch."""
         self.running: list[Request] = []
         self.paused: Request | None = None
-        """Gets no further step: it loses memory when the steps that it is in have ended."""
+        """This request gets no further step, and loses memory when its steps in flight have ended."""
         self._steps: collections.deque[DecodeStep] = collections.deque()
         """In flight, oldest first."""
 
@@ -83,7 +83,9 @@ class RunQueue:
         return joined
 
     def may_start_step(self) -> bool:
-        """Whether the ranks take another step."""
+        """Whether another step may be sent to the ranks. Overlap scheduling allows a second step in flight, unless a
+        running request needs to know its tokens so far to sample the next one (`counts_tokens`).
+        """
         if self._stages > 1:
             return len(self._steps) < self._stages
         if not self._steps:
@@ -92,7 +94,9 @@ class RunQueue:
         return self._overlap and len(self._steps) < 2 and not needs_tokens
 
     def next_batch(self) -> list[Request]:
-        """The requests of the next step. With several stages, each batch is an even share of the running requests."""
+        """The requests of the next step. With several stages, a batch is an even share of the running requests, and a
+        request is in one batch at a time; those that waited longest come first.
+        """
         able = [request for request in self.running if request is not self.paused]
         if self._stages == 1:
             return [request for request in able if request.may_step]
@@ -106,7 +110,7 @@ class RunQueue:
         hot_slot: Callable[[Request], RequestSlot | None],
         chunks: list[Chunk[LocalPrompt]],
     ) -> DecodeStep:
-        """The step of a batch and of chunks, which is in flight from now on."""
+        """Make the step of a batch and of chunks. It is in flight from now on."""
         previous = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
         step = DecodeStep(command_id, [_row(request, previous, hot_slot(request)) for request in batch], chunks)
         for request in batch:

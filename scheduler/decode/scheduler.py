@@ -133,9 +133,9 @@ class DecodeScheduler:
             resources, dispatcher=self.dispatcher, endings=self.endings, deadlines=self._deadlines
         )
         self.held_requests: Callable[[], int] = lambda: 0
-        """Requests that are submitted when their grammars are compiled."""
+        """Counts the requests that wait for their grammars to compile, and are submitted after that."""
         self._peers_changed = False
-        """Since the last turn: prompts in the queue may be too long for the prefill servers now."""
+        """Prefill servers have changed since the last turn: queued prompts may be too long for the present ones."""
 
     # -- events: clients ---------------------------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class DecodeScheduler:
 
     @property
     def first_without_memory(self) -> Prompt | None:
-        """The first prompt of the queue, if it waits for pages and no server has had it: another data-parallel rank may
-        take it.
+        """The first prompt of the queue, if it waits for pages and is new: no prefill attempt, no output. Another
+        data-parallel rank may take it.
         """
         prompt = self.dispatcher.queue.first
         if prompt is None or prompt.refusal is None or prompt.attempts or prompt.output_tokens:
@@ -183,7 +183,9 @@ class DecodeScheduler:
         to.dispatcher.adopt(prompt, now)
 
     def share_calls(self, other: "DecodeScheduler") -> None:
-        """Accept or refuse the further prompts of a call as the scheduler of another data-parallel rank has decided."""
+        """Share the record of accepted calls with the scheduler of another data-parallel rank: prompts of one call may
+        go to different ranks, and are accepted or refused together.
+        """
         self._submissions.calls = other._submissions.calls
 
     def flush_cache(self) -> int:
@@ -274,7 +276,7 @@ class DecodeScheduler:
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.remote.take_released(now):
-            self.memory.release_grant(quarantined.grant)  # a page of it may still be copied
+            self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
             self.endings.free_drained(quarantined.prompt, now)
@@ -283,8 +285,9 @@ class DecodeScheduler:
             self.kv_store.advance(now)
 
     def resumed(self, absent_s: float, now: float) -> None:
-        """This process was stopped or starved for `absent_s`: it could neither pair with a prefill server nor write
-        what its kernel has received, so that time does not count. Call before `advance`.
+        """This process was stopped or starved for `absent_s`. That time does not count, neither for the wait for a
+        prefill server nor for quarantines: the process could not pair, and received bytes are still in kernel buffers.
+        Call before `advance`.
         """
         self._deadlines.resumed(now)
         self.dispatcher.remote.resumed(absent_s, now)
@@ -301,7 +304,7 @@ class DecodeScheduler:
         return self.run_queue.may_start_step()
 
     def use_waiting_time(self) -> None:
-        """Do what can wait until no step can start."""
+        """Do work that would delay a step: call it when no step can start."""
         self.memory.send_write_backs()
         self.arrivals.insert_some()
 
@@ -318,7 +321,7 @@ class DecodeScheduler:
         self.memory.command_done(command_id)
 
     def copy_done(self, number: int, seconds: float, now: float) -> None:
-        """All ranks have made a copy beside the steps; it took `seconds`. Its request may have ended."""
+        """All ranks have completed a background copy, which took `seconds`. Its owner may have ended meanwhile."""
         copy = self.memory.copies.numbered(number)
         if copy.tokens and copy.grant is not None:
             self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
@@ -348,7 +351,7 @@ class DecodeScheduler:
                 pass  # a saved request waits for pages
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
-        """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
+        """A rank has ended its load from the KV store for a prompt. When all ranks have, the rest is computed."""
         assert self.kv_store is not None, "a load ended without a KV store"
         loaded = self.kv_store.loaded(report, now)
         if loaded is not None and loaded.owner.prompt.local is loaded.owner:  # a request still needs the prompt

@@ -1,4 +1,4 @@
-"""The steps of a decode server: what the next one computes, and what the results of one change."""
+"""The steps of a decode server: chooses what the next step computes, and applies the results of a step."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,9 @@ from .run_queue import DecodeStep, RunQueue
 
 
 class Steps:
-    """A step has a row for each running request of its batch, and chunks of prompts that this server computes."""
+    """Starts and ends steps. A step has a row for each request of its batch, and chunks of prompts that this server
+    computes.
+    """
 
     def __init__(
         self,
@@ -39,7 +41,9 @@ class Steps:
         self._arrivals = arrivals
         self._endings = endings
         self._rows_waited = False
-        """The last step was for chunks only, because a running request is evicting: the next one is for requests."""
+        """The last step had only chunks, so the next one has only requests. A step that fetches rows for an evicting
+        request cannot compute chunks, so the two kinds of step alternate.
+        """
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next step, if the ranks take one and there is work for it."""
@@ -50,7 +54,7 @@ class Steps:
         able: list[Request] = []
         lacking: list[Request] = []
         for request in self._run_queue.next_batch():
-            if request.state is State.RUNNING:  # room for another one may have retracted it
+            if request.state is State.RUNNING:  # make_room() for another request may have retracted it
                 (able if self._retracted.make_room(request, now) else lacking).append(request)
         self._admission.starving = any(request.state is State.RUNNING for request in lacking)
         paused = self._run_queue.paused
@@ -66,8 +70,8 @@ class Steps:
         return self._run_queue.start_step(batch, self._memory.next_command(), self._memory.hot_slot, chunks)
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
-        """Take the sampled token of each row, then the results of chunks. Those of requests that ended during the step
-        are dropped.
+        """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the
+        step are dropped.
         """
         step, seconds = self._finish_step(command_id, now)
         self._counters["decode_steps"] += bool(step.rows)
@@ -97,7 +101,9 @@ class Steps:
             self._endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
 
     def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
-        """Chunks of prompts that this server computes, for the next step, of `batch` running requests."""
+        """The chunks of the next step, which also has `batch` running requests. More prompt tokens are allowed while
+        further prompts are queued because servers are busy.
+        """
         queued = len(self._dispatcher.queue) if self._dispatcher.pace.is_busy(None) else 0
         return self._dispatcher.local.next_chunks(batch, len(self._run_queue.running), queued)
 

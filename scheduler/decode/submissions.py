@@ -17,7 +17,7 @@ from .requests.request import Prompt, Request
 from .responses import failed, refusal, too_long
 
 MOST_CALLS = 256
-"""Calls of which further prompts may still come."""
+"""Most calls to remember: further prompts of a call may arrive after its first one."""
 
 
 class Submissions:
@@ -35,8 +35,8 @@ class Submissions:
         self._deadlines = deadlines
         self.accepting = True
         self.calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
-        """Whether the last calls were accepted, by the rid of their first prompt (`Submit.follows`). Prompts of several
-        calls may alternate: each comes when its grammar is compiled.
+        """Whether each of the last calls was accepted, by the rid of its first prompt (`Submit.follows`). Prompts of
+        several calls may arrive interleaved, because each prompt arrives when its grammar is compiled.
         """
 
     def submit(self, submit: Submit, now: float) -> None:
@@ -87,8 +87,8 @@ class Submissions:
                 self._endings.end_all(prompt, error, now)
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """Why this prompt is refused, if it is. A call with several prompts is accepted as a whole if the queue has
-        room for its first prompt: under load it would rarely have room for all of them.
+        """The error if this prompt is refused. A call with several prompts is accepted as a whole if the queue has room
+        for its first prompt: under load, the queue would rarely have room for all of them.
         """
         if not self.accepting:
             return UnavailableError("the server is shutting down")

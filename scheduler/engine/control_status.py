@@ -1,4 +1,6 @@
-"""The control threads of a server together: one or, on a decode server with data-parallel attention, one per rank."""
+"""Joins the status of all control threads of a server. There is one, but a decode server with data-parallel attention
+has one per data-parallel rank.
+"""
 
 import collections
 import threading
@@ -26,7 +28,9 @@ def control_counters(controls: Sequence[Control]) -> dict[str, float]:
 def peer_status(
     controls: Sequence[Control], engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]
 ) -> tuple[PeerStatus, ...]:
-    """The peers of a server. Of several connections to one endpoint, the worst is shown."""
+    """The peers of a server. If several data-parallel ranks connect to one endpoint, the connection in the worst state
+    is shown.
+    """
     routes: dict[str, KvRoutes] = {}
     inputs: dict[str, DispatchInputs] = {}
     for engine in engines:

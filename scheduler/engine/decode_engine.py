@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True)
 class _Verification:
-    """A transfer that prefill has finished, while the ranks verify its KV."""
+    """A transfer that prefill has finished and whose KV the ranks are verifying. `ranks` have reported so far."""
 
     done: PrefillDone
     ranks: int = 0
@@ -86,7 +86,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         self._verify_kv = verify_kv
         self._verifying: dict[TransferKey, _Verification] = {}
         self._hot_counters: dict[int, dict[str, float]] = {}
-        """Totals of the hot buffers, by the first rank of each stage."""
+        """Totals of the hot buffers of each stage, by its first rank, which reports them."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
         self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
@@ -216,7 +216,8 @@ class DecodeEngine(Engine[DecodeScheduler]):
         if verification.ranks < self._ranks.size:
             return
         del self._verifying[report.key]
-        given_up = self.scheduler.prompt_of(report.key) is None  # others may have written its pages meanwhile
+        # the pages of a transfer that was given up may have a new owner: then a difference means nothing
+        given_up = self.scheduler.prompt_of(report.key) is None
         if verification.problem is None or given_up:
             self.scheduler.prefill_done(verification.done, now)
         else:

@@ -44,7 +44,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Sent to peers with heartbeats; replaced as a whole."""
 
     def handle(self, event: object, now: float) -> None:
-        """Pass one event to the scheduler. Here are the events that both roles handle in the same way."""
+        """Pass one event to the scheduler. This method handles the events that are the same for both roles."""
         scheduler = self.scheduler
         match event:
             case FlushCache():
@@ -64,7 +64,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
     @abc.abstractmethod
     def release_held(self, now: float) -> None:
-        """Pass requests that wait for their grammar to the scheduler, which refuses them now."""
+        """Pass requests that wait for their grammar to the scheduler, which refuses them because the server stops."""
 
     def perform(self, effect: Effect) -> None:
         """Perform one effect that is not for the frontend."""
@@ -113,8 +113,8 @@ class Engine(abc.ABC, Generic[SchedulerT]):
 
 
 def joint_step(steps: Sequence[RunStep | None]) -> list[RunStep | AssistStep]:
-    """The parts of a step of several data-parallel ranks: each has the tokens of all ranks, and a rank without rows
-    assists the others.
+    """The commands of one step for several data-parallel ranks, from the step of each. Every command has the numbers of
+    tokens of all ranks. A rank without rows gets an AssistStep: it computes experts for the tokens of the others.
     """
     ranks = tuple(tokens_of(step.rows) if step is not None else RankTokens(0, 0) for step in steps)
     return [AssistStep(ranks) if step is None else RunStep(step.command_id, step.rows, ranks) for step in steps]

@@ -1,8 +1,8 @@
 """The leader's end of the socket to the frontend.
 
-Messages are sent by the thread that has them: passed to another thread, tokens would wait for it to get the GIL. A lock
-serialises the use of the socket. The link's own thread waits for messages of the frontend on the socket's descriptor,
-without using the socket, and sends the status while the engine loop is busy.
+Every thread sends its messages itself, under a lock. A thread just for sending would first have to get the GIL, and
+tokens would wait for that. The link's own thread waits for messages of the frontend on the descriptor of the socket,
+without using the socket itself. It also sends the status, even while the engine loop is busy.
 """
 
 import logging
@@ -28,8 +28,8 @@ class FrontendLink:
     """Delivers messages of the frontend to `on_message`, which may be called on any thread, and sends ours in order.
     `send()` may be called from any thread and does not wait.
 
-    After `start_status`, a Status is sent four times a second, also while the engine loop hangs: its `loop_age_s` shows
-    that.
+    After `start_status`, a Status is sent four times a second, even while the engine loop hangs: `Status.loop_age_s`
+    then shows that it hangs.
     """
 
     def __init__(self, address: str, on_message: Callable[[ToLeader], None]) -> None:

@@ -11,8 +11,8 @@ HeldT = TypeVar("HeldT")
 
 
 class GrammarGate(Generic[HeldT]):
-    """`tell` sends a command to the ranks. They answer each PrepareGrammar with GrammarReady, at once if the grammar is
-    cached.
+    """Requests that wait for their grammars. `tell` sends a command to the ranks. The rank that samples answers each
+    PrepareGrammar with GrammarReady, at once if the grammar is cached.
     """
 
     def __init__(self, tell: Callable[[PrepareGrammar], None]) -> None:
@@ -37,6 +37,6 @@ class GrammarGate(Generic[HeldT]):
         return self._held.pop(number, None)
 
     def release(self, wanted: Callable[[HeldT], bool] = lambda _: True) -> list[HeldT]:
-        """Items that do not wait for their grammar any more."""
+        """Remove and return the `wanted` items, whether their grammars are compiled or not."""
         numbers = [number for number, item in self._held.items() if wanted(item)]
         return [self._held.pop(number) for number in numbers]

@@ -5,7 +5,7 @@ msgpack, `[time, [event, ...], dp_rank]`. A subscriber that has missed batches s
 ROUTER socket on the next port, as `["", sequence]`, and gets `["", sequence, batch]` for this and all later ones that
 are still kept, then `["", -1, ""]`.
 
-The engine loop only appends to a queue. A thread encodes and sends a few times a second.
+The engine loop only appends to a queue. A thread encodes and sends the events within FLUSH_S.
 """
 
 import collections
@@ -30,19 +30,19 @@ REPLAY_BATCHES = 10_000
 REPLAY_BYTES = 256 << 20
 """The newest batches are kept for subscribers that have missed some: up to this number, and this many bytes."""
 SEND_QUEUE = 100_000
-"""Batches that wait for a slow subscriber; it misses later ones, and can ask for them."""
+"""Most batches that wait for a slow subscriber. It misses further ones, and can request them from the replay port."""
 END = (-1).to_bytes(8, "big", signed=True)
 MEDIUM_DEVICE = "GPU"
 MEDIUM_HOST = "CPU"
 MEDIUM_STORE = "EXTERNAL"
-"""The KV store. Older routers take vLLM's name for such memory, STORAGE, for the GPU."""
+"""The KV store. vLLM's name for such memory, STORAGE, is not used: older routers would treat it as GPU memory."""
 
 _Event = list[Any]  # msgpack arrays of several types
 
 
 class CacheEvents:
-    """The events of one prefix cache, or of what its server has put into the KV store: a listener
-    (memory/prefix_cache.py, store/stored_blocks.py) for the engine loop's thread.
+    """Queues the events of one prefix cache, or of the blocks that the server has put into the KV store. A listener
+    (memory/prefix_cache.py, store/stored_blocks.py), called on the engine loop's thread.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class KvEventPublisher:
 
 
 def _on_the_wire(event: _Event) -> _Event:
-    """An event with short hashes and plain lists."""
+    """Convert an event to its published form, with short hashes and one flat list of tokens."""
     match event:
         case ["BlockStored", hashes, parent, tokens, *rest]:
             above = None if parent == ROOT else short_hash(parent)

@@ -1,8 +1,9 @@
 """The leader process of a server: `python -m pdserve.scheduler.engine.leader`, started by the frontend.
 
 The first line on stdin is `{"config": {...}, "frontend": "ipc://..."}`. End of file on stdin means that the frontend
-has exited; the leader exits too. Threads: the engine loop (main thread), the control plane, the frontend link, and the
-hub to the rank processes or, if there is a single rank, the rank with, on prefill, a sender for each decode rank.
+has exited; the leader exits too. Threads: the engine loop (main thread), the control threads, the frontend link, and
+the hub to the rank processes. A single rank replaces the hub: it is a thread of this process, and on prefill it has a
+sender thread for each decode rank.
 """
 
 import itertools
@@ -99,7 +100,9 @@ def main() -> int:
 
 
 def _watch_frontend(inbox: "queue.SimpleQueue[object]", frontend: FrontendLink) -> NoReturn:
-    """Exit when the frontend exits: stop the loop, and exit anyway if it does not react (long step, start-up)."""
+    """Exit when the frontend exits: stop the loop, and end the process if the loop does not stop in time (long step,
+    start-up).
+    """
     while os.read(sys.stdin.fileno(), 4096):  # not sys.stdin: a thread blocked inside it is fatal at exit
         pass
     frontend.lost()
@@ -109,7 +112,7 @@ def _watch_frontend(inbox: "queue.SimpleQueue[object]", frontend: FrontendLink) 
 
 
 class Leader:
-    """Builds the engine of a server from its configuration, the parts that can fail first, and runs it."""
+    """Builds the engines of a server from its configuration and runs them. Parts that can fail are built first."""
 
     def __init__(self, config: AnyServerConfig, frontend: FrontendLink, inbox: "queue.SimpleQueue[object]") -> None:
         self._config = config
@@ -380,7 +383,9 @@ class Leader:
 
     @property
     def _max_total_tokens(self) -> int:
-        """The longest sequence that fits the pool. On decode, one with a window holds only the pages that it sees."""
+        """The longest sequence that fits the pool. With a sliding window, a sequence on decode holds only the pages
+        that it sees, so its length may be that of the model's context.
+        """
         model, page_size = self._source.config, self._config.page_size
         visible = most_visible_pages(model.page_window, page_size)
         if isinstance(self._config, DecodeConfig) and visible <= self._num_pages:
@@ -418,7 +423,7 @@ def _sessions(rank: Rank) -> dict[str, str]:
 
 
 def _overlay(rank: Rank) -> PoolOverlay:
-    """How indexer keys and hot pages of a rank share memory. A hot page is as large as a page in host memory."""
+    """How index keys and hot pages of a rank share memory. A hot page is as large as a page in host memory."""
     latent, keys = (pool.layout for pool in rank.pools)
     return PoolOverlay.of(keys.num_pages, kv_page_bytes=keys.page_bytes, hot_page_bytes=latent.page_bytes)
 

@@ -31,12 +31,13 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.1
 """Longest sleep of an idle loop; an event wakes it at once."""
 EVENTS_S = 0.01
-"""Longest time for events before the ranks get their next step: hundreds of long prompts at once would take a second.
+"""Longest time that a turn handles events before the ranks get their next step: to handle hundreds of long prompts at
+once would take a second.
 """
 SNAPSHOT_INTERVAL_S = 0.2
 QUIET_S = 0.005
-"""An idle loop publishes its state after this time without events. At once, it would delay the threads that send what
-the last event caused: they need the GIL.
+"""An idle loop publishes its state after this time without events. If it did so at once, it would hold the GIL while
+other threads need it to send what the last event caused.
 """
 FAILED_STEPS_UNTIL_UNHEALTHY = 3
 
@@ -114,14 +115,14 @@ class EngineLoop(Generic[EngineT]):
         now = time.monotonic()
         absent_s, self._now = now - self._now, now
         for engine in self.engines:
-            if absent_s > ABSENCE_S:  # an idle loop has several turns in this time
+            if absent_s > ABSENCE_S:  # this process was stopped or starved: even an idle loop turns more often
                 engine.scheduler.resumed(absent_s, now)
             engine.scheduler.advance(now)
         for number in self._router.rebalance(now):
             self.engines[number].scheduler.advance(now)
         self._perform_effects()
         while steps := self._next_steps(now):
-            self._perform_effects()  # pages of retracted requests are saved before this step writes them
+            self._perform_effects()  # first: pages of retracted requests are saved before this step overwrites them
             for engine, step in zip(self.engines, steps, strict=True):
                 engine.start(step, now)
         self._perform_effects()
@@ -133,8 +134,8 @@ class EngineLoop(Generic[EngineT]):
     def _next_steps(self, now: float) -> Sequence[RunStep | AssistStep]:
         """The next step, as a command for each engine; empty if none can start now.
 
-        Engines start their steps together, because their ranks exchange tokens in every layer. A step starts when every
-        engine can take one: an engine whose results are late would otherwise miss it, and wait for the next.
+        Engines start their steps together, because their ranks exchange tokens in every layer. A step starts only when
+        every engine can take one. Otherwise an engine whose results are late would miss the step and wait for the next.
         """
         if len(self.engines) == 1:
             step = self.engines[0].next_step(now)
@@ -147,8 +148,8 @@ class EngineLoop(Generic[EngineT]):
         return joint_step(steps) if any(step is not None for step in steps) else []
 
     def _handle_events(self) -> None:
-        """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. An event that
-        raises does not stop the others.
+        """Handle the events in the inbox, for EVENTS_S at most; wait up to IDLE_WAIT_S for the first. If an event
+        raises, the others are handled nevertheless.
         """
         event = None if self._idle_published else self._next_event(QUIET_S)
         if event is None:
@@ -181,8 +182,8 @@ class EngineLoop(Generic[EngineT]):
             event = self._next_event(0.0) if time.monotonic() < ends_at else None
 
     def _next_event(self, wait_s: float) -> object | None:
-        """The next event. Reports of ranks come before events of peers and clients, so that a burst of those does not
-        delay the next step.
+        """The next event. Reports of ranks come first, so that a burst of events from peers and clients does not delay
+        the next step.
         """
         with contextlib.suppress(queue.Empty):
             event = self._inbox.get(timeout=0.0 if self._reports or self._others else wait_s)

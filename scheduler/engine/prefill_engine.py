@@ -66,7 +66,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         self._open: set[InstanceId] = set()
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
-        """Reports of the chunks that some ranks have written, but not all."""
+        """For each chunk that some ranks have written, but not all: the reports so far."""
         self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
         scheduler.held_tokens = lambda: sum(len(held.arrays[0]) for held in self._gate)
 
@@ -142,7 +142,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
             self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
 
     def _chunk_written(self, part: ChunkWritten, now: float) -> None:
-        """A chunk has ended when all ranks have reported the end of their parts."""
+        """A rank has ended its share of a chunk. The chunk has ended when all ranks have."""
         ref = (part.instance, part.key, part.token_start)
         parts = self._parts.setdefault(ref, [])
         parts.append(part)
@@ -162,7 +162,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
 
 def _page_space(hello: Hello) -> PageSpace:
-    """What a decode server has announced. Its pools and ranks have the same pages."""
+    """The pages that a decode server has announced. All its pools and ranks have the same page ids."""
     layout = hello.ranks[0].pools[0].layout
     hot = [rank.hot.layout.num_pages for rank in hello.ranks if rank.hot is not None]
     return PageSpace(
@@ -178,7 +178,7 @@ def _is_about(held: MessageReceived, instance: InstanceId, key: TransferKey) -> 
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:
-    """The reports of all ranks for one chunk as one."""
+    """Join the reports of all ranks for one chunk."""
     failed = [part for part in parts if not part.ok]
     first = parts[0]
     return ChunkWritten(

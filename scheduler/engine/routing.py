@@ -1,6 +1,7 @@
-"""Which engine gets an event that no rank and no control thread has addressed, with data-parallel attention.
+"""With data-parallel attention: which engine gets an event that does not name its engine.
 
-New prompts go to the engine that the balancer chooses; what follows about a request goes to the engine that has it.
+Reports of ranks, and events of the control threads of a decode server, name it. A new prompt goes to the engine that
+the balancer chooses. Later events of a request go to the engine that has the request.
 """
 
 import abc
@@ -39,8 +40,8 @@ class EventRouter(abc.ABC, Generic[SchedulerT]):
         """The numbers of the engines that handle the event."""
 
     def rebalance(self, now: float) -> Collection[int]:  # noqa: ARG002
-        """Move waiting work to other engines; returns the numbers of those that got some. On prefill none moves: decode
-        sends few prompts ahead, so queues are short.
+        """Move waiting prompts to other engines; returns the numbers of the engines that got some. On prefill no prompt
+        moves: dispatch windows keep its queues short.
         """
         return ()
 
@@ -82,8 +83,8 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     """Events of the frontend and of the control thread of a prefill server."""
 
     def route(self, event: object) -> Sequence[int]:
-        """Decode servers pair with all engines. An Abort of a transfer that no scheduler has goes to all: it has ended,
-        or waits for its grammar; repeated answers do no harm.
+        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort, the Abort goes to all
+        engines: the transfer has ended, or waits in one of them for its grammar. Repeated answers do no harm.
         """
         if len(self._all) == 1:
             return self._all

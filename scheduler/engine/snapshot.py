@@ -1,4 +1,4 @@
-"""The state of an engine loop for other threads: metrics of all its schedulers together and of each alone."""
+"""The state of an engine loop for other threads: the metrics of all its schedulers together, and of each one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ NOT_ADDED = frozenset(
         "decode_step_seconds",
     }
 )
-"""Of these gauges, a server reports the largest value of its schedulers; it adds up the others."""
+"""For these gauges, a server reports the largest value of its schedulers. Other gauges are added up."""
 OF_ALL = frozenset({"kv_store_available"})
-"""These are 1 if they are 1 for all schedulers."""
+"""These gauges are 1 only if they are 1 for all schedulers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from ..prefill.request import PrefillRequest
 
 
 def decode_row(row: DecodeRow) -> StepRow:
-    """One token of a running request. It has prompt and output ids only for penalties, and in its first step for a
-    grammar: they would dominate the message, like the text of the grammar.
+    """One token of a running request. Prompt and output ids, and the text of a grammar, would be most of the message.
+    So ids are sent only for penalties, and a grammar (with the output so far) only in the first step since the request
+    joined the batch.
     """
     request = row.request
     counts = request.counts_tokens
@@ -83,8 +84,8 @@ def _prompt_row(
 ) -> StepRow:
     """Tokens [start, end) of a prompt. The last chunk draws the first token of each sample, with seed + 0, + 1, ...
 
-    It has the whole prompt only for penalties and prompt log-probabilities: it would be most of the message. The last
-    `outputs` of the ids are output: they count as such for penalties and grammars.
+    The whole prompt would be most of the message, so it is sent only for penalties and prompt log-probabilities. The
+    last `outputs` of the ids are output of a retracted request: penalties and grammars count them as output.
     """
     scored_from = logprobs.start if logprobs is not None and not outputs else None
     counts = draws > 0 and sampling.counts_tokens

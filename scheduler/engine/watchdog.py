@@ -16,7 +16,8 @@ from .engine import Engine
 from .loop import EngineLoop
 
 STEP_SLACK = 10.0
-"""A step is stuck if it takes this many times longer than earlier steps, by its tokens, and longer than STUCK_S."""
+"""A step is stuck if it takes longer than STUCK_S and this many times longer, per token, than the slowest step so far.
+"""
 
 
 class Watchdog:
@@ -50,8 +51,9 @@ class Watchdog:
         return found
 
     def _stuck_step(self, number: int, engine: Engine[Any]) -> str | None:
-        """Steps of many tokens take long, so their time per token is measured. A step during which this process did not
-        run is not: it would hide a stuck step for hours.
+        """Whether the oldest step of an engine is stuck, as text. Steps of many tokens take long, so the time per token
+        is compared. A step during which this process was stopped is not measured: it would make the limit so high that
+        a stuck step is not noticed for hours.
         """
         if (last := engine.last_step) is not None and last is not self._last_steps.get(number):
             self._last_steps[number] = last

@@ -1,7 +1,7 @@
-"""What a scheduler returns: actions, which the engine loop performs in order.
+"""Effects: what a scheduler decides. The engine loop performs them in order.
 
-Three kinds: a message to a peer or to the frontend, a connection to a prefill server, or a command for the ranks
-(`ranks.py`), which is the effect itself.
+There are three kinds: a message to a peer or to the frontend, a connection to a prefill server, and a command for the
+ranks (`ranks.py`). A command is an effect without a wrapper.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ class SendToPeer:
 
 
 class SendToFrontend(msgspec.Struct, frozen=True):
-    """There is one per token: creating a Struct takes a tenth of the time of a frozen dataclass."""
+    """Send a message to the frontend. There is one per token, so this is a Struct: to create one takes a tenth of the
+    time of a frozen dataclass.
+    """
 
     message: ToFrontend
 

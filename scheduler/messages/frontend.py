@@ -121,8 +121,8 @@ class Tokens(FrontendMessage, frozen=True):
 class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; sent before the first Tokens.
 
-    `cached_tokens` of it were in the prefix cache of prefill, or, `stored_tokens` of them, in the KV store.
-    `input_logprobs` start at `LogprobParams.start`, if requested.
+    `cached_tokens` of it were not computed: the server that computed the prompt had them in its prefix cache, or loaded
+    them from the KV store (`stored_tokens` of them). `input_logprobs` start at `LogprobParams.start`, if requested.
     """
 
     rid: str
@@ -134,8 +134,8 @@ class Prefilled(FrontendMessage, frozen=True):
 
 
 class FinishReason(msgspec.Struct, frozen=True):
-    """`stop` has the token that ended the request (`matched`), unless the frontend found a stop string; `length` has
-    the limit.
+    """Why a request is complete. `stop`: `matched` is the token that ended it, or None if the frontend found a stop
+    string. `length`: it has reached `length` tokens.
     """
 
     type: Literal["stop", "length"]

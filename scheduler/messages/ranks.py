@@ -1,11 +1,11 @@
 """Commands from the leader to its ranks, and the reports of the ranks.
 
-Ranks run compute commands in order. Those with a `command_id` are acknowledged (StepDone, CommandDone); those without
-are complete when the next one with a `command_id` is. A command with a `copy` number starts in that order and then runs
-beside the steps, until CopyDone (`decode/memory/background_copies.py`).
+Ranks run compute commands in order. Commands with a `command_id` are acknowledged (StepDone, CommandDone). A command
+without one is complete when the next command with a `command_id` is. A command with a `copy` number starts in that
+order and then runs beside the steps, until CopyDone (`decode/memory/background_copies.py`).
 
-Rank 0 is a thread of the leader and gets these objects. The other ranks are processes and get them as msgpack, steps as
-SentStep.
+A single rank is a thread of the leader and gets these objects. Several ranks are processes and get them as msgpack,
+with steps as SentStep.
 """
 
 import msgspec
@@ -58,8 +58,9 @@ class SentStep(Command, frozen=True):
 
 
 class CopyPage(Command, frozen=True):
-    """Copy the last page of a prompt to that of a sample, or the first `tokens` tokens of a cached page to that of a
-    prompt, in order with the steps. Prefill may write later tokens of the page meanwhile. Reported as CommandDone.
+    """Copy a page, or its first `tokens` tokens, in order with the steps. Whole pages: the last page of a prompt, for
+    another sample. `tokens`: the start of a cached page, for a new prompt; prefill may write later tokens of the new
+    page at the same time. Reported as CommandDone, by every rank.
     """
 
     command_id: int
@@ -91,11 +92,11 @@ class DropPages(Command, frozen=True):
 
 
 class OpenHot(Command, frozen=True):
-    """Set up the hot buffer of a request that is admitted (HiSparse).
+    """Set up the hot buffer of a request or prompt (HiSparse).
 
-    The rows of its first `tokens` tokens are in host memory, in `pages`. If they fit into `capacity`, they are copied;
-    `copy` is the number of that copy. Reported as CopyDone, by every rank. With `exact`, rows behind them in the last
-    page are not touched: prefill writes them meanwhile.
+    The rows of its first `tokens` tokens are in host memory, in `pages`. With a `copy` number, they are copied into the
+    buffer, which is fully resident then; reported as CopyDone, by every rank. With `exact`, the copy does not touch
+    rows after them in the last page: prefill writes these at the same time.
     """
 
     copy: int | None
@@ -170,10 +171,10 @@ class PrepareGrammar(Command, frozen=True):
 
 
 class StoreLoad(Command, frozen=True):
-    """Load these blocks from the KV store, as far as they are there within `timeout_s`; each lookup may take
-    `lookup_timeout_s`. `pages` hold them from token `offset` on; the first `skip` tokens are in their pages already.
-    Begins in order with the steps, whose rows may be in these pages, and runs beside later ones. Reported as
-    StoreLoaded, by every rank.
+    """Load the first of these blocks that the KV store delivers within `timeout_s`; each lookup may take
+    `lookup_timeout_s`. The blocks go to `pages`, from token `offset` on; the first `skip` tokens are in their pages
+    already. The load begins in order with the steps, because earlier steps may access these pages, and runs beside
+    later steps. Reported as StoreLoaded, by every rank.
     """
 
     number: int
@@ -219,9 +220,9 @@ PartCommand = PartWrite | PartScatter
 TransferCommand = (
     OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | PrepareGrammar | StoreWrite | StorePing
 )
-"""About KV that is complete, or will be after a certain step, or about grammars: run at once, in order among
-themselves, without waiting for other steps. A ChunkWrite is for all ranks, each of which writes its part and reports a
-ChunkReport.
+"""Commands that do not wait for the steps sent before them. They run at once, in order among themselves. They are about
+grammars, or about KV that is complete or that a named step (`ChunkWrite.after`) completes. A ChunkWrite goes to all
+ranks: each writes its share of the chunk and reports a ChunkReport.
 """
 RankCommand = SentStep | InlineCommand | TransferCommand | LeaderAlive
 """What is sent to rank processes."""
@@ -267,13 +268,13 @@ class StepDone(Report, frozen=True):
 
 
 class CommandDone(Report, frozen=True):
-    """From every rank of its scheduler: a CopyPage is done."""
+    """From every rank of the scheduler that sent it: a CopyPage is done."""
 
     command_id: int
 
 
 class CopyDone(Report, frozen=True):
-    """From every rank: a copy that ran beside the steps has ended."""
+    """From every rank: a background copy has ended."""
 
     copy: int
     seconds: float

@@ -12,9 +12,9 @@ from ...models.config.sharding import RankTokens
 class Draw(msgspec.Struct, array_like=True, frozen=True):
     """One token to sample after the last token of a row, with the seed `sampling.seed`.
 
-    `output_index` is the index of the token in its output. `output_ids` is the output so far, for penalties and for a
-    grammar that `sampling` has. The rank that samples keeps the state of that grammar under the number `grammar_state`;
-    later draws have only this number.
+    `output_index` is the index of the token in its output. `output_ids` is the output so far; it is set for penalties,
+    and if `sampling` has a grammar. The rank that samples keeps the state of that grammar under the number
+    `grammar_state`. Later draws of the request have this number and no grammar.
     """
 
     sampling: SamplingParams

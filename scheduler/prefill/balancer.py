@@ -6,7 +6,9 @@ from .scheduler import PrefillScheduler
 
 
 def choose_for_prompt(schedulers: Sequence[PrefillScheduler], prompt: Sequence[int]) -> int:
-    """The number of the scheduler that has the fewest tokens to compute with this prompt, without its cached prefix."""
+    """The number of the scheduler that would have the fewest tokens to compute, including this prompt without the part
+    that its cache has.
+    """
 
     def key(number: int) -> tuple[int, int]:
         scheduler = schedulers[number]

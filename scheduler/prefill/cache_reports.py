@@ -12,9 +12,11 @@ from ...transfer.protocol.messages import CachedPrefixes, InstanceId
 from ..messages.effects import Outbox, SendToPeer
 
 INTERVAL_S = 0.2
-"""Time between two reports. Decode assumes that the prompts it has sent are cached, so it needs no news of those."""
+"""Time between two reports. It need not be shorter: decode assumes without a report that prompts it has sent are
+cached.
+"""
 MOST_HASHES = 1 << 16
-"""Most pages that are reported: of a larger pool, only every n-th page of a sequence is."""
+"""Most pages that are reported. For a larger pool, only every n-th page of a sequence is reported."""
 HASHES_PER_MESSAGE = 1 << 13
 """64 KiB."""
 
@@ -37,13 +39,13 @@ class CacheReports:
         self._due_at = 0.0
 
     def subscribe(self, instance: InstanceId) -> None:
-        """Report to this decode server from now on; no effect if that is so already."""
+        """Report to this decode server from now on. Repeated calls have no effect."""
         if instance in self._peers:
             return
         if not self._listens:
             self._listens = True
             self._cache.listen(self)
-        self._send_changes()  # later ones are relative to what all subscribers have
+        self._send_changes()  # so that later changes are relative to the same state for all subscribers
         self._peers.add(instance)
         self._send([instance], self._cached, (), reset=True)
 
@@ -74,7 +76,7 @@ class CacheReports:
     def removed(self, page: bytes) -> None:
         short = short_hash(page)
         if short not in self._cached:
-            return  # between two reported pages
+            return  # not reported: only every `_stride`-th page is
         self._cached.remove(short)
         if short in self._added:
             self._added.remove(short)
@@ -89,7 +91,7 @@ class CacheReports:
     def _send(
         self, peers: Collection[InstanceId], added: Collection[int], removed: Collection[int], *, reset: bool
     ) -> None:
-        """Removed pages come first: they and added ones are distinct."""
+        """Send a report, in messages of limited size: removed pages first, then added ones. No page is in both."""
         parts = [(b"", part) for part in _parts(removed)] + [(part, b"") for part in _parts(added)]
         for number, (new, old) in enumerate(parts or [(b"", b"")]):
             message = CachedPrefixes(

@@ -1,4 +1,4 @@
-"""COMPUTING requests: makes the next step of their chunks, tracks the steps in flight, and measures their rate."""
+"""COMPUTING requests: divides them into steps, tracks the steps in flight, and measures their rate."""
 
 import collections
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class ComputeQueue:
         return {chunk.prompt for step, _ in self._steps for chunk in step.chunks}
 
     def computing_for(self, seconds: float, now: float) -> list[PrefillRequest]:
-        """The requests of the oldest step in flight, if it started at least `seconds` ago."""
+        """The requests of the oldest step in flight, if it was sent to the ranks at least `seconds` ago."""
         if not self._steps or now - self._steps[0][1] < seconds:
             return []
         return [chunk.prompt for chunk in self._steps[0][0].chunks]
@@ -59,7 +59,7 @@ class ComputeQueue:
             self.prefixes.end(request.progress)
 
     def cached(self, request: PrefillRequest) -> None:
-        """The prefix cache has what is computed of a request."""
+        """All computed tokens of a request are in the prefix cache now: requests that wait for them may start."""
         if request.progress is not None:
             self.prefixes.advance(request.progress, request.computed)
 
@@ -82,8 +82,8 @@ class ComputeQueue:
         return step
 
     def take(self, command_id: int, now: float) -> list[Chunk[PrefillRequest]]:
-        """The chunks of a step that has ended. Its compute time counts from its start, or from when the pipeline was
-        free for it.
+        """Take the chunks of the oldest step, which has ended. Its compute time counts from its start or, if that was
+        later, from when the pipeline had a free stage for it.
         """
         step, started_at = self._steps.popleft()
         assert step.command_id == command_id, f"step {command_id} has ended before step {step.command_id}"

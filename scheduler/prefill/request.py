@@ -16,7 +16,9 @@ from ..messages.lifecycle import PREFILL_TRANSITIONS, Lifecycle, PrefillState
 from ..store.kv_store import BlockChain
 
 DEADLINE_GRACE_S = 2.0
-"""Decode aborts a request at its deadline. Our own deadline, later by this, is for a decode server that does not."""
+"""The deadline on prefill is later than that on decode by this much. Normally decode aborts the request first; this is
+for a decode server that does not.
+"""
 
 TransferRef = tuple[InstanceId, TransferKey]
 """Identifies a transfer: each decode instance numbers its keys on its own."""
@@ -33,7 +35,7 @@ class PageSpace(NamedTuple):
     """Pages of its hot pool, on the GPU, that rows can be written to instead; 0 if it announced none."""
 
     def path(self, destination: KvDestination) -> KvPath:
-        """Where the KV rows of this request go. A server without a hot pool has one memory for them."""
+        """Where the KV rows of this request go. Only a server that announced a hot pool has two places for them."""
         to_host = destination.enable_hisparse or not self.hot_pages
         return "host" if self.in_host_memory and to_host else "device"
 
@@ -63,7 +65,7 @@ class PrefillRequest:
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache, or loaded from the KV store."""
         self.stored = 0
-        """The number of `cached` tokens, at their end, that came from the KV store."""
+        """How many of the `cached` tokens came from the KV store: the last ones."""
         self.chain: BlockChain | None = None
         """Its blocks in the KV store, if there is one."""
         self.scheduled = 0
@@ -71,24 +73,25 @@ class PrefillRequest:
         self.computed = 0
         """Tokens [0, computed) have their KV in our pages."""
         self.written = 0
-        """Writes of tokens [0, written) were handed to the ranks before they were computed."""
+        """The ranks already have the commands to write tokens [0, written): they got them before the step."""
         self.inserted = InsertedPrefix()
         """The part in the prefix cache."""
         self.progress: PrefixInProgress | None = None
-        """While it is computed: what other requests may wait for."""
+        """While it is computed: lets other requests wait for a prefix that they share."""
         self.awaited: AwaitedPrefix | None = None
         """The prefix of another request that it waits for."""
         self.compute_s = 0.0
-        """Compute time of the steps that it was in; it waited the rest of its time."""
+        """Compute time of the steps that it was in. The rest of its time before SENDING is reported as queue time."""
         self.computed_at = now
         """When the last of these steps ended."""
         self.begun_reported = False
         """Decode was informed that the first step has begun."""
         self.refused_at_chances: int | None = None
-        """`PageAllocator.chances` when pages were short. Its prefix is looked up again, which is slow, after a change.
+        """`PageAllocator.chances` when its last allocation failed. Until `chances` changes, it is not tried again,
+        because the lookup of its prefix is slow.
         """
         self.unsent: list[int] = []
-        """First tokens of the chunks in flight: handed to the ranks, without a report of their end."""
+        """The `token_start` of each chunk in flight: the ranks have the command, and have not reported its end."""
         self.chunks = 0
         self.writes = 0
         self.bytes_written = 0

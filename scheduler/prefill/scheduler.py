@@ -50,7 +50,9 @@ MAX_MISFITS = 8
 BEGUN_AFTER_S = 1.0
 """If a step takes longer than this, decode is informed, so that it does not count the prompts as waiting."""
 ROUND_TRIP_S = 0.1
-"""Within this time after the end of a prompt, the next one arrives from decode, also on a loaded machine."""
+"""After the end of a prompt, the next one arrives from decode within this time, even on a loaded machine. The dispatch
+window has enough tokens to keep the ranks busy for this long.
+"""
 
 
 class PrefillScheduler:
@@ -71,14 +73,14 @@ class PrefillScheduler:
         self._waiting: FairQueue[PrefillRequest] = FairQueue()
         self._computing = ComputeQueue(limits)
         self._expire_at = math.inf
-        """No deadline passes before this time, so requests are not scanned in every turn."""
+        """No deadline passes before this time, so requests need not be scanned in every turn."""
         self._outbox = Outbox()
         self._transfers = Transfers(limits, pages, self.counters, self._outbox, withdraw=self._withdraw)
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self.held_tokens: Callable[[], int] = lambda: 0
-        """Tokens of the prompts that arrive here when their grammars are compiled."""
+        """Counts the tokens of prompts that wait for their grammars to compile, and arrive here after that."""
         self.kv_store: KvStore[PrefillRequest] | None = None
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:
@@ -126,7 +128,7 @@ class PrefillScheduler:
             self.counters["stale_messages"] += 1
             return
         if len(self._waiting) >= self.limits.max_queued_requests:
-            self._start_waiting(now)  # many may come in one turn
+            self._start_waiting(now)  # many requests may arrive in one turn: make room before one is refused
         refusal = self._refusal(request)
         if refusal is not None:
             self.counters["requests_refused"] += 1
@@ -177,12 +179,16 @@ class PrefillScheduler:
         self.reports.due(now)
 
     def resumed(self, absent_s: float, now: float) -> None:
-        """A prefill scheduler waits for no server, and writes its pages itself."""
+        """Nothing to do: a prefill scheduler does not wait for servers to pair, and no other server writes its pages,
+        so it has no quarantine.
+        """
 
     def next_step(self, now: float) -> PrefillStep | None:
-        """The next step for the ranks, if one can start now. The writes of its chunks are effects: the ranks get them
-        before the step, and write a chunk as soon as it is computed. Only chunks that are verified, or go through
-        staged regions, wait for `step_done`; regions are requested here, so that they are granted then.
+        """The next step for the ranks, if one can start now.
+
+        The commands to write its chunks are effects: the ranks get them before the step, and write a chunk as soon as
+        it is computed. Chunks that are verified or staged are written only after `step_done`. Their staging regions are
+        requested here, so that decode can grant them while the step runs.
         """
         step = self._computing.next_step(now)
         if step is None:
@@ -202,8 +208,8 @@ class PrefillScheduler:
         """A prefill scheduler has nothing to do while no step can start."""
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
-        """The KV of the chunks of a step is in our pages: send it. A chunk that ends its prompt has the first token of
-        each sample.
+        """The KV of the chunks of a step is in our pages: send what `next_step` has not sent. The last chunk of a
+        prompt brings the first token of each sample.
         """
         self.counters["prefill_steps"] += 1
         for chunk, result in zip(self._computing.take(command_id, now), results, strict=True):
@@ -221,7 +227,7 @@ class PrefillScheduler:
                 self._transfers.send(request, start, end, now)
             if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
-            # with every chunk: all at once, a long prompt would delay its first token by milliseconds
+            # after every chunk: to insert a long prompt all at once would delay its first token by milliseconds
             grant = request.granted
             self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
@@ -242,7 +248,7 @@ class PrefillScheduler:
                 self._transfers.close(request, f"the prefill step failed: {reason}", now)
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
-        """A rank has loaded what the KV store has of a prompt. When all have, the rest is computed."""
+        """A rank has ended its load from the KV store for a prompt. When all ranks have, the rest is computed."""
         assert self.stored is not None, "a load ended without a KV store"
         request = self.stored.loaded(report, now)
         if request is not None and request.state is PrefillState.LOADING:
@@ -319,7 +325,7 @@ class PrefillScheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raise unless every page is accounted for, and free if there is no request."""
+        """Raise unless every page is accounted for. Without requests and store copies, every page must be free."""
         holds_pages = self.requests or (self.kv_store is not None and self.kv_store.busy)
         self.pages.check_integrity(idle=not holds_pages)
 
@@ -331,7 +337,9 @@ class PrefillScheduler:
         return sum(request.state is PrefillState.COMPUTING for request in self._computing.running)
 
     def _refusal(self, request: PrefillRequest) -> TransferFailed | None:
-        """The reply to a request that is refused. It is retryable if another server may take it, or this one later."""
+        """The reply if a request is refused, or None. It is retryable if another server may take the request, or this
+        one later.
+        """
         refuse = functools.partial(TransferFailed, request.key, refused=True, leaving=self._transfers.leaving)
         if self._transfers.leaving:
             return refuse(reason="the prefill server is shutting down", retryable=True)
@@ -354,8 +362,8 @@ class PrefillScheduler:
             )
 
     def _report_begun(self, request: PrefillRequest) -> None:
-        """Tell decode, once, that a prompt has begun, with an empty chunk: its first step takes long, or has computed
-        tokens that are not sent.
+        """Tell decode that a prompt has begun, by an empty chunk, once. Needed if no chunk tells it soon: the step
+        takes long, or has computed only tokens that decode has already.
         """
         if request.begun_reported or request.state is not PrefillState.COMPUTING or request.destination.verify:
             return
@@ -368,8 +376,9 @@ class PrefillScheduler:
             pass
 
     def _start_next(self, now: float) -> bool:
-        """Start the first request that fits into the free pages. Smaller requests may overtake a larger one until it is
-        the oldest and due; then free pages are kept for it. A request that waits for its prefix delays no other.
+        """Start the first request that fits into the free pages. Smaller requests may overtake a larger one. When the
+        oldest request was overtaken often enough (`oldest_is_due`), free pages are kept for it. A request that waits
+        for a shared prefix delays no other.
         """
         misfits = 0
         for request in self._waiting:
@@ -384,8 +393,9 @@ class PrefillScheduler:
         return False
 
     def _start(self, request: PrefillRequest, now: float) -> bool:
-        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is not cached.
-        False if pages are short, or if another request computes the prefix now.
+        """Allocate the pages of a request: cached ones for its prefix, and new ones. The last token is always computed,
+        because its logits give the first output token. Returns False if pages are short, or if the request waits for
+        another one that computes its prefix now.
         """
         if request.refused_at_chances == self.pages.chances:
             return False
@@ -414,7 +424,7 @@ class PrefillScheduler:
         return True
 
     def _compute(self, request: PrefillRequest, now: float) -> None:
-        """Queue a request for its steps, and send what is cached of it."""
+        """Queue a request to be computed, and send its cached prefix."""
         request.computed = request.scheduled = request.cached
         request.lifecycle.advance(PrefillState.COMPUTING, now)
         self._computing.add(request)

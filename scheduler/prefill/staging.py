@@ -1,12 +1,15 @@
 """The staged path on prefill: requests regions of decode's staging rings and issues each write when it is allowed.
 
 Pure: events in, effects out. A chunk is divided into parts; each part is written once, when decode has granted its
-region and its KV is computed. A chunk ends when its direct writes and all its parts have ended, and is then reported as
-one ChunkWritten, as if nothing of it had been staged.
+region and its KV is computed. A chunk ends when its direct writes and all its parts have ended. It is then reported as
+one ChunkWritten, like a chunk without staging.
+
+    REQUESTED -> GRANTED -> WRITING -> WRITTEN     (StageArrived)
+        '-----------'----------'-----> STOPPED     (StageStopped)      then StageFree from decode removes the part
 
 Messages may be lost, repeated or reordered: a message without an answer is sent again, and a repeated answer changes
-nothing. The final message about a part is StageArrived or StageStopped, and decode frees no region without it. So it is
-sent only when no write of the part is running, and no write of the part follows it.
+nothing. The final message about a part is StageArrived or StageStopped. Decode frees no region without it, so it is
+sent only when no write of the part is running and none will follow.
 """
 
 import collections
@@ -34,7 +37,7 @@ RESEND_AFTER_S = 1.0
 
 @dataclass(slots=True)
 class _Peer:
-    """One connection of a decode server. On a new connection, the same server has no record of earlier parts."""
+    """One connection of a decode server. After a reconnect, the server has no record of parts from before."""
 
     regions: Sequence[StagedRegion]
     up: bool = True
@@ -80,7 +83,7 @@ class _Chunk:
     problem: str | None = None
 
     def result(self) -> ChunkWritten | None:
-        """How the chunk ended; None while any of its writes has not."""
+        """How the chunk has ended; None while any of its writes is still running or waiting."""
         direct = self.direct
         if direct is None or self.unfinished:
             return None
@@ -100,7 +103,7 @@ class _Chunk:
 
 
 class StagedSends:
-    """All staged chunks of a prefill server. Chunks for decode servers without staging pass through."""
+    """All staged chunks of a prefill server. A ChunkWritten of a chunk without staged parts is passed on unchanged."""
 
     def __init__(self, page_size: int, counters: "collections.Counter[str]", effects: list[Effect]) -> None:
         """Appends to `effects`."""
@@ -123,7 +126,7 @@ class StagedSends:
         return instance in self._peers
 
     def peer_up(self, instance: InstanceId, regions: Iterable[StagedRegion]) -> None:
-        """A decode server paired; these regions are staged. After a silence the same connection goes on."""
+        """A decode server paired; these regions are staged. If it was only silent, its connection and parts go on."""
         staged = list(regions)
         if instance in self._peers:
             self._peers[instance].up = True
@@ -152,7 +155,7 @@ class StagedSends:
             return
         chunk = self._chunks[ref, start] = _Chunk(ref, start, peer)
         parts = [(part, region) for region in peer.regions for part in region.parts(key, start, end)]
-        for part, region in sorted(parts, key=lambda entry: entry[0].token_start):  # writers take turns
+        for part, region in sorted(parts, key=lambda entry: entry[0].token_start):  # so that writing ranks take turns
             size_bytes = part.tokens * region.token_bytes
             message = StageRequest(part, size_bytes)
             outgoing = _Part(part, size_bytes, region.ring.size_bytes, chunk, message, now)
@@ -173,7 +176,7 @@ class StagedSends:
             self._write_if_ready(part)
 
     def abort(self, ref: TransferRef, reason: str, now: float) -> None:
-        """Start no more writes of a transfer. Chunks that were passed to send() end when their running writes have."""
+        """Start no more writes of a transfer. Chunks that were passed to send() end when their running writes end."""
         self._stop(ref, reason, now)
         for chunk in self._chunks_of(ref):
             if chunk.write is None:
@@ -198,7 +201,7 @@ class StagedSends:
                     reason = f"decode granted offset {offset} of a ring of {part.ring_bytes} bytes"
                     self._stop(part.chunk.ref, reason, now)
             case StageFree() if part.state is not _State.WRITING:
-                # While it is written, StageFree is ignored: decode repeats it as the answer to the final message.
+                # While a part is being written, StageFree is ignored: decode repeats it after the final message.
                 del self._parts[instance, message.part]
                 if part.chunk.unfinished.pop(message.part, None) is not None:
                     self._stop(part.chunk.ref, "decode has given the transfer up", now)
@@ -265,7 +268,9 @@ class StagedSends:
         self._effects.append(PartWrite(write.instance, part.part, part.grant.offset, part.size_bytes, pages, start))
 
     def _stop(self, ref: TransferRef, reason: str, now: float) -> None:
-        """Start no more writes of a transfer; its chunks end without the parts that are not being written."""
+        """Start no more writes of a transfer. Parts that are not being written are stopped, and chunks end without
+        them.
+        """
         chunks = self._chunks_of(ref)
         for chunk in chunks:
             chunk.problem = chunk.problem or reason

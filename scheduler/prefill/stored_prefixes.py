@@ -24,8 +24,8 @@ class StoredPrefixes:
         self._counters = counters
 
     def load(self, request: PrefillRequest, most: int, tokens_per_s: float | None, now: float) -> bool:
-        """Load what the store has of the first `most` tokens of a request that has its pages. Returns False if there is
-        nothing to wait for.
+        """Start to load what the store has of the first `most` tokens of a request that has its pages. Returns False if
+        no load was started.
         """
         request.chain = self.store.new_chain()
         begun = self.store.load(
@@ -44,7 +44,7 @@ class StoredPrefixes:
         return begun
 
     def loaded(self, report: StoreLoaded, now: float) -> PrefillRequest | None:
-        """A rank has ended a load. Returns the request when all ranks have."""
+        """A rank has ended a load. Returns the request if this was the last rank."""
         loaded = self.store.loaded(report, now)
         if loaded is None:
             return None
@@ -60,6 +60,6 @@ class StoredPrefixes:
         return request
 
     def offer(self, request: PrefillRequest) -> None:
-        """Pages of a request were inserted in the prefix cache."""
+        """Pages of a request were inserted in the prefix cache: offer them to the store."""
         assert request.chain is not None, f"{request.ref} was computed without a chain of blocks"
         self.store.offer(request.chain, request.prompt, request.inserted)

@@ -1,7 +1,7 @@
 """The requests of a prefill server: sends their KV to decode in chunks, and ends them.
 
-A request ends with one message to decode, after all chunks in flight have reported their end: until then its pages are
-not released.
+A request ends with one message to decode. It is sent, and the pages are released, only after all chunks in flight have
+reported their end.
 """
 
 import collections
@@ -31,7 +31,7 @@ class Transfers:
         *,
         withdraw: Callable[[PrefillRequest], None],
     ) -> None:
-        """`withdraw` takes a request that fails or is aborted out of the queue that it is in."""
+        """`withdraw` removes a request that fails or is aborted from its queue."""
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
@@ -106,7 +106,7 @@ class Transfers:
             self.close(request, written.reason, now)
 
     def free_unseen(self, request: PrefillRequest) -> None:
-        """Free the pages of a request that its next chunk does not see, and that are sent."""
+        """Free the pages of a request that its next chunk does not see (sliding window) and that have been sent."""
         if self._window is None:
             return
         end = first_visible_page(request.computed, self._window, self._page_size)

@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 STEP_SETTING = {"prefill": "chunk_size", "decode": "max_running_requests"}
 GRAPH_TOKENS, GRAPH_PROMPTS = 2048, 64
-"""Largest prefill step that runs as a CUDA graph. In larger steps the GPU is slower than the host that launches."""
+"""Largest prefill step that runs as a CUDA graph: tokens, prompts. In larger steps the GPU takes longer than the host
+needs to launch the kernels, so a graph gains nothing.
+"""
 CPU_STEP_TOKENS, GPU_STEP_TOKENS = 256, 6144
 """Defaults of `max_step_tokens`."""
 
@@ -193,7 +195,9 @@ class RankBuilder:
         return cache
 
     def _pool_pages(self, runner: ModelRunner, step_bytes: int) -> int:
-        """Pages of the pool; the same on every rank, because they share page ids, or peers take them as equal."""
+        """Pages of the pool. The number is the same on every rank: ranks of one scheduler share page ids, and peers
+        expect data-parallel ranks to be equal.
+        """
         pages = plain_pages(
             self._config,
             runner,
@@ -313,10 +317,13 @@ def trial_steps(
     on_gpu: bool = True,
     unpacked_rows: Callable[[int], int] = lambda _tokens: 0,
 ) -> list[list[StepRow]]:
-    """The steps that need most memory or special kernels. Decode: the largest batch, a single token and, if it computes
-    prompts, a chunk at the end of a prompt of `longest` tokens, with the batch and alone. Prefill: such a chunk, and
-    chunks of several prompts, up to the largest number. Both: chunks of prompts that have as many rows as a step of so
-    many tokens unpacks at most (`unpacked_rows`); steps with more rows unpack none.
+    """The steps that need most memory or special kernels.
+
+    Decode: the largest batch; a single token; and, if it computes prompts, a chunk at the end of a prompt of `longest`
+    tokens, with the batch and alone. Prefill: such a chunk; and chunks of several prompts, up to the largest number.
+
+    Both: chunks whose sequences together have `unpacked_rows(tokens)` rows, the most that a step of that many tokens
+    unpacks. A step with more rows unpacks none, so it needs less memory.
     """
     sampling = SamplingParams(temperature=1.0, top_p=0.99)  # needs most memory
 
@@ -352,7 +359,7 @@ def computes_prompts(config: DecodeConfig) -> bool:
 
 
 def step_tokens(config: DecodeConfig, *, on_gpu: bool) -> int:
-    """Tokens that a step of a decode server computes if prompts are among them; whole pages."""
+    """Most tokens of a step of a decode server that computes prompts, rounded up to whole pages."""
     return round_up(config.max_step_tokens or (GPU_STEP_TOKENS if on_gpu else CPU_STEP_TOKENS), config.page_size)
 
 

@@ -1,7 +1,7 @@
 """Pages of a rank's KV cache, from the configuration, the model and free memory.
 
-A rank calls these functions with measured memory (builder.py), `pdserve plan` with the memory of a GPU that it does not
-have (server/plan/sizes.py).
+A rank calls these functions with the memory that it has measured (builder.py). `pdserve plan` calls them with the
+memory of a GPU that may not be present (server/plan/sizes.py).
 """
 
 from ...configs.schema import AnyServerConfig, DecodeConfig

@@ -31,8 +31,8 @@ class PendingStep:
     """A step in flight. `finish()` waits until its KV is complete and returns one result per row; None on ranks that do
     not sample.
 
-    With `sample`, the model runs, but no token is sampled yet: grammars wait for the tokens of the previous step. It is
-    called after the end of that step, and before the next step starts.
+    With `sample`, the model runs, but tokens are sampled later: their grammars need the tokens of the previous step.
+    `sample()` is called after the end of that step, and before the next step starts.
     """
 
     def __init__(
@@ -185,8 +185,9 @@ class Executor:
         return PendingStep(logits.device, sample())
 
     def _resolve(self, rows: Sequence[StepRow]) -> tuple[Sequence[StepRow], torch.Tensor | None]:
-        """The rows, and a token per row, on the device, if some were sampled by the last step; those of chunks are not
-        used. A step that computes log-probabilities of a prompt reads the tokens back first.
+        """Replace tokens that are not known on the host. If some rows follow the last step, returns the rows and a
+        tensor on the device with the first token of each row (entries of chunks are not used). A step that computes
+        log-probabilities of a prompt reads the sampled tokens back first, and needs no tensor.
         """
         sources = [row.follows for row in rows]
         if all(source is None for source in sources):

@@ -1,8 +1,8 @@
 """All ranks of a server, as the leader uses them: processes, or for a single rank a thread of the leader.
 
 The leader's engine loop does not compute, so it serves clients and detects lost ranks while a step hangs. Several ranks
-wait for each other in every layer: none of them may wait for the interpreter's lock of the leader. A single rank
-computes one step ahead, and a process of its own would add the time of two messages to every step.
+wait for each other in every layer, so none of them may wait for the GIL of the leader: they are processes. A single
+rank has no such problem, and as a process it would add the time of two messages to every step.
 """
 
 import collections
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 SILENCE_S: Final = 3.0
 """A rank that sends nothing for this long is lost: it hangs, or is stopped."""
 STARTUP_SILENCE_S: Final = 60.0
-"""The same while a rank loads: libraries and drivers may block all its threads for some time."""
+"""The limit of silence while a rank loads: libraries and drivers may block all its threads for some time."""
 TICK_S: Final = 0.25
 
 

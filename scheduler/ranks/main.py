@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.3
 CONSEQUENCE_S = 0.5
-"""A rank reports its failure after this time: it may follow from the loss of another rank, which the leader then
-reports first.
+"""A rank delays the report of its failure by this time. The failure may be a consequence of the loss of another rank;
+then the leader learns of the cause first.
 """
 LEADER_SILENCE_S = 10.0
 """A leader that sends nothing for this long is lost."""

@@ -1,9 +1,9 @@
 """The copies that a rank makes beside its steps: pages to host memory and back, rows into hot buffers and out of them.
 
-They run on their own thread and, on a GPU, on their own stream. A copy begins when the steps enqueued before it are
-done: these may write what it reads, or read what it overwrites. Rows that prefill has written to a hot buffer are
-copied to host memory at once: no step writes them. Later steps do not write the memory of a copy before its end is
-reported (scheduler/decode/memory/background_copies.py).
+Copies run on their own thread and, on a GPU, on their own stream. A copy begins when the steps enqueued before it are
+done, because these may write what it reads, or read what it overwrites. The exception are rows that prefill has written
+to a hot buffer: no step writes them, so they are copied at once. Later steps do not write the memory of a copy until
+its end is reported (scheduler/decode/memory/background_copies.py).
 """
 
 import logging
@@ -51,7 +51,7 @@ class PageMover:
         self._thread.start()
 
     def enqueue(self, command: CopyCommand) -> None:
-        """Queue a copy that begins after the work that this thread has enqueued so far, if it depends on steps. Returns
+        """Queue a copy. If it depends on steps, it begins after all work that this thread has enqueued so far. Returns
         at once.
         """
         enqueued: torch.cuda.Event | None = None

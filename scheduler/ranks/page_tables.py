@@ -41,8 +41,8 @@ class _Table:
 class SentTables:
     """The leader's end: tracks the tables of the ranks.
 
-    Tables are found by the id() of the page list of a sequence, which grows from step to step (PageGrant). The pages
-    are compared as well: a list may change, and the id of a deleted list may be reused.
+    A table is found by the id() of the page list of a sequence (PageGrant), which is the same object in every step. The
+    pages are compared as well, because a list may change and the id of a deleted list may be reused.
     """
 
     def __init__(self, forget_after_steps: int = FORGET_AFTER_STEPS) -> None:

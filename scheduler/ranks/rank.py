@@ -106,7 +106,7 @@ class RankEngine:
         use_own_stream(self._device)
         self._parallel = join_ranks(config, rank, self._device, meet_at)
         self._peer_rank = self._parallel.shard.attention.rank
-        """Its number for peers, to which every data-parallel rank is a server of its own."""
+        """The number of this rank for peers. They see every data-parallel rank as a server of its own."""
         builder = RankBuilder(config, source, self._parallel, self._device)
         self._step_limit = builder.step_limit
         self._executor = builder.build()
@@ -317,8 +317,8 @@ class RankEngine:
         self._report_hot()
 
     def _sample_next(self) -> None:
-        """Sample the tokens of the next step, if its grammars had to wait for those of the step that is done. The
-        device computes its logits meanwhile.
+        """Sample the tokens of the next step, if its grammars had to wait for the tokens of the step that is now done.
+        The device may still be computing the logits.
         """
         following = next((pending for pending in self._pending if pending.is_step), None)
         if following is not None and not following.step.sampled:
@@ -406,12 +406,11 @@ def next_command(
     pending: "collections.deque[PendingCommand]",
     steps_ahead: int,
 ) -> ComputeCommand | None:
-    """The next command to run; None if the first of the `pending` steps has to be finished before: no further step may
-    start, or that step is done and no command waits.
+    """The next command to run. Returns None if the caller has to finish the first of the `pending` steps now: because
+    `steps_ahead` steps have started, or because that step is done and no command waits.
 
-    With overlap scheduling, the leader sends the next step while the current one runs, some time after the end of the
-    previous one. So this function waits for commands and not for the device: otherwise the next step would start late,
-    and the device would idle.
+    With overlap scheduling, the leader sends the next step while the current one runs. So this function waits for
+    commands, not for the device: otherwise the next step would start late, and the device would idle.
     """
     if not pending:
         return commands.get()

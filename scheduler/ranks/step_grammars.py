@@ -36,7 +36,7 @@ class StepGrammars:
         self._device = device
         self._buffers: dict[int, UploadBuffer] = {}
         """By the number of rows."""
-        # requests of other pipeline stages are between two of their steps, and ended ones leave last
+        # more than a step has: with pipeline stages other requests run too, and states of ended ones stay until evicted
         self._masks = GrammarMasks(compiler, capacity=4 * max_rows + 64)
 
     def masks(self, rows: Sequence[StepRow], sampled: Sequence[int]) -> StepMasks:

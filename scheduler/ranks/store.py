@@ -51,7 +51,7 @@ class RankStore:
         open_channel: Callable[[int], Channel],
         loads: bool = True,
     ) -> None:
-        """`open_channel(n)` makes a channel with n bytes of staging memory. Without `loads`, the rank only writes."""
+        """`open_channel(n)` opens a channel with n bytes of staging memory. Without `loads`, the rank only writes."""
         self._rank = rank
         self._device = device
         self._report = report
@@ -160,7 +160,9 @@ class RankStore:
         return StoreLoaded(self._rank, command.number, blocks, seconds, size_bytes, corrupt, problem, late)
 
     def _find(self, look_up: "_Lookup", blocks: Sequence[bytes]) -> tuple[StagedCells | None, int]:
-        """How many of the first blocks are in the store, and under which layer ranges."""
+        """Look up how many of the first blocks are in the store. Returns the number, and the cells (by layer range)
+        under which they were found.
+        """
         for number, cells in enumerate(self._read_cells):
             found = look_up.leading(cells, blocks if number == 0 else blocks[:1])
             if found and number > 0:

@@ -30,7 +30,9 @@ class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bool(self.prefills if role == "prefill" else self.decodes)
 
     def distance(self, prefills: int, decodes: int) -> tuple[float, int]:
-        """From so many servers: the difference between the shares of prefill servers, then that of the numbers."""
+        """How far this measurement is from so many servers: first the difference of the share of prefill servers, then
+        the difference of the numbers.
+        """
         ours, theirs = self.prefills + self.decodes, prefills + decodes
         return abs(self.prefills / ours - prefills / theirs), abs(ours - theirs)
 
@@ -72,8 +74,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self._batch_s(len(contexts)) + self.decode_pair_s * sum(contexts) + prompts_s
 
     def interference_factor(self, role: Role, prefills: int, decodes: int) -> float:
-        """How many times longer a step takes than its share of the cores explains, while so many servers compute. Of
-        numbers that were not measured, that of the most similar ones.
+        """How many times longer a step takes than its share of the cores explains, while so many servers compute. If
+        these numbers were not measured, the factor of the most similar ones.
         """
         if prefills + decodes == 1:
             return 1.0

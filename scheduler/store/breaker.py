@@ -2,7 +2,7 @@
 
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 5.0
-"""A store that was away for long is used again this soon after its return."""
+"""Longest time between two pings: a store that was away for long is used again this soon after its return."""
 
 
 class Breaker:

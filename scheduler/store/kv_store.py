@@ -26,13 +26,13 @@ from .stored_blocks import StoredBlocks
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 2 * BLOCK_TOKENS
-"""Fewer tokens are computed: asking the store takes about as long."""
+"""Fewer tokens are not loaded but computed: a lookup in the store takes about as long."""
 WRITE_BLOCKS = 64
 """Blocks of one StoreWrite. Its pages are held until it ends."""
 MOST_SHARE = 8
-"""A StoreWrite holds at most this part of the pool: an eighth."""
+"""A StoreWrite holds at most 1 / MOST_SHARE of the pages of the pool."""
 MOST_QUEUED = 1 << 14
-"""Blocks that wait to be written; the oldest ones are dropped."""
+"""Most blocks that wait to be written. Beyond that, the oldest are dropped."""
 HASHED_BLOCKS = 16
 """Blocks of a prompt that are hashed at a time, to find out how many the store is expected to have."""
 MEASURE_AGAIN = 16
@@ -84,13 +84,15 @@ class BlockChain:
 
 @dataclasses.dataclass(slots=True)
 class _Offer:
-    """Blocks that are to be written, from number `first` of a sequence on, and its cached pages."""
+    """Blocks of a sequence to write, from block number `first` on, and the cached pages of the sequence."""
 
     chain: BlockChain
     blocks: list[bytes]
     first: int
     path: list[CachedPage]
-    """From the first page of the sequence on: a page is held with all pages before it, as eviction requires."""
+    """All pages from the start of the sequence: whoever holds a page must hold the pages before it too, because
+    eviction relies on that.
+    """
 
 
 @dataclasses.dataclass(slots=True)
@@ -109,9 +111,9 @@ class _Load(Generic[OwnerT]):
     blocks: list[bytes]
     first_block: int
     end: int
-    """Tokens behind this are computed in any case."""
+    """Tokens from here on are computed in any case."""
     grant: PageGrant[KvPage]
-    """Holds its pages, and those before them, until all ranks are done, also if the owner has released them."""
+    """Holds the pages of the load, and those before them, until all ranks are done, even if the owner releases them."""
     reports: list[StoreLoaded]
 
 
@@ -184,9 +186,9 @@ class KvStore(Generic[OwnerT]):
         tokens_per_s: float | None,
         freed: int = 0,
     ) -> bool:
-        """Load the KV of tokens [cached, most) to `pages`, which the owner holds except for the first `freed`, as far
-        as the store has it; `loaded` returns the result. Returns False if it is better to compute them. `tokens_per_s`
-        is how fast that is, if it was measured.
+        """Start to load what the store has of tokens [cached, most) into `pages`; `loaded` returns the result. The
+        owner holds `pages`, except for the first `freed`. Returns False, without a load, if it is better to compute the
+        tokens; `tokens_per_s` is how fast the model computes them, if that was measured.
         """
         page_size = self._limits.page_size
         end = self._end(tokens, most)
@@ -216,7 +218,7 @@ class KvStore(Generic[OwnerT]):
         return True
 
     def loaded(self, report: StoreLoaded, now: float) -> Loaded[OwnerT] | None:
-        """A rank has ended a load. Returns the result when all ranks have: what every one of them has."""
+        """A rank has ended a load. Returns the result when all ranks have: the blocks that every rank has loaded."""
         load = self._loads[report.number]
         load.reports.append(report)
         self._counters["store_corrupt_cells"] += report.corrupt
@@ -241,8 +243,8 @@ class KvStore(Generic[OwnerT]):
     def expected_tokens(
         self, chain: BlockChain, tokens: Sequence[int], *, cached: int, most: int, tokens_per_s: float | None
     ) -> int:
-        """How many of the tokens [cached, most) would be loaded, if the store still has what this server has written to
-        it or found there. Hashes little more than these.
+        """How many of the tokens [cached, most) a load would find, if the store still has all blocks that this server
+        has written to it or found there. Hashes only a few blocks more than these.
         """
         page_size, end = self._limits.page_size, self._end(tokens, most)
         if not self.stored or not self.breaker.closed or end - cached < LEAST_TOKENS or self._is_slow(tokens_per_s):
@@ -282,7 +284,7 @@ class KvStore(Generic[OwnerT]):
         """
         blocks = chain.blocks(tokens, inserted.pages * self._limits.page_size)
         if not self.breaker.closed:
-            return  # they are offered again with the next sequence that has them
+            return  # not lost: the next sequence with these blocks offers them again
         first = chain.offered
         if first >= len(blocks):
             return

@@ -32,7 +32,7 @@ class StoredBlocks:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._blocks: dict[bytes, tuple[bytes, ...]] = {}
-        """By block, the pages with tokens in it that were reported; some may have been removed since."""
+        """For each block: the reported pages that have tokens in it. Some may have been removed since."""
         self._reported: set[bytes] = set()
         self._listener: StoreListener | None = None
 
@@ -43,8 +43,8 @@ class StoredBlocks:
         return block in self._blocks
 
     def listen(self, listener: StoreListener) -> None:
-        """Report pages that are written from now on. Their hashes are those of the prefix cache, which needs a listener
-        too.
+        """Report pages that are written from now on. The prefix cache needs a listener too, because their hashes come
+        from it.
         """
         self._listener = listener
 
@@ -70,7 +70,7 @@ class StoredBlocks:
             if page.hash in self._reported or not all(block in self._blocks for block in of_page):
                 continue
             if parent is not None and parent.hash not in self._reported:
-                continue  # subscribers keep a tree
+                continue  # subscribers keep a tree of pages, and could not place one without its parent
             if new and new[-1] is not parent:
                 self._report(new)
                 new = []

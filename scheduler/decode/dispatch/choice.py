@@ -10,22 +10,22 @@ from typing import Literal, NamedTuple
 from ....configs.setting_types import DispatchSetting
 
 REUSE_WEIGHT = 3
-"""A cached token that another server would compute again counts as this many tokens in the queue of a server. More than
-one, because the other server needs time for it, and memory for a second copy of the prefix.
+"""A prompt accepts this many more tokens ahead of it on a server for each of its tokens that the server has cached.
+More than one, because another server would need both time to compute the token and memory for a second copy of it.
 """
 
 Reason = Literal["prefix", "load"]
 
 
 class Candidate(NamedTuple):
-    """What the choice depends on, of one server that can hold the prompt."""
+    """The inputs of the choice for one server that can hold the prompt."""
 
     ahead: int
     """Tokens that it computes before the prompt."""
     cached: int = 0
     """Tokens of the prompt that are in its prefix cache, by its reports."""
     fullness: float = 0.0
-    """The part of its memory that cached prefixes take."""
+    """The fraction of its KV pool that cached prefixes occupy."""
     is_open: bool = True
     """It takes the prompt now."""
     failed: bool = False
@@ -42,12 +42,13 @@ class Choice(NamedTuple):
 def choose(mode: DispatchSetting, tokens: int, candidates: Sequence[Candidate]) -> Choice | None:
     """The server for a prompt of `tokens` tokens; None if no server takes it now and none is worth waiting for.
 
-    By `load`, it is the open server with the fewest tokens ahead of the prompt. By `prefix`, cached tokens
-    count as well, and a prompt waits for a server that is not open if its prefix there is worth it.
+    With mode `load`, it is the open server with the fewest tokens ahead of the prompt. With mode `prefix`, cached
+    tokens count as well, and a prompt waits for a server that is not open if the prefix cached there is worth it.
 
-    Servers should fill evenly: together they hold more prefixes then. So between equals the emptier one is chosen, and
-    a prefix counts less on a fuller server. With A 60 % and B 20 % full, prompts of which less than 40 % are cached on
-    A alone are spread over both, like those that share only a system prompt; conversations stay.
+    Servers should fill evenly, because together they then hold more prefixes. So the emptier of two equal servers is
+    chosen, and a cached prefix counts less on a fuller server. Example: server A is 60 % full, server B 20 %. If less
+    than 40 % of a prompt are cached, on A only (a common system prompt), the prompt may go to either server. If more is
+    cached (a conversation), A is preferred.
     """
     weight = REUSE_WEIGHT if mode == "prefix" else 0
     least_full = min((candidate.fullness for candidate in candidates), default=0.0)

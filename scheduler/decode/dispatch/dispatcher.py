@@ -71,7 +71,7 @@ class PrefillDispatcher:
             self._outbox.append(ConnectPeer(prompt.endpoint))
 
     def recompute(self, request: Request, now: float) -> None:
-        """Queue a request whose KV was dropped, before new ones. Its output becomes part of the prompt."""
+        """Queue a request whose KV was dropped, ahead of new prompts. Its output so far becomes part of its prompt."""
         old = request.prompt
         request.prompt = Prompt(
             self.next_prompt_id(),
@@ -93,7 +93,7 @@ class PrefillDispatcher:
         self.peers.up(peer)
         self.remote.staging.peer_up(peer.instance, staged)
         for prompt in self.queue:
-            prompt.refused_since = None  # this server has not refused it
+            prompt.refused_since = None  # the new server has not refused it
 
     def expected_wait_s(self, now: float) -> float:
         """Expected time in the queue of a prompt that arrives now; at most `queue_timeout_s`."""
@@ -114,7 +114,9 @@ class PrefillDispatcher:
         self.peers.release_held()
 
         def may_send(prompt: Prompt) -> bool | None:
-            """Servers that take no prompt, although they are there, are busy."""
+            """Place a prompt. True: send it. False: it waits, with all prompts of its lane. None: only this prompt
+            waits, for a prefix or for one server. Endpoints whose servers take no prompt are added to `busy`.
+            """
             selection = self.peers.select(prompt, now)
             is_open = selection is not None and selection.is_open
             placement = self.placer.place(prompt, now, remote_open=is_open)
@@ -172,13 +174,13 @@ class PrefillDispatcher:
         return sent
 
     def start_local(self, local: LocalPrompt) -> None:
-        """Compute a prompt, as soon as its cached prefix is in its hot buffer (HiSparse)."""
+        """Start to compute a prompt: now or, with HiSparse, when its cached prefix is in its hot buffer."""
         if self._memory.open_for_prompt(local):
             self.local.loaded(local)
 
     def _load_stored(self, local: LocalPrompt) -> bool:
-        """Load what the KV store has of a prompt into its pages: with HiSparse, rows go to host memory. Returns False
-        if there is nothing to wait for.
+        """Start to load what the KV store has of a prompt into its pages (with HiSparse, in host memory). Returns False
+        if no load was started.
         """
         if self._kv_store is None:
             return False
@@ -213,15 +215,15 @@ class PrefillDispatcher:
         )
 
     def largest_prompt(self, endpoint: str | None) -> float:
-        """Tokens of the longest prompt that can be computed here or by prefill servers; inf if none of them is paired
-        yet.
+        """Tokens of the longest prompt that this server or a prefill server can compute; inf while no prefill server is
+        paired, because its limit is unknown.
         """
         if self.limits.local_prefill == "always":
             return self.largest_local
         return max(self.largest_local, self.peers.largest_prompt(endpoint))
 
     def _most_pages(self, prompt: Prompt) -> int:
-        """Pages that it needs at dispatch if nothing of it is cached."""
+        """Pages that a prompt needs at dispatch if no part of it is cached."""
         samples, page_size = len(prompt.waiting), self.limits.page_size
         most_tokens = prompt.tokens + self.limits.growth_tokens
         return pages_needed(prompt.tokens, samples, most_tokens, page_size, self.limits.window)

@@ -23,7 +23,7 @@ class PathInputs:
     samples: int
     """Requests that wait for the prompt. Only one of them can have the hot buffer."""
     new_tokens: int
-    """The most that the request generates. Without a second token it runs no step."""
+    """Most tokens that the request generates. Prefill samples the first one, so with fewer than 2 it runs no step."""
     pages: int
     """Hot pages for its rows and the next one."""
     first_pages: int
@@ -33,14 +33,14 @@ class PathInputs:
     free_slots: int
     """Request slots without a hot buffer."""
     ahead: int
-    """Requests that will need a slot before this one: their KV is on its way."""
+    """Requests whose KV is on its way to host memory: they may need a slot before this one."""
     settled: bool
     """No step in flight accesses a free hot page."""
 
 
 SLOTS_KEPT = 8
-"""Free slots that keep their first pages while prefill writes a prompt, beside those of requests on their way. Its
-buffer gives up nothing in that time, so requests that arrive meanwhile need other pages.
+"""Beside the slots for requests `ahead`, so many more free slots must keep their first pages. A hot buffer that prefill
+writes gives up no page until the rows have arrived, so requests that arrive meanwhile need other pages.
 """
 
 
@@ -52,7 +52,7 @@ class PathChoice(NamedTuple):
 
 
 def choose_path(inputs: PathInputs) -> PathChoice:
-    """The decision."""
+    """The path is "device" if a fully resident hot buffer is free now and prefill can write to it."""
     if not inputs.peer_writes_both:
         return PathChoice("host", "peer")
     if inputs.samples > 1:

@@ -19,7 +19,7 @@ MOST_SHARE = 0.5
 
 
 class LocalPrefill:
-    """The queue of COMPUTING prompts. A dispatch window bounds it, as that of a prefill server."""
+    """The queue of COMPUTING prompts. Like a prefill server, it has a dispatch window that bounds it."""
 
     def __init__(self, limits: DecodeLimits, rates: Rates) -> None:
         self._limits = limits
@@ -28,7 +28,7 @@ class LocalPrefill:
         target = limits.itl_target_s
         self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
-        # with HiSparse, computed pages are not in the prefix cache at once: rows have to be in host memory first
+        # with HiSparse, computed pages enter the prefix cache late, when their rows are in host memory
         shares_prefixes = limits.prefix_cache and not limits.hisparse
         self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=shares_prefixes)
         self._loading: set[LocalPrompt] = set()
@@ -45,7 +45,9 @@ class LocalPrefill:
         return self.window.is_open(PromptKind.of(prompt.priority, prompt.tokens))
 
     def tokens_before(self, tokens: int) -> int:
-        """Tokens that are computed before the end of a prompt of `tokens` tokens that arrives now."""
+        """Tokens of other prompts that are computed before a prompt of `tokens` tokens that arrives now is done. A
+        longer prompt counts as `tokens` tokens, because the shorter one is computed beside it.
+        """
         return sum(min(local.left, tokens) for local in (*self.queue, *self._loading))
 
     def start(self, prompt: Prompt, cached: int, now: float) -> LocalPrompt:
@@ -69,16 +71,16 @@ class LocalPrefill:
         self.window.computed(local.kind, local.stored)
 
     def next_chunks(self, batch: int, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, beside `batch` of the `running` requests; `queued` prompts wait until this queue
-        takes them.
+        """The chunks of the next step, which also has `batch` of the `running` requests. `queued` further prompts wait
+        for a place in this queue.
         """
         if not self.queue.waiting or (batch and self.times.remeasure(batch)):
             return []
         return self.queue.next_chunks(self.budget(batch, running, self.queue.waiting + queued))
 
     def budget(self, batch: int, running: int, waiting: int) -> int:
-        """Most prompt tokens of the next step, which also computes a token of each request of its `batch`; at least a
-        page.
+        """Most prompt tokens of the next step, at least a page. The step also computes one token for each of `batch`
+        requests. A step slightly larger than a multiple of STEP_ROWS is reduced to it.
         """
         tokens = step_tokens(
             most=self._most,
@@ -94,9 +96,9 @@ class LocalPrefill:
         return max(self._limits.page_size, rows - batch)
 
     def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
-        """Seconds until `tokens` tokens are begun here, and tokens per second; `rate` is that of this server without
-        other work. Tokens that fit into one step of an idle server get all of it. Others get a share: requests run
-        beside them, or may begin to.
+        """The expected wait in seconds until this server begins to compute `tokens` tokens, and its tokens per second
+        from then on; `rate` is its rate without other work. If the server is idle and the tokens fit into one step,
+        they get the full rate. Otherwise they get a share of it: requests run beside them, or may start to.
         """
         running = self.times.running
         idle_s = self.times.idle_step_s(running)

@@ -10,7 +10,7 @@ from ....memory.page_hashes import unpack_hashes
 from ....transfer.protocol.messages import CachedPrefixes
 
 SENT_S = 10.0
-"""How long a prompt that was sent counts as cached without a report of it."""
+"""A prompt that was sent counts as cached for this long, even if no report confirms it."""
 
 
 class PeerCache:

@@ -17,10 +17,11 @@ class Costs:
     """Measured times of the two ways to compute a prompt; None before the first measurement."""
 
     local_tokens_per_s: float | None
-    """Of this server, while it also runs its decode steps; expected from prefill servers until it is measured."""
+    """The rate of this server, while it also runs its decode steps. Until it is measured, another known rate is used.
+    """
     remote_tokens_per_s: float | None
     overhead_s: float | None
-    """Of a prefill server: control messages, and the transfer that remains after the last chunk is computed."""
+    """Fixed cost of a prefill server: control messages, and the part of the transfer after the last chunk's compute."""
     step_s: float = 0.0
     """A decode step of this server: a local prompt waits for the end of the one in flight."""
 
@@ -36,7 +37,7 @@ class Costs:
 
     @property
     def crossover_tokens(self) -> float | None:
-        """Shorter prompts are faster here if both servers are idle; inf if all prompts are, None if unknown."""
+        """Prompts of fewer tokens are faster here if both servers are idle; inf if all prompts are, None if unknown."""
         local, remote = self.local_s(0), self.remote_s(0)
         if not self.local_tokens_per_s or not self.remote_tokens_per_s or local is None or remote is None:
             return None
@@ -69,13 +70,13 @@ class PlacementInputs:
     remote_ahead: int = 0
     """Tokens that prefill servers compute before this prompt."""
     remote_shared: int = 0
-    """Of the tokens to compute, those that another prompt computes there, which has the same prefix."""
+    """The part of `tokens` that prefill servers are computing anyway, for another prompt with the same prefix."""
     local_open: bool = True
     """This server takes the prompt now."""
     local_ahead: int = 0
     """Tokens that this server computes before this prompt."""
     local_shared: int = 0
-    """As `remote_shared`, on this server."""
+    """The part of `tokens` that this server is computing anyway, for another prompt with the same prefix."""
     local_fits: bool = True
     """This server can compute the prompt, now or later. With HiSparse, the hot pool has to hold all its rows; with a
     window, the KV pool all its pages beside those of its samples.
@@ -92,7 +93,7 @@ class Placement(NamedTuple):
 
 
 def place(inputs: PlacementInputs) -> Placement:
-    """The decision. A prompt waits if the chosen side does not take it now."""
+    """Choose a side. The prompt waits if that side does not take it now, even if the other side would."""
     side, reason = _choose(inputs)
     is_open = inputs.local_open if side == "local" else inputs.remote_open
     return Placement(side if is_open else "wait", reason)

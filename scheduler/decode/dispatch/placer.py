@@ -17,7 +17,7 @@ from .prompt_queue import PromptQueue
 PAIRING_S = 1.0
 """How long a prompt waits for the first prefill server to pair, if this server may compute it."""
 ESTIMATE_S = 0.25
-"""How long the number of cached tokens of a waiting prompt is not counted again."""
+"""The cached tokens of a waiting prompt are looked up at most once in this time."""
 NO_COSTS = Costs(None, None, None)
 
 
@@ -40,8 +40,8 @@ class Placer:
         """When the first prompt was placed."""
 
     def costs(self, tokens: int, shared: int = 0) -> Costs:
-        """The measured costs of both places for a prompt of `tokens` tokens; another prompt computes `shared` of them
-        here. A place that has not computed such prompts is expected to be as fast as the other one.
+        """The measured costs of both places for a prompt of `tokens` tokens, of which another prompt computes `shared`
+        here. A place without a measurement for such prompts is expected to have the highest known rate.
         """
         transfers, rates = self._rates.transfers.per_s, (self._rates.prefilled_tokens, self._rates.local_tokens)
         remote, local = (rate.at(tokens) for rate in rates)
@@ -57,7 +57,7 @@ class Placer:
         )
 
     def gauges(self) -> dict[str, float]:
-        """What the placement of prompts is decided by, as far as it was measured. An infinite crossover is left out."""
+        """The measured inputs of the placement. Unknown values and an infinite crossover are left out."""
         if self._limits.local_prefill == "never":
             return {}
         costs = self.costs(self._limits.max_step_tokens)
@@ -95,7 +95,7 @@ class Placer:
     def _inputs(
         self, prompt: Prompt, now: float, shared: int, *, local_open: bool, remote_open: bool
     ) -> PlacementInputs:
-        """The inputs of `auto`; another prompt computes the next `shared` tokens of this one here."""
+        """The inputs of the decision in mode `auto`. Another prompt computes the next `shared` tokens here."""
         able = self._peers.able(prompt)
         tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
         ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
@@ -133,12 +133,12 @@ class Placer:
             self._at_prefill.end(attempt.progress)
 
     def _shared_at_prefill(self, prompt: Prompt, cached: int) -> int:
-        """Tokens of a prompt that prefill servers compute now, for another one."""
+        """Tokens of a prompt that prefill servers are computing now for another prompt with the same prefix."""
         found = self._at_prefill.find(prompt.token_ids, cached, prompt.tokens - 1, prompt.priority)
         return found.end - cached if found is not None else 0
 
     def _awaited_tokens(self, prompt: Prompt, now: float) -> int:
-        """Tokens of a prompt that another one computes here now, and that it should wait for."""
+        """Tokens of a prompt that another prompt is computing on this server, if this one should wait for them."""
         if prompt.awaited is not None:
             if left := prompt.awaited.tokens_left:
                 return left
@@ -156,8 +156,8 @@ class Placer:
         return since is not None and now - since < PAIRING_S
 
     def _cached_tokens(self, prompt: Prompt, now: float) -> int:
-        """Tokens of a prompt that need not be computed here. Compared with the cache and the KV store a few times a
-        second only: that takes milliseconds for a long prompt.
+        """Tokens of a prompt that this server does not have to compute. The lookup in the prefix cache and the KV store
+        takes milliseconds for a long prompt, so its result is kept for ESTIMATE_S.
         """
         if prompt.cached_estimate is None or now - prompt.cached_estimate[0] >= ESTIMATE_S:
             pages = self._cache.match(prompt.token_ids, most_cached(prompt))
@@ -168,7 +168,9 @@ class Placer:
         return prompt.cached_estimate[1]
 
     def _stored_tokens(self, store: KvStore[LocalPrompt], prompt: Prompt, cached: int) -> int:
-        """Tokens behind the cached ones that the KV store is expected to have. A prefill server loads them too."""
+        """Tokens after the cached ones that the KV store is expected to have. They give neither side an advantage,
+        because a prefill server loads them too.
+        """
         if prompt.load_failed:
             return 0
         prompt.chain = prompt.chain or store.new_chain()
@@ -182,8 +184,9 @@ class Placer:
 
 
 def most_cached(prompt: Prompt) -> int:
-    """Tokens that may come from the cache if this server computes the prompt: the last one has to be computed, and
-    log-probabilities of the prompt need the logits of the token before.
+    """Most tokens that may come from the cache if this server computes the prompt. The last token is always computed,
+    because its logits give the first output token. A log-probability of a prompt token needs the logits of the token
+    before it.
     """
     logprobs = prompt.waiting[0].logprobs
     if logprobs is not None and logprobs.start is not None and not prompt.output_tokens:

@@ -35,7 +35,7 @@ class PrefillPeer:
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
     cache: PeerCache = dataclasses.field(default_factory=PeerCache)
     held_tokens: int = 0
-    """Of prompts in our queue that wait for this server, because it has their prefix."""
+    """Tokens to compute of prompts in our queue that wait for this server, because it has their prefix."""
 
     def cached_tokens(self, prompt: Prompt) -> int | None:
         """Tokens of a prompt that are in its cache, as far as known; None if it does not report its cache, or the pages
@@ -81,7 +81,9 @@ class PrefillPeers:
         self._mode: DispatchSetting = mode
         self._peers: dict[InstanceId, PrefillPeer] = {}
         self._lost_at: dict[str | None, float] = {}
-        """When the last server was lost, by endpoint without a server; None is for all endpoints together."""
+        """For each endpoint without a server: when its last server was lost. The key None stands for all endpoints: it
+        is set while there is no server at all.
+        """
         self.unreachable: Mapping[str, str] = {}
         """Why no server is paired, by endpoint, if known."""
 
@@ -122,7 +124,9 @@ class PrefillPeers:
             self._peers[instance].backoff_until = now + REFUSED_BACKOFF_S
 
     def absent_since(self, endpoint: str | None) -> float | None:
-        """Since when no server is at this endpoint, or none at all; -inf if there never was one, None if one is."""
+        """Since when there is no server at this endpoint (None: at any). Returns -inf if there never was one, and None
+        if there is one now.
+        """
         return None if self._of(endpoint) else self._lost_at.get(endpoint, -math.inf)
 
     def describe_absence(self, endpoint: str | None) -> str:
@@ -159,11 +163,11 @@ class PrefillPeers:
         return Selection(peers[number], candidates[number].is_open, choice.reason, cached[number])
 
     def hold(self, prompt: Prompt, selection: Selection) -> None:
-        """A prompt waits for a server that has its prefix: prompts behind it find a longer queue there."""
+        """A prompt waits for a server that has its prefix. Count its tokens there, so that later prompts see them."""
         selection.peer.held_tokens += prompt.tokens - (selection.cached or 0)
 
     def release_held(self) -> None:
-        """Drop the record of which prompts wait for which server; every turn makes a new one."""
+        """Reset `held_tokens`; every turn counts again which prompts wait for which server."""
         for peer in self._peers.values():
             peer.held_tokens = 0
 

@@ -13,7 +13,7 @@ _Lane = list[tuple[_Position, Prompt]]
 _LaneKey = tuple[str | None, int]
 
 MAX_HELD = 32
-"""Prompts that a turn passes over because each waits for the one server that has its prefix."""
+"""Most prompts that a turn may skip within their lanes, because each waits for a prefix or for one server only."""
 
 
 class PromptQueue:
@@ -75,9 +75,11 @@ class PromptQueue:
         self.push(oldest, again=True)
 
     def in_order(self, may_send: Callable[[Prompt], bool | None]) -> Iterator[Prompt]:
-        """Yield prompts that `may_send`, in order; the caller may take each one. A lane is skipped from its first
-        prompt that may not be sent, so the prompts behind it cost no time. None: the prompt waits for one server, and
-        those behind it may be sent to others; MAX_HELD of them are passed over.
+        """Yield the prompts for which `may_send` is True, in order; the caller may take each one.
+
+        False closes the lane for this turn, so the prompts behind cost no time. None skips only this prompt, which
+        waits for a prefix or for one server: prompts behind it may still be sent. After MAX_HELD skipped prompts, None
+        closes the lane too.
         """
         held = 0
         seen: set[Prompt] = set()

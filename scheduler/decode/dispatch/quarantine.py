@@ -56,14 +56,15 @@ class Quarantine:
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer issues no more writes; with `late_writes`, bytes may be in flight. Unknown keys are ignored.
 
-        Only the first report counts: the AbortAck of a transfer that failed before does not include its late writes.
+        Only the first report counts. If a transfer fails before our Abort arrives, its TransferFailed may report late
+        writes; the AbortAck that follows never does.
         """
         quarantined = self._pages.get(key)
         if quarantined is not None and quarantined.release_at == math.inf:
             quarantined.release_at = now + (self._quarantine_s if late_writes else 0.0)
 
     def writer_closed(self, instance: InstanceId, now: float) -> None:
-        """The connection of this peer is closed: nothing arrives after the kernel's buffers have been read."""
+        """The connection of this peer is closed: only bytes in kernel buffers may still arrive."""
         for quarantined in self._pages.values():
             if quarantined.instance == instance:
                 quarantined.release_at = min(quarantined.release_at, now + self._quarantine_s)
@@ -75,9 +76,8 @@ class Quarantine:
                 quarantined.release_at = min(quarantined.release_at + absent_s, now + self._quarantine_s)
 
     def take_due(self, now: float, *, in_use: Container[TransferKey] = ()) -> list[QuarantinedPages]:
-        """The pages whose quarantine is over; the caller releases their grants.
-
-        Our own ranks still write the pages of transfers that are `in_use`.
+        """Remove and return the pages whose quarantine is over; the caller releases their grants. Pages of transfers
+        that are `in_use` stay: our own ranks still write them.
         """
         due = [
             quarantined

@@ -7,7 +7,9 @@ from collections.abc import Collection
 MEASURED_S = 30.0
 """The rate is measured over this much time in which prompts waited."""
 CARRIED_S = 5.0
-"""What a new queue takes over from the last one: a burst fills the queue before anything moves."""
+"""Measured time that is kept when the queue becomes empty. The next burst fills the queue before any prompt of it is
+served, so at first only this older measurement exists.
+"""
 SHORTEST_S = 1.0
 """Shortest time to compute a rate from: less would measure a burst."""
 
@@ -24,12 +26,12 @@ class _Busy:
 
 
 class QueuePace:
-    """Updated in every turn, so that idle time counts too."""
+    """Measures served prompts per second of waiting time, and the busy time by endpoint. Call `note` in every turn."""
 
     def __init__(self) -> None:
         self._busy: dict[str | None, _Busy] = {}
         self._served: collections.deque[float] = collections.deque()
-        """On a clock that runs while prompts wait."""
+        """When prompts were served, on a clock that runs only while prompts wait."""
         self._waiting_since: float | None = None
         self._carried_s = 0.0
 
@@ -70,7 +72,7 @@ class QueuePace:
         waited_s = self._waited_s(now)
         self._forget_before(waited_s - MEASURED_S)
         measured_s = min(waited_s, MEASURED_S)
-        if not self._served:  # the first may be served now
+        if not self._served:  # none in all this time: assume that the first is served now
             return min(most_s, max(SHORTEST_S, queued * measured_s))
         return min(most_s, queued * max(SHORTEST_S, measured_s) / len(self._served))
 

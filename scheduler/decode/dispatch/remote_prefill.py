@@ -21,7 +21,7 @@ from .staging import RankRing, StagedArrivals
 
 
 class RemotePrefill:
-    """Owns the transfers in flight, their staged parts and the quarantine. `prompts` are by the key of the transfer."""
+    """Owns the transfers in flight, their staged parts and the quarantine. `prompts` maps transfers to prompts."""
 
     def __init__(self, resources: Resources, rings: Sequence[RankRing], *, peers: PrefillPeers, placer: Placer) -> None:
         self._limits = limits = resources.limits
@@ -101,7 +101,7 @@ class RemotePrefill:
             self._outbox.append(opened)
 
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
-        """Prompts that this prefill server has and has not finished."""
+        """Prompts that were sent to this prefill server and that it has not finished."""
         attempts = ((prompt, _attempt(prompt)) for prompt in self.prompts.values())
         return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
 
@@ -133,7 +133,7 @@ class RemotePrefill:
         return not self.staging.hold(done)
 
     def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
-        """What is missing, if anything, from a transfer that prefill reports as done."""
+        """Check a transfer that prefill reports as done. Returns what is missing, or None."""
         arrived = _attempt(prompt).tokens_arrived()
         if arrived != prompt.tokens:
             return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
@@ -157,7 +157,7 @@ class RemotePrefill:
         self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:
-        """The transfer is done or given up: nothing more of it is scattered."""
+        """Remove a transfer that is done or given up. No further part of it is scattered."""
         attempt = _attempt(prompt)
         self.staging.close(attempt.key)
         del self.prompts[attempt.key]
@@ -180,7 +180,7 @@ class RemotePrefill:
         self.staging.peer_closed(instance, now)
 
     def resumed(self, absent_s: float, now: float) -> None:
-        """This process did not run for `absent_s`, which is not part of any quarantine."""
+        """This process did not run for `absent_s`: that time does not count as quarantine."""
         self.quarantine.resumed(absent_s, now)
         self.staging.resumed(absent_s, now)
 

@@ -37,7 +37,7 @@ from ....transfer.protocol.messages import (
 from ...messages.effects import Effect, SendToPeer
 
 Source = tuple[int, int, HeadSlice]
-"""A decode rank, a prefill rank that stages KV to it, and which layers and heads."""
+"""A decode rank, a prefill rank that stages KV to it, and the layers and heads that it stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,13 @@ class RankRing:
 
 class _State(enum.Enum):
     QUEUED = enum.auto()
+    """It waits for a free region of the ring."""
     GRANTED = enum.auto()
-    """The writer may write, even after the transfer is closed."""
+    """It has a region, which prefill may write, even after the transfer is closed."""
     SCATTERING = enum.auto()
+    """Prefill has written the region; our rank copies it to the destination pages."""
     QUARANTINED = enum.auto()
-    """The writer has stopped; late writes may land until `release_at`."""
+    """Prefill has stopped without completing it; late writes may land in the region until `release_at`."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class _Transfer:
     missing_tokens: int
     """Tokens that are not in their pages yet, summed over the sources."""
     parts: set[StagePart] = field(default_factory=set)
-    """All parts ever requested or stopped: none is granted twice."""
+    """All parts ever requested or stopped, so that no part is granted twice."""
     done: PrefillDone | None = None
     """Set when prefill has written everything but scatters are not complete."""
 
@@ -94,7 +96,9 @@ class _Transfer:
         insort(self.spans[_source(part)], (part.token_start, part.token_end))
 
     def problem(self, part: StagePart) -> str | None:
-        """Why this new part does not belong to the transfer, or None. Bounds what a peer can make us store."""
+        """Why this new part does not belong to the transfer, or None. Without this check, a peer could make us store an
+        unlimited number of parts.
+        """
         spans = self.spans.get(_source(part))
         if spans is None:
             return f"rank {part.writer} does not write {part.block} to rank {part.destination}"
@@ -108,7 +112,7 @@ class _Transfer:
 
 
 class StagedArrivals:
-    """All staging rings of a decode server. Transfers from prefill servers without staging pass through."""
+    """All staging rings of a decode server. Transfers from prefill servers without staging are not tracked here."""
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class StagedArrivals:
 
     @property
     def scattering(self) -> set[TransferKey]:
-        """Transfers, open or closed, whose pages our ranks are writing."""
+        """Transfers, open or closed, whose destination pages our ranks are writing."""
         return {part.key for part, held in self._parts.items() if held.state is _State.SCATTERING}
 
     def gauges(self) -> dict[str, float]:
@@ -176,7 +180,7 @@ class StagedArrivals:
         self._transfers[key] = _Transfer(instance, token_start, token_end, pages, spans, missing_tokens)
 
     def close(self, key: TransferKey) -> None:
-        """The transfer has ended or failed. Running scatters show in `scattering`; no new one is issued.
+        """The transfer has ended or failed: issue no new scatters. Running ones are in `scattering`.
 
         Regions that the writer may still write stay in use until it has stopped. Unknown keys are ignored.
         """
@@ -292,7 +296,7 @@ class StagedArrivals:
         return part.tokens * part.block.cells * self._rings[part.destination].cell_bytes
 
     def _scatter(self, transfer: _Transfer, part: StagePart, offset: int) -> None:
-        before = transfer.token_start // self._page_size * self._page_size  # of the tokens in its first page
+        before = transfer.token_start // self._page_size * self._page_size  # first token of the first page
         start, end = part.token_start - before, part.token_end - before
         pages, first = pages_holding(transfer.pages, self._page_size, start, end)
         size_bytes = self._size(part)
@@ -300,7 +304,9 @@ class StagedArrivals:
         self._effects.append(PartScatter(part, offset, size_bytes, pages, first))
 
     def _stop(self, parts: Iterable[_Part], late_writes: bool, now: float) -> None:
-        """The writers of these parts have stopped. The first report counts: later ones may not include late writes."""
+        """The writers of these parts have stopped. Only the first report counts, because a later one may not mention
+        late writes.
+        """
         for held in parts:
             if held.state is _State.QUEUED or (held.state is _State.GRANTED and not late_writes):
                 self._free(held)

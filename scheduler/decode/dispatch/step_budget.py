@@ -29,9 +29,9 @@ def step_tokens(
 ) -> int:
     """Prompt tokens of the next step, beside `running` requests, while `waiting` prompts wait.
 
-    The step takes about `idle_step_s` (a decode step alone) + tokens / `tokens_per_s`, at most `target_s`. Without a
-    target (None) prompt tokens add PROMPT_PART of the idle step, more while several prompts wait: they wait longer than
-    the running requests. A target of 0 is no limit.
+    The step takes about `idle_step_s` (a decode step without prompt tokens) + tokens / `tokens_per_s`. With a target,
+    it should take at most `target_s`; a target of 0 is no limit. Without a target (None), prompt tokens add PROMPT_PART
+    of `idle_step_s`, and more while several prompts wait.
     """
     if not running or target_s == 0:
         return most
@@ -45,7 +45,7 @@ def step_tokens(
 
 
 def prompt_part_s(idle_step_s: float, target_s: float | None) -> float:
-    """Time for prompt tokens in a step."""
+    """Time that prompt tokens may add to a step while one prompt waits."""
     return max(0.0, target_s - idle_step_s) if target_s else PROMPT_PART * idle_step_s
 
 
@@ -58,9 +58,13 @@ class StepTimes:
         self._alone = RateBySize()
         """Prompt tokens in steps without running requests."""
         self._beside: collections.deque[float] = collections.deque(maxlen=3)
-        """Tokens per second in the last steps with running requests: fewer while the context of a prompt grows."""
+        """Prompt tokens per second in the last steps with running requests. Few samples: the rate falls while the
+        context of a prompt grows.
+        """
         self._decode_steps: collections.defaultdict[int, Rate] = collections.defaultdict(lambda: Rate(samples=3))
-        """Of few samples each, because contexts grow; by the number of bits of the running requests."""
+        """Steps without prompt tokens per second, by the bit length of the number of running requests. Few samples
+        each, because contexts grow.
+        """
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
         self._ended_at = -math.inf
@@ -68,8 +72,8 @@ class StepTimes:
         """Steps with prompt tokens since the last one without."""
 
     def idle_step_s(self, running: int) -> float | None:
-        """The time of a step of `running` requests without prompt tokens. If none was measured, that of the nearest
-        smaller number of requests, else of a larger one; None without any measurement.
+        """The time of a step of `running` requests without prompt tokens. If no such step was measured, the time for
+        the nearest smaller number of requests, or else for the nearest larger one; None without any measurement.
         """
         size = running.bit_length()
         for _, rate in sorted(self._decode_steps.items(), key=lambda item: (item[0] > size, abs(item[0] - size))):
@@ -78,8 +82,9 @@ class StepTimes:
         return None
 
     def tokens_per_s(self, most: int) -> float | None:
-        """Prompt tokens per second beside running requests: as in the last steps, but not more than up to `most` tokens
-        alone. Few tokens beside many requests take hardly any time, so they do not predict the time of many tokens.
+        """Prompt tokens per second beside running requests, from the last such steps. The result is at most the rate of
+        steps that had only prompt tokens, up to `most`: a few tokens beside many requests take hardly any time, so
+        their rate does not predict the time of many tokens.
         """
         beside = statistics.median(self._beside) if self._beside else None
         return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)

@@ -1,7 +1,7 @@
 """Copies that ranks make beside the steps: pages to host memory and back, rows into hot buffers.
 
-Steps continue meanwhile. So the memory that a copy reads or writes stays taken until all ranks have reported the end of
-the copy, also if the request ends before: memory that a request releases during a copy is handed to the copy.
+Steps continue during a copy. So the memory that a copy reads or writes stays allocated until all ranks have reported
+the end of the copy. If the request ends or releases this memory earlier, the copy becomes its owner.
 """
 
 import dataclasses
@@ -15,9 +15,13 @@ from ..requests.request import Attempt, LocalPrompt, Request
 from .hot_buffers import HotBuffer
 
 CopyKind = Literal["save", "load", "open", "prefix", "write_back"]
-"""KV of a retracted request to host memory; back to pages; rows of an admitted request into its hot buffer; rows of the
-cached prefix of a prompt into the hot buffer that it is computed or received in; rows that prefill has written to a hot
-buffer into host memory.
+"""What is copied:
+
+save         KV of a retracted request, from its pages to host memory
+load         the same KV back, into new pages
+open         rows of an ARRIVED request, from host memory into its new hot buffer
+prefix       rows of the cached prefix of a prompt, from host memory into the hot buffer of the prompt
+write_back   rows that prefill has written to a hot buffer, into host memory
 """
 CopyOwner = Request | LocalPrompt | Attempt
 
@@ -34,7 +38,7 @@ class Copy:
     pages: int = 0
     """Pages that a "save" copies."""
     tokens: tuple[int, ...] = ()
-    """Of a request that ended during its "write_back": its pages are cached when the copy has ended."""
+    """Set if the request ended during its "write_back": the tokens to insert in the prefix cache after the copy."""
 
 
 class BackgroundCopies:
@@ -50,7 +54,7 @@ class BackgroundCopies:
 
     @property
     def keys(self) -> set[TransferKey]:
-        """The transfers for which a cached prefix is copied."""
+        """The transfers for which a cached prefix is being copied into a hot buffer."""
         return {copy.owner.key for copy in self._in_flight.values() if isinstance(copy.owner, Attempt)}
 
     @property

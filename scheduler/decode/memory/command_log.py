@@ -1,8 +1,8 @@
 """Commands that the ranks have not completed yet, and the pages that wait for them.
 
-Ranks run steps and page copies in the order of the commands, some time after the scheduler has decided. A prefill
-server does not wait for that order. So a page that a command may still read or write must not go to a new prompt: pages
-are released when all earlier commands are done.
+Ranks run steps and page copies in the order of the commands, some time after the scheduler has sent them. A prefill
+server writes pages without regard to that order. So a page that a command in flight may still read or write must not go
+to a new prompt: pages are released when all commands sent so far are done.
 """
 
 import collections

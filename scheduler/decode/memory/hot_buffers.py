@@ -1,22 +1,25 @@
 """How many rows each request has on the GPU when the KV is in host memory (HiSparse). Plain integers, no tensors.
 
-Every running request has a hot buffer: a request slot and pages of the hot pool. Its first pages hold `hot_rows` rows
-under LRU replacement and the newest row. They are reserved at admission, so a running request always has them. While
-memory is free, a request keeps all its rows on the GPU, and steps fetch no rows for it (fully resident). When memory is
-needed, fully resident requests give up all but their first pages and become evicting: their rows are in host memory
-too. An evicting request becomes fully resident again when pages are to spare, and when it has fetched about as many
-rows as have to be copied.
+Every running request has a hot buffer: a request slot and pages of the hot pool. The first pages of the buffer hold
+`hot_rows` rows under LRU replacement, and the newest row. They are reserved at admission, so a running request always
+has them. A buffer is in one of two states:
 
-Further pages come from, in this order: pages of the hot pool beyond the first pages of all slots; free KV pages
-(page_lending.py), which new prompts reclaim; the rest of the hot pool, which new hot buffers reclaim. First pages are
-never borrowed.
+fully resident   While memory is free, the buffer has further pages for all rows of the request; steps fetch no rows.
+evicting         When memory is needed, the buffer gives up all but its first pages; steps fetch missing rows from host
+                 memory, which has all rows. The buffer becomes fully resident again when pages are to spare, and when
+                 it has fetched about as many rows as have to be copied for that.
 
-A prompt that this server computes itself, or whose rows prefill writes to the GPU (dispatch/kv_path.py), has a fully
-resident buffer from the start, in pages of the hot pool. It is not shrunk until the prompt is computed, or its rows
-have arrived and are in host memory too. When they are complete it becomes the buffer of a request.
+Further pages come from these sources, in this order: pages of the hot pool beyond the first pages of all slots; free KV
+pages (page_lending.py), which new prompts reclaim; the rest of the hot pool, which new hot buffers reclaim. First pages
+are never borrowed.
 
-Commands of the ranks access hot pages in order, so they can reuse a released hot page at once. A prefill server does
-not wait for that order: it gets hot pages only while no command in flight accesses a free one (`settled`).
+A prompt has a fully resident buffer from the start, in pages of the hot pool, if this server computes it or if prefill
+writes its rows to the GPU (dispatch/kv_path.py). This buffer is not shrunk until the prompt is computed, or until its
+rows have arrived and are in host memory too. After the prompt is computed or received, a request inherits the buffer.
+
+Ranks access hot pages in the order of their commands, so a released hot page can be reused by a later command at once.
+A prefill server writes without regard to that order: it gets hot pages only while no command in flight accesses a free
+one (`settled`).
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from .command_log import CommandLog
 from .page_lending import Loan, PageLending
 
 HotOwner = str | int
-"""The rid of a request, or the id of a prompt that this server computes."""
+"""The rid of a request, or the id of a prompt that this server computes or receives into a hot buffer."""
 
 FETCHED_PER_STEP = 128
 """Rows that a step fetches for an evicting sequence, roughly: 6 % of a selection of 2,048."""
@@ -37,8 +40,8 @@ FETCHED_PER_STEP = 128
 
 @dataclasses.dataclass(frozen=True)
 class HotLimits:
-    """The hot pool of a decode server, the same on all ranks. Its `num_pages` follow the pages of the `overlay`, which
-    share their memory with KV pages.
+    """The hot pool of a decode server, the same on all ranks. Hot pages with ids below `overlay.covered` share memory
+    with KV pages; the `num_pages` pages of the hot pool itself have the ids after those.
     """
 
     num_pages: int
@@ -81,11 +84,11 @@ class HotBuffer:
     loading: bool = False
     """Its rows are being copied into the buffer, which gives up no page until the copy has ended."""
     computing: bool = False
-    """Its prompt is being computed, in chunks that need all rows, or prefill writes its rows. It gives up no page
-    meanwhile.
+    """Its prompt is being computed, in chunks that need all rows, or prefill is writing its rows. Until that has ended,
+    it gives up no page.
     """
     unsaved: bool = False
-    """Prefill has written its rows here, and they are not in host memory yet. It gives up no page before they are."""
+    """Prefill has written its rows here, and they are not in host memory yet. Until they are, it gives up no page."""
 
     @property
     def fixed(self) -> bool:
@@ -110,7 +113,7 @@ class HotBuffers:
         self.limits = limits
         self._commands = commands
         self._released_at = 0
-        """The last command that may access a page which is free now."""
+        """The last command that may access a hot page that is free now."""
         self.pages = PageAllocator[HotPage](limits.num_pages, limits.overlay.covered)
         self.lending = PageLending(kv_pages, limits.overlay, commands)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
@@ -132,8 +135,8 @@ class HotBuffers:
         return sum(not buffer.evicting for buffer in self._buffers.values())
 
     def spare_pages(self, coming: int) -> int:
-        """Pages for one more fully resident request, beyond what the `coming` requests without a buffer and the next
-        rows of fully resident requests need.
+        """Pages that one more request may use to become fully resident. Pages are kept for the first pages of the
+        `coming` requests, which have no buffer yet, and one page for the next rows of each fully resident request.
         """
         wanted = min(coming, len(self._free_slots)) * self.limits.buffer_pages + self.fully_resident
         return max(0, self.pages.available - wanted) + self.lending.room
@@ -148,7 +151,7 @@ class HotBuffers:
         return self._commands.is_done(self._released_at)
 
     def announced(self, pages: Sequence[HotPage]) -> tuple[int, ...]:
-        """Pages of the hot pool as prefill servers get them: numbered from its first own page."""
+        """Convert ids of hot pages to those that are sent to prefill servers, where the hot pool starts at 0."""
         return tuple(page - self.limits.overlay.covered for page in pages)
 
     def can_open(self) -> bool:
@@ -191,8 +194,8 @@ class HotBuffers:
         buffer.computing = False
 
     def must_wait(self, rid: str, tokens: int) -> bool:
-        """Whether a buffer has no page for `tokens` tokens and cannot become evicting, because its rows are not in host
-        memory yet.
+        """Whether a request has to skip steps: its buffer has no page for `tokens` tokens, and cannot become evicting
+        because its rows are not in host memory yet.
         """
         buffer = self._buffers[rid]
         pages = len(buffer.pages)
@@ -257,14 +260,14 @@ class HotBuffers:
             self._release(buffer)
 
     def detach(self, owner: HotOwner) -> HotBuffer:
-        """Take the buffer of an owner that ends while its rows are copied: `free` it when the copy has ended."""
+        """Take the buffer from an owner that ends while its rows are copied. Call `free` when the copy has ended."""
         buffer = self._buffers.pop(owner)
         self._detached.append(buffer)
         return buffer
 
     def quarantine(self, prompt_id: int) -> PageGrant[HotPage]:
-        """Take the pages of a prompt whose transfer was given up, until `release_quarantined`, when its writer has
-        stopped. Its slot is free at once, because the writer accesses pages only.
+        """Take the hot pages of a prompt whose transfer was given up. Call `release_quarantined` when the writer has
+        stopped. The slot is free at once, because the writer accesses only pages.
         """
         buffer = self._buffers.pop(prompt_id)
         assert not buffer.loans, f"prefill writes to borrowed pages of prompt {prompt_id}"
@@ -331,8 +334,8 @@ class HotBuffers:
         return bool(self._free_slots) and self.pages.available + spare >= pages
 
     def _allocate(self, owner: HotOwner, pages: int, tokens: int) -> tuple[HotBuffer, list[HotBuffer]]:
-        """A buffer with `pages` pages of the hot pool, whose other first pages are reserved, and the buffers that were
-        shrunk for it.
+        """Allocate a buffer with `pages` pages of the hot pool, and reserve the rest of its first pages. Returns it
+        with the buffers that were shrunk for it.
         """
         reserve = max(0, self.limits.buffer_pages - pages)
         shrunk = self._free_pages(pages + reserve)
@@ -387,5 +390,5 @@ class HotBuffers:
         buffer.capacity = max(self.limits.hot_rows, rows)
 
     def _beyond_first(self, buffer: HotBuffer) -> int:
-        """Pages of the hot pool that it would give up when it shrinks."""
+        """Pages of the hot pool that a buffer would give up if it shrank."""
         return 0 if buffer.fixed else max(0, len(buffer.grant.pages) - self.limits.buffer_pages)

@@ -1,11 +1,11 @@
 """Lends free KV pages to hot buffers, for the rows of fully resident requests (HiSparse).
 
-With HiSparse a KV page has memory on the GPU for its indexer keys; while the page is free, hot rows can use it.
+With HiSparse, a KV page has memory on the GPU for its index keys. While the page is free, hot rows can use that memory.
 
 Pages are lent in units (memory/hisparse/shared_pool.py), each unit to one hot buffer. A buffer returns all that it has
-borrowed at once: it is either fully resident or evicting. As hot pages, the memory is accessed only by commands of the
-ranks, in order, so a unit can be used at once. As KV pages, it is written by prefill servers, which do not wait for
-that order: returned pages are free when the commands sent so far are done (command_log.py).
+borrowed at once, when it becomes evicting or is closed. A lent unit can be used at once: as hot pages, it is accessed
+only by the ranks, in the order of their commands. A returned unit is free only when the commands sent so far are done
+(command_log.py): as KV pages, it is written by prefill servers, without regard to that order.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ from .command_log import CommandLog
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loan:
-    """Units that one hot buffer has borrowed: as KV pages and as hot pages."""
+    """Units that one hot buffer has borrowed: the same memory as KV pages and as hot pages."""
 
     grant: PageGrant[KvPage]
     hot_pages: list[HotPage]
 
 
 class PageLending:
-    """Lends the pages that are free beyond what is reserved and beyond twice the `margin`."""
+    """Lends free pages, except for reserved ones and for twice the `margin`."""
 
     def __init__(self, pages: PageAllocator[KvPage], overlay: PoolOverlay, commands: CommandLog) -> None:
         self._pages = pages
@@ -36,7 +36,7 @@ class PageLending:
         self.allowed = True
         """False while a request waits for pages: free pages are for it."""
         self.margin = 0
-        """Free pages that running requests may need, beyond their reservations, before lent pages can be back."""
+        """Free pages that running requests may need beyond their reservations, until lent pages have been returned."""
         self.borrowed = 0
         """Pages that hot buffers have."""
 
@@ -47,8 +47,8 @@ class PageLending:
 
     @property
     def room(self) -> int:
-        """Hot pages that can be borrowed. Twice the margin stays free: with only the margin, the next page that a
-        request takes would reclaim the loan.
+        """Hot pages that can be borrowed. Twice the margin stays free: if only the margin did, the next page that a
+        request takes would already make us reclaim the loan.
         """
         return self._pages.lendable(2 * self.margin) * self._overlay.hot_pages if self.allowed else 0
 

@@ -24,18 +24,18 @@ are reclaimed; until both have ended, a request takes at most two pages.
 class RequestMemory:
     """Allocates, extends and releases the memory of requests. Sends the ranks the commands that go with it.
 
-    Released pages are free when the commands sent so far are done (command_log.py): then a prefill server may write
-    them. Hot pages are free at once; a prefill server gets them only when they are settled (hot_buffers.py). Memory
-    that is being copied is released when the copy has ended (background_copies.py).
+    When released memory is free:
+    - KV pages: when the commands sent so far are done (command_log.py). From then on a prefill server may write them.
+    - Hot pages: at once, for later commands. A prefill server gets them only when they are settled (hot_buffers.py).
+    - Memory that is being copied: when the copy has ended (background_copies.py).
 
-    With HiSparse, a request gives up hot rows, or shares its pages, only if they are in host memory: rows that prefill
-    has written to the GPU are copied there after the next step has started. Until the copy has ended, the request is
-    `unsaved`.
+    With HiSparse, rows that prefill has written to the GPU are copied to host memory after the next step has started.
+    Until that copy has ended, the request is `unsaved`: it does not give up hot rows, and its pages are not shared.
 
     Hot buffers borrow free pages (page_lending.py). `reclaim_lent` takes them back when requests need them.
 
-    If all layers have a sliding `window`, a request gives up the pages that its next step does not see. It takes them
-    again as new ones, or releases them if they are shared or cached.
+    If all layers have a sliding `window`, a request gives up the pages that its next step does not see. Such a page
+    becomes the next page of the same request; if it is shared or cached, it is released instead.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RequestMemory:
         self._window = window
         self._outbox = outbox
         self._write_backs: list[WriteBackRows] = []
-        """Not sent yet."""
+        """Commands that `send_write_backs` will send."""
 
     @property
     def idle(self) -> bool:
@@ -74,7 +74,7 @@ class RequestMemory:
         self._outbox.append(CopyPage(self._commands.next_id(), source, destination, tokens))
 
     def may_admit(self) -> bool:
-        """Whether another request can get what it needs to run beside its pages."""
+        """Whether another request that has its pages can be admitted: with HiSparse it also needs a hot buffer."""
         return self.hot is None or self.hot.can_open()
 
     def hot_slot(self, request: Request) -> RequestSlot | None:
@@ -95,8 +95,9 @@ class RequestMemory:
 
     @property
     def largest_prompt(self) -> float:
-        """Tokens of the longest prompt that this server can compute: with HiSparse, a hot buffer has all its rows; with
-        a window, the pool has all its pages, and room for growth. Otherwise only sequences are limited.
+        """Tokens of the longest prompt that this server can compute. With HiSparse, a hot buffer must hold all rows of
+        the prompt. With a window, the pool must hold all pages of the prompt, and some for growth. Otherwise there is
+        no limit for prompts, only the one for whole sequences.
         """
         if self.hot is not None:
             return self.hot.limits.largest_prompt
@@ -106,8 +107,8 @@ class RequestMemory:
         return max(0, self.pages.num_pages - growth) * self._page_size
 
     def may_compute(self, prompt: Prompt, *, shrink: bool) -> bool:
-        """Whether a prompt can get what this server needs to compute it, beside its pages; with `shrink`, if necessary
-        by making fully resident requests evicting.
+        """Whether a prompt that has its pages can be computed here: with HiSparse, whether it can get a hot buffer.
+        With `shrink`, fully resident requests may become evicting for that.
         """
         return self.hot is None or self.hot.can_compute(prompt.tokens + 1, shrink=shrink)
 
@@ -132,8 +133,8 @@ class RequestMemory:
 
     def open_for_arrival(self, prompt: Prompt, attempt: Attempt, pages: list[KvPage]) -> OpenHot:
         """Allocate the hot buffer that prefill writes the rows of a prompt to. Enough hot pages are free and `settled`.
-        The rows of its cached prefix are copied from `pages` meanwhile. Returns the command that opens the buffer,
-        which is sent after the request to prefill: that should not wait.
+        While prefill computes, the rows of the cached prefix are copied from `pages` into the buffer. Returns the
+        command that opens the buffer; the caller sends the prompt to prefill first, so that it is not delayed.
         """
         assert self.hot is not None, "only HiSparse has hot buffers"
         buffer, shrunk = self.hot.open_for_prompt(prompt.prompt_id, prompt.tokens + 1)
@@ -159,18 +160,18 @@ class RequestMemory:
         self._write_backs.append(WriteBackRows(copy.number, attempt.hot_pages, pages, *rows))
 
     def send_write_backs(self) -> None:
-        """Copy the rows of arrived requests to host memory. Call it when the ranks have their next step: the copy would
-        delay the first step of a request.
+        """Copy the rows of arrived requests to host memory. Call it after the next step was sent to the ranks:
+        otherwise the copy would delay the first step of a request.
         """
         self._outbox += self._write_backs
         self._write_backs.clear()
 
     def unsaved(self, request: Request) -> bool:
-        """Whether rows of a request are in its hot buffer only, on their way to host memory."""
+        """Whether the rows of a request are only in its hot buffer, because the copy to host memory has not ended."""
         return self.copies.is_in(request, "write_back")
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a request cannot take a step before its rows are in host memory: no hot page is free."""
+        """Whether a request has to wait with its next step until its rows are in host memory: no hot page is free."""
         return self.hot is not None and self.hot.must_wait(request.rid, request.kv_tokens + request.in_flight + 1)
 
     def pass_on_hot(self, local: LocalPrompt, request: Request | None) -> None:
@@ -200,8 +201,8 @@ class RequestMemory:
         return self.hot is not None and any(self.hot.of(request.rid).evicting for request in batch)
 
     def next_to_reopen(self, running: Iterable[Request], requests: int) -> Request | None:
-        """An evicting request that should become fully resident again, if pages are to spare after all of the
-        `requests` (a count) have their first hot pages.
+        """An evicting request that should become fully resident again, or None. `requests` is the number of all open
+        requests: pages are kept for those that have no hot buffer yet.
         """
         if self.hot is None or self.hot.fully_resident == len(self.hot):
             return None
@@ -215,8 +216,8 @@ class RequestMemory:
         return None
 
     def save(self, request: Request, first: int, pages: int) -> None:
-        """Copy `pages` pages of a request, from number `first` on, to host memory and take all its pages. It is not
-        `unsaved`.
+        """Copy `pages` pages of a request, from its page number `first` on, to host memory, and take all its pages. The
+        request must not be `unsaved`.
         """
         copy = self.copies.begin("save", request)
         copy.pages = pages
@@ -266,7 +267,7 @@ class RequestMemory:
         assert grant is not None, f"{request.rid} runs without pages"
         unseen = 0 if self._window is None else self.first_visible(tokens - 1)
         while len(grant.pages) * self._page_size < tokens:
-            # steps access the pages of a request in order, so it can write a page that it has read
+            # steps access the pages of a request in order, so the next step may overwrite a page that earlier ones read
             if grant.freed < unseen and self.pages.reuse_first(grant):
                 continue
             self._free(grant, unseen)
@@ -307,9 +308,9 @@ class RequestMemory:
             self._commands.release(self.pages.split(grant, end))
 
     def reclaim_lent(self, running: Iterable[Request]) -> bool:
-        """Reclaim lent pages: after allocations that failed since the last call and that lent pages can satisfy, and
-        when fewer pages than the margin of the `running` requests are free. Returns whether pages are free now; others
-        are free when the commands in flight are done.
+        """Reclaim lent pages in two cases: an allocation has failed since the last call and lent pages can satisfy it;
+        or fewer pages are free than the margin of the `running` requests. Returns whether more pages are free now. If
+        commands are in flight, the pages become free when these are done.
         """
         hot, pages = self.hot, self.pages
         if hot is None:
@@ -339,7 +340,7 @@ class RequestMemory:
 
     @property
     def pages_pending(self) -> bool:
-        """Pages become free when commands or copies in flight are done."""
+        """Whether pages become free when the commands or copies in flight are done."""
         borrowing = self.hot is not None and self.hot.borrower_is_loading
         return bool(self._commands.pending_grants) or self.copies.hold_pages or borrowing
 
@@ -385,7 +386,7 @@ class RequestMemory:
 
 
 def _prompt_has_buffer(request: Request) -> bool:
-    """Whether the hot buffer of a request belongs to its prompt, until this is computed or received."""
+    """Whether the hot buffer still belongs to the prompt of a request: the prompt is being computed or received."""
     attempt = request.prompt.attempt
     receives = request.state is State.PREFILLING and attempt is not None and bool(attempt.hot_pages)
     return request.state is State.COMPUTING or receives
@@ -394,7 +395,9 @@ def _prompt_has_buffer(request: Request) -> bool:
 def _opened(
     buffer: HotBuffer, copy: Copy | None, pages: Sequence[KvPage], tokens: int, *, exact: bool = False
 ) -> OpenHot:
-    """`copy` is that of the first `tokens` rows in `pages` of host memory, if they are copied."""
+    """The command that opens a hot buffer. With a `copy`, the first `tokens` rows are copied into it from `pages`,
+    which are in host memory.
+    """
     number = copy.number if copy is not None else None
     return OpenHot(number, buffer.slot, tuple(buffer.pages), tuple(pages), tokens, buffer.capacity, exact)
 

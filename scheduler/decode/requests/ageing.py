@@ -4,8 +4,8 @@ from ...chunking.fair_queue import MAX_OVERTAKES
 
 
 class Ageing:
-    """Counts, for one queue, the requests that overtake others. After MAX_OVERTAKES the longest-waiting one gets the
-    highest of their priorities.
+    """Counts the requests of one queue that overtake others. After MAX_OVERTAKES, the longest-waiting request gets the
+    highest priority among those that overtook it.
     """
 
     def __init__(self) -> None:
@@ -13,8 +13,8 @@ class Ageing:
         self._highest = 0
 
     def passed(self, priority: int, lowest: int) -> int | None:
-        """A request of `priority` has left the queue, whose lowest priority is `lowest`. Returns the priority to which
-        the oldest request of a lower one is raised now, if any.
+        """A request of `priority` has left the queue; the lowest priority that remains is `lowest`. Returns a priority
+        if ageing is due: the caller raises the oldest request of a lower priority to it.
         """
         if priority <= lowest:
             return None

@@ -55,19 +55,21 @@ class DispatchWindow:
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens that prefill has before a prompt that is dispatched now: ours, and those of other decode servers. Read
-        by another thread, so it does not iterate over what was sent.
+        """Tokens that prefill has to compute before a prompt that is dispatched now: ours, and those of other decode
+        servers. Another thread reads this, so it must not iterate over `_sent`.
         """
         return self.own_tokens + self._others
 
     def tokens_before(self, tokens: int) -> int:
-        """The part of `tokens_ahead` that is computed before a prompt of `tokens` tokens is done: prefill computes it
-        beside longer ones.
+        """The part of `tokens_ahead` that prefill computes before a prompt of `tokens` tokens is done. A longer prompt
+        counts only as `tokens` tokens, because prefill computes the shorter one beside it.
         """
         return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
 
     def report(self, load: Load) -> None:
-        """Take a heartbeat of the prefill server. Our own tokens are counted here, because the heartbeat is older."""
+        """Take a heartbeat of the prefill server. It only tells the tokens of other decode servers: for our own tokens,
+        the count in this process is newer.
+        """
         self._tokens = load.window_tokens or DEFAULT_TOKENS
         self._others = max(0, load.waiting_tokens - self.own_tokens)
 

@@ -26,8 +26,8 @@ _BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTI
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
-    """One dispatch of a prompt to a prefill server, which does not send tokens [0, prefix_tokens): they were in the
-    prefix cache, or are behind the window of the first step.
+    """One dispatch of a prompt to a prefill server. The server does not send the KV of tokens [0, prefix_tokens): it
+    was in the prefix cache of decode, or it is behind the sliding window of the first decode step.
     """
 
     key: TransferKey
@@ -37,21 +37,23 @@ class Attempt:
     tokens_left: int
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
     written: bool = False
-    """Prefill has written everything (PrefillDone) and is not needed any more. Ranks may still scatter or verify it."""
+    """Prefill has written everything (PrefillDone) and is not needed any more. Decode ranks may still scatter or verify
+    the KV.
+    """
     begun: bool = False
     """Prefill computes it, or has computed part of it."""
     chunks: list[ChunkArrived] = dataclasses.field(default_factory=list)
     hot_pages: tuple[HotPage, ...] = ()
-    """Of the hot buffer that prefill writes its rows to (HiSparse); empty if they go to the pages of the prompt."""
+    """Pages of the hot buffer that prefill writes the rows to (HiSparse); empty if they go to the prompt's KV pages."""
     expected_cached: int | None = None
     """Tokens that were expected in the cache of the prefill server; None if nothing was known about it."""
     progress: PrefixInProgress | None = None
-    """What other prompts share with it, while prefill computes it."""
+    """Lets other prompts find out that prefill is computing a prefix that they share."""
     given_up: bool = False
     unseen_tokens: int = 0
-    """The number of `prefix_tokens` that were not in the prefix cache."""
+    """How many of the `prefix_tokens` were not in the prefix cache: they are behind the sliding window."""
     held: PrefillDone | None = None
-    """It has arrived, but its cached prefix is still being copied into its hot buffer."""
+    """Set if all KV has arrived while the cached prefix is still being copied into the hot buffer."""
 
     def tokens_arrived(self) -> int:
         """Tokens that have arrived without a gap, from the start."""
@@ -79,11 +81,11 @@ class LocalPrompt:
         self.hot_slot: RequestSlot | None = None
         """The slot of its hot buffer (HiSparse)."""
         self.stored = 0
-        """The number of `cached` tokens, at their end, that came from the KV store."""
+        """How many of the `cached` tokens came from the KV store: the last ones."""
         self.inserted = InsertedPrefix()
         """The part in the prefix cache."""
         self.progress: PrefixInProgress | None = None
-        """While it is in the queue: what other prompts may wait for."""
+        """While it is in the queue: lets other prompts wait for a prefix that they share."""
 
     @property
     def priority(self) -> int:
@@ -105,8 +107,8 @@ class LocalPrompt:
 
 
 class Refusal(NamedTuple):
-    """A reservation failed: `pages` pages for `samples` samples were not free when `PageAllocator.chances` had this
-    value.
+    """A failed reservation: `pages` pages for `samples` samples were not free when `PageAllocator.chances` had this
+    value. Until `samples` or `chances` changes, or so many pages are free, another try would fail too.
     """
 
     pages: int
@@ -134,14 +136,14 @@ class Prompt:
         self.page_hashes = page_hashes or {}
         """Short hashes of its pages (memory/page_hashes.py), by page size; of its first pages at least."""
         self.cached_at: dict[InstanceId, tuple[int, int]] = {}
-        """Tokens that a prefill server has cached, by instance, with the version of what is known about its cache."""
+        """By prefill server: the version of its `PeerCache`, and the tokens of this prompt that it had cached then."""
         self.endpoint = endpoint
         self.room = room
         self.priority = priority
         self.waits_since = now
-        """Since when it waits for a prefill server to begin; `queue_timeout_s` counts from here."""
+        """Since when it waits for any server to begin it; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
-        """The number of `token_ids`, at their end, that are output of a request whose KV is computed again."""
+        """How many of the `token_ids`, the last ones, are output of a retracted request whose KV is computed again."""
         self.traceparent: str | None = None
         """The span of its first request, if it is traced."""
         self.members: list[Request] = []
@@ -153,15 +155,15 @@ class Prompt:
         self.local: LocalPrompt | None = None
         """While this server computes it."""
         self.cached_estimate: tuple[float, int] | None = None
-        """When it was compared with the prefix cache and the KV store, and how many tokens were found."""
+        """The time of the last lookup in the prefix cache and the KV store, and how many tokens were found."""
         self.stored_estimate = 0
-        """The part of them that the KV store is expected to have."""
+        """The part of `cached_estimate` that the KV store is expected to have."""
         self.chain: BlockChain | None = None
         """Its blocks in the KV store, if it was compared with the store."""
         self.load_failed = False
         """The store did not have what was expected, and the prompt was queued again."""
         self.awaited: AwaitedPrefix | None = None
-        """The prefix of another prompt that it waits for, to be computed here."""
+        """The prefix that another prompt computes on this server, while this one waits for it."""
         self.quarantined = 0
         """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None
@@ -169,7 +171,9 @@ class Prompt:
         self.times_refused = 0
         """Attempts that a prefill server refused."""
         self.refused_since: float | None = None
-        """When a prefill server that shuts down refused it first, since the last attempt that began."""
+        """When a prefill server first refused it for another reason than a full queue (such as a shutdown), since the
+        last attempt that began.
+        """
         self.busy_s_when_queued = 0.0
         """`QueuePace.busy_s` when it was queued."""
         self.overtaken = 0
@@ -189,7 +193,9 @@ class Prompt:
 
     @property
     def samples(self) -> int:
-        """Samples that need a first token, including ended ones before the last."""
+        """How many first tokens prefill has to sample. First tokens are matched to samples by index, so ended samples
+        before the last waiting one are included.
+        """
         return 1 + max(request.sample for request in self.waiting)
 
     def raise_priority(self, priority: int) -> None:
@@ -244,14 +250,16 @@ class Request:
         self.in_flight = 0
         """Steps in flight: output tokens that are not known here yet."""
         self.joined = False
-        """It has joined the batch and was in no step since then."""
+        """It has joined the batch, and has not been in a step since then."""
         self.last_step = 0
         """The `command_id` of its latest step."""
         self.saved_pages = 0
         """Pages of its KV in host memory, while it is RETRACTED."""
         self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
         self._before_first_arrival: tuple[float, float, float] | None = None
-        """Seconds in QUEUED, seconds in the states of prefill, and `prefill_wait_s` when its KV arrived first."""
+        """When its KV arrived for the first time: the seconds in QUEUED, the seconds in the states of prefill, and
+        `prefill_wait_s` up to then.
+        """
 
     @property
     def state(self) -> State:

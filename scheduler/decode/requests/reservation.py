@@ -16,18 +16,18 @@ class Reservation:
     prompt: PageGrant[KvPage]
     members: list[PageGrant[KvPage]]
     prefix_tokens: int
-    """Tokens at the start of the prompt whose KV is not needed from prefill: it is in cached pages, or is copied from
-    one, or no step will see it.
+    """Tokens at the start of the prompt whose KV prefill does not have to send: it is in cached pages, it is copied
+    from a cached page, or no decode step will see it.
     """
     unseen_tokens: int = 0
-    """The number of these tokens that are not cached: they are behind the window of the first step."""
+    """How many of the `prefix_tokens` are not cached: they are behind the sliding window of the first step."""
     copied: PageGrant[KvPage] | None = None
     """Holds the cached page whose first tokens are copied to the first new page of the prompt."""
 
 
 def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: int, window: int | None = None) -> int:
-    """The most pages that `samples` sequences of up to `kv_tokens` tokens hold at a time. They share the full pages of
-    their prompt, and hold none behind the `window`.
+    """The most pages that `samples` sequences of up to `kv_tokens` tokens hold at any time. They share the full pages
+    of their prompt, and hold no pages behind the sliding `window`.
     """
     full = prompt_tokens // page_size
     shared = full - first_unfreed_page(prompt_tokens, window, page_size)
@@ -36,8 +36,8 @@ def pages_needed(prompt_tokens: int, samples: int, kv_tokens: int, page_size: in
 
 
 def first_unfreed_page(prompt_tokens: int, window: int | None, page_size: int) -> int:
-    """The first page of a prompt that its requests hold when they take their first step: the first that this step sees,
-    or the last one.
+    """The first page of a prompt that its requests still hold at their first step. This is the first page that the step
+    sees, but at most the last page of the prompt.
     """
     return min(first_visible_page(prompt_tokens, window, page_size), pages_for(prompt_tokens, page_size) - 1)
 
@@ -74,12 +74,16 @@ def reserve(
     local: bool = False,
 ) -> Reservation | None:
     """Reserve pages for the prompt, and for each waiting member its own last page and some growth; None if there are
-    not enough. At most `most_cached` tokens are taken from the cache; if the prompt is not computed here (`local`), the
-    prefix may end inside a page, and there are no pages behind the window of the first step.
+    not enough. At most `most_cached` tokens are taken from the cache.
 
-    The first member uses the last page of the prompt itself; the others get a copy of it. After a failed reservation
-    the prompt is matched with the cache again, which takes milliseconds for a long prompt, only when pages have become
-    free.
+    With `local`, this server computes the prompt, and needs pages from the first one that is not cached. Without it,
+    prefill computes the prompt: then the cached prefix may end inside a page, and no pages are reserved behind the
+    sliding window of the first step.
+
+    The first member uses the last page of the prompt itself; the others get a copy of it.
+
+    The lookup in the cache takes milliseconds for a long prompt. So after a failed reservation (`Prompt.refusal`), it
+    is repeated only if it may succeed.
     """
     page_size, window = limits.page_size, limits.window
     samples, last = len(prompt.waiting), prompt.refusal
@@ -89,7 +93,7 @@ def reserve(
     count, full = pages_for(prompt.tokens, page_size), prompt.tokens // page_size
     visible = first_unfreed_page(prompt.tokens, window, page_size)
     first = cache.first_needed(len(prefix)) if local else visible
-    # [0, first) placeholders; [first, begin) cached; [begin, count) new
+    # pages of the prompt: [0, first) are placeholders, [first, begin) are cached, [begin, count) are new
     begin, cached = max(len(prefix), first), prefix[first:]
     most_tokens = [min(request.most_kv_tokens, prompt.tokens + limits.growth_tokens) for request in prompt.waiting]
     growth = [growth_pages(count - visible, visible, tokens, page_size, window) for tokens in most_tokens]

@@ -45,7 +45,9 @@ def announced_pool(pool: LocalPool, hot: HiSparseCache | None) -> Pool:
 
 
 def announced_hot(cache: HiSparseCache) -> Pool:
-    """The part of the hot pool that never holds keys. It is registered with the indexer pool, in whose memory it is."""
+    """The part of the hot pool that never holds index keys. Its memory is part of the index pool, and is registered
+    with it.
+    """
     hot, own = cache.hot, len(cache.own_hot_pages)
     first = hot.num_pages - own
     return Pool(

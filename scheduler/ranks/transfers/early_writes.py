@@ -1,6 +1,6 @@
-"""Chunk writes that a rank gets before their KV is computed: they start with the step, and read when it is done.
+"""Chunk writes that a rank gets before their KV is computed: they start with the step, and read the KV when it is done.
 
-This way a chunk is on its way as soon as it is computed, and not after a round through the leader's loop.
+So a chunk is sent as soon as it is computed, without a round trip to the leader.
 """
 
 import threading

@@ -14,7 +14,9 @@ from ...messages.ranks import VerifyKv
 def verify_kv(
     command: VerifyKv, pools: Sequence[LocalPool], cache: KvCache, *, rank: int, peer_rank: int
 ) -> tuple[int, str | None]:
-    """Chunks compared, and the first difference from what was sent. `peer_rank` is the number of `rank` for peers."""
+    """Returns the number of chunks that were compared, and the first difference from what was sent. `peer_rank` is the
+    number of `rank` for peers.
+    """
     for count, chunk in enumerate(command.chunks):
         span = f"tokens [{chunk.token_start}, {chunk.token_end})"
         if len(chunk.checksums) <= peer_rank:

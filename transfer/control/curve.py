@@ -73,11 +73,11 @@ class ClusterKeys:
 
 
 class ClientGate:
-    """The ZAP handler (ZMQ RFC 27), which accepts or refuses connecting clients: with a cluster key those with the
-    derived key, without one every client.
+    """The ZAP handler (ZMQ RFC 27), which accepts or refuses connecting clients. With a cluster key it accepts only
+    clients that hold the derived key; without one it accepts every client.
 
-    It is needed without a key, too: libzmq then refuses ZMTP 1.0 and 2.0, which have no handshake and whose messages do
-    not identify their connection.
+    Even without a key there must be a handler: only then does libzmq refuse ZMTP 1.0 and 2.0, which have no handshake
+    and whose messages do not identify their connection.
 
     Owns a socket that the control thread polls; call `answer_all()` when it is readable. pyzmq's authenticator does the
     same with an asyncio loop in its own thread.

@@ -39,11 +39,14 @@ HUNG_UP = (
     "{} hangs up on this server, which has no cluster_key: it has one, or is not the control port of a prefill server"
 )
 ZMQ_RECONNECT_MS = 3_600_000
+"""Practically never: this module reconnects itself."""
 MAX_ENDPOINTS = 1024
 """Requests may name endpoints, so their number is bounded."""
 MAX_UNPAIRED = 256
 MAX_UNPAIRED_PER_CLIENT = 64
-"""Endpoints named by requests that are not paired. Each costs sockets and connection attempts."""
+"""Most endpoints that requests have named and that are not paired: in total, and of one client. Each endpoint costs
+sockets and connection attempts.
+"""
 UNPAIRED_S = 30.0
 """How long an unpaired endpoint is tried after the last request that named it."""
 
@@ -151,8 +154,8 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         self._endpoints[name] = _Endpoint(name, client=client, now=now, reconnect_min_s=self.timing.reconnect_min_s)
 
     def _make_room(self, client: str, now: float) -> None:
-        """Make room for another endpoint of this client, if needed: remove one of its own unpaired endpoints or, if
-        there are too many in total, one of the client with the most.
+        """Make room for another endpoint of this client, if necessary. If this client has too many unpaired endpoints,
+        remove one of them. If there are too many in total, remove one of the client with the most.
         """
         unpaired = [endpoint for endpoint in self._endpoints.values() if endpoint.unpaired]
         count_of = Counter(endpoint.client for endpoint in unpaired)
@@ -179,8 +182,8 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         try:
             ipaddress.ip_address(endpoint.host)
         except ValueError:
-            # Not in ZMQ's I/O thread, where one slow name server would block all other peers; and again for every
-            # attempt, because a restarted server may have a new address.
+            # Resolve the name on a thread of its own: in ZMQ's I/O thread, one slow name server would block all other
+            # peers. Resolve it again for every attempt: a restarted server may have a new address.
             endpoint.resolving = True
             threading.Thread(target=self._resolve, args=(endpoint,), name="decode-resolve", daemon=True).start()
         else:
@@ -222,10 +225,11 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
         endpoint.address = address
         self._poller.register(socket, zmq.POLLIN)
         self._configure(socket)
-        # One socket per attempt: ZMQ must not reconnect by itself. Not -1, which disables reconnection but also makes
-        # ZMQ drop received, unread messages when the connection ends.
+        # One socket per attempt: ZMQ must not reconnect by itself. The value -1 would disable reconnection too, but
+        # with it ZMQ drops messages that were received and not read when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, ZMQ_RECONNECT_MS)
-        # Random: prefill ignores a connection whose routing id another one has, so no other process may guess it.
+        # Random, so that no other process can guess it: prefill ignores a connection if another has the same routing
+        # id.
         socket.setsockopt(zmq.ROUTING_ID, f"{self._me.instance[:64]}#{secrets.token_hex(8)}".encode())
         if ":" in address:
             socket.setsockopt(zmq.IPV6, 1)
@@ -316,9 +320,9 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
                 self._note_failed_handshake(endpoint, kind, value)
 
     def _note_failed_handshake(self, endpoint: _Endpoint, kind: int, value: int) -> None:
-        """A prefill server with another key closes the connection without an error, and so does a crash. Only the
-        second failure in a row is reported as an authentication failure. Without a key of our own it may also be
-        another kind of server, which the text then mentions.
+        """Find out why a handshake failed, and report it. A prefill server with another key closes the connection
+        without an error, like a server that crashes. So only the second failure in a row is reported as an
+        authentication failure. If we have no key, the peer may also be another kind of server, and the text says so.
         """
         self._counts["authentication_failures"] += kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         endpoint.failed_handshakes += 1
@@ -366,7 +370,7 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
             return
         paired = self._session_of.get(welcome.instance)
         if paired is not None and paired is not connection:
-            # Prefill keeps using the other connection as long as only Hello is sent on this one.
+            # Send nothing but Hello on this connection: then prefill keeps using the other one.
             connection.state = SessionState.ALIAS
             connection.detail = f"same server as {paired.name}"
             self._emit(PeerAlias(connection.name, welcome.instance))

@@ -1,8 +1,8 @@
 """Events of the control thread for its owner. Events of one peer come in this order:
 
 PeerUp, then MessageReceived and LoadReported in any order, then PeerLost; after that PeerUp again (the same process was
-silent and is back) or PeerClosed (the connection has ended). Messages are delivered only between PeerUp and PeerLost:
-a peer sends again what it sent at other times.
+silent and is back) or PeerClosed (the connection has ended). Messages are delivered only between PeerUp and PeerLost.
+Messages that arrive at other times are dropped, and the peer sends them again.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,9 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerClosed:
-    """The connection of a lost peer is closed or replaced by a new one: its process has ended, or is disconnected and
-    has stopped writing to us. Messages queued for it are dropped. Not emitted for silence (a process under SIGSTOP).
+    """The connection of a lost peer is closed or replaced by a new one: its process has ended, or it is disconnected
+    and has stopped writing to us. Messages queued for it are dropped. A silent peer (for example under SIGSTOP) is
+    lost, but not closed.
     """
 
     instance: InstanceId

@@ -7,14 +7,14 @@ How two servers pair, on every connection (one ZMQ connection = one Session = on
                       <-       Welcome            or Refused(mismatch)
     Heartbeat         ->                          decode is paired when Welcome arrives, prefill when this arrives
 
-A side that has lost the other one introduces itself again on the same connection: decode with Hello, prefill by asking
-for it with Refused(unknown_peer). The channel survives that, so queued messages (an Abort) are delivered. It ends with
-the connection. While an instance sends on one connection, prefill does not pair with it on another one: that would be a
-replay of its messages.
+A side that has lost the other one repeats the introduction on the same connection: decode sends Hello, prefill asks for
+a Hello with Refused(unknown_peer). The channel survives that, so queued messages (such as an Abort) are delivered; it
+ends with the connection. While an instance still sends on one connection, prefill does not pair with it on another one:
+the second connection may be a replay of recorded messages.
 
-Silence is measured by heartbeats, after all pending input was read; time in which this process did not run is not
-counted as silence of its peers. ZMQ's own heartbeats are off: they would close the connection of a stopped process
-(SIGSTOP), and a closed connection means that the process cannot write any more.
+A peer is silent if no heartbeat of it arrives. This is checked after all pending input was read, and time in which this
+process itself did not run does not count. ZMQ's own heartbeats are off: they would close the connection of a stopped
+process (SIGSTOP). But a closed connection has to mean that the process cannot write any more.
 """
 
 import logging
@@ -47,8 +47,8 @@ ANNOUNCE_SHUTDOWN_S = 0.3
 
 
 class PeerControl(Control, Generic[SessionT, IntroductionT]):
-    """The control thread with its sessions. `check` returns one sentence if the servers must not pair; protocol
-    versions are compared before.
+    """The control thread with its sessions. `check` returns one sentence if the servers must not pair; it is called
+    only if their protocol versions agree.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
         super().__init__(role=self._role, on_event=on_event, load=load, timing=timing or Timing(), clock=clock)
         self._me = me
         self._check: Callable[[IntroductionT], str | None] = check
-        self._session_of: dict[InstanceId, SessionT] = {}  # of each instance with a PeerUp
+        self._session_of: dict[InstanceId, SessionT] = {}  # of each instance from PeerUp to PeerClosed
 
     @abstractmethod
     def _sessions(self) -> Iterable[SessionT]:
@@ -99,7 +99,9 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
     def _take_snapshot(self) -> list[PeerSnapshot]: ...
 
     def _flush(self) -> None:
-        """Wait until paired peers have acknowledged everything: the answer to a heartbeat is an acknowledgement."""
+        """Wait until paired peers have acknowledged everything. Heartbeats are sent in every turn, because their
+        answers carry acknowledgements.
+        """
         ends_at = time.monotonic() + LAST_WORDS_S
         self._announce_shutdown()
         while self._work or any(_has_pending(session) for session in self._sessions()):
@@ -114,8 +116,8 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             self._turn()
 
     def _announce_shutdown(self) -> None:
-        """Send heartbeats with accepting=False and wait for the answers. A peer that has answered does not log the end
-        of this server as a loss.
+        """Send heartbeats with accepting=False and wait for the answers. A peer that knows of the shutdown does not log
+        the end of this server as a loss.
         """
         peers = [session for session in self._sessions() if session.state is SessionState.PAIRED]
         began_at = self._clock()
@@ -189,7 +191,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             if not session.channel.accept(envelope.seq):
                 self._counts["messages_out_of_order"] += 1
                 return
-            # From here on the number is consumed: an unreadable message must not block the following ones.
+            # The number counts as received from here on, so that an unreadable message does not block later ones.
             message, arrays = decode(body)
             if not is_sequenced(message):
                 raise WireError(f"{type(message).__name__} has number {envelope.seq}, but is not numbered")
@@ -252,7 +254,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
         session.state = SessionState.PAIRED
         session.announced = True
         session.detail = None
-        session.load = Load()  # its next load is reported again, also if it has not changed
+        session.load = Load()  # so that its next load is reported, even if it has not changed
         session.channel.restart()
         self._counts["peers_up"] += 1
         logger.info("paired with %s %s", self._peer_role, session)

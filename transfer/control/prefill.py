@@ -165,7 +165,8 @@ class PrefillControl(PeerControl[_Route, Hello]):
                 )
 
     def _greet(self, route: _Route, hello: Hello, now: float) -> None:
-        # Connection events first: the descriptor may have been reused, and this may be from the closed one.
+        # Read connection events first: the descriptor may have been reused, and this Hello may be from the connection
+        # that had it before.
         self._read_connections()
         if route.fd not in self._connections:
             return
@@ -185,9 +186,10 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._reply(route, self._me)
 
     def _pair(self, route: _Route, now: float) -> bool:
-        """Decode has received our Welcome and uses this connection. Returns False if the instance still sends on
-        another one: a process that repeats recorded messages must not end that pair. If it was decode that connected
-        again, the other connection is silent soon, and decode repeats what was not acknowledged.
+        """Decode has received our Welcome and uses this connection: pair with it. Returns False if the instance still
+        sends on another connection, because a process that replays recorded messages must not end that pair. If decode
+        itself has connected again, the other connection soon becomes silent, and decode repeats what was not
+        acknowledged.
         """
         assert route.instance is not None
         previous = self._session_of.get(route.instance)
@@ -215,7 +217,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._end(route, reason)
 
     def _tick(self, now: float) -> None:
-        """Prefill only answers: decode repeats Hello."""
+        """Only limits are enforced here: prefill never begins an introduction, decode repeats its Hello."""
         if now >= self._limits_at:
             self._limits_at = now + self.timing.tick_s
             self._connections.enforce_limits()

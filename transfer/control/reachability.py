@@ -42,7 +42,7 @@ def find_reason(address: str, port: int) -> str | None:
 
 
 def _reason_from_answer(connection: socket.socket) -> str | None:
-    """A ZMQ server sends first, an HTTP server answers a request."""
+    """Why this is not a prefill server, or None. A ZMQ server sends first; an HTTP server waits for a request."""
     connection.settimeout(ANSWER_S)
     try:
         first = connection.recv(1)
@@ -75,7 +75,7 @@ class Reachability:
     def failed(self, endpoint: str, address: str, now: float) -> None:
         """A connection attempt has failed: probe the address, at most every `PROBE_INTERVAL_S`.
 
-        The address and not the host name: the name may now resolve to an address that requests may not use.
+        Not the host name: by now it may resolve to another address, which requests may not use.
         """
         if now < self._probe_at.get(endpoint, -math.inf):
             return

@@ -1,14 +1,14 @@
 """Reliable, ordered delivery of control messages over one connection: pure, no sockets, no clock.
 
-TCP does not lose bytes, but ZMQ loses messages: it drops those that do not fit its queues, and a peer that is not
+TCP does not lose bytes, but messages are lost: ZMQ drops those that do not fit its queues, and a peer that is not
 paired refuses them. So messages are numbered 1, 2, 3, ... per direction, kept until they are acknowledged, and sent
-again after a timeout; the receiver delivers each number once, in order, and drops duplicates and messages after a gap.
+again after a timeout. The receiver delivers each number once, in order, and drops duplicates and messages after a gap.
 Acknowledgements are cumulative and part of every envelope, also of heartbeats. Introductions and heartbeats are not
-numbered (number 0): each replaces the previous one.
+numbered (number 0), because each replaces the previous one.
 
-A channel belongs to one connection between two instances. It survives silence (a stopped process gets its messages when
-it continues) and ends with the connection: both sides then treat every transfer of the pair as ended, and delivering an
-old KvDestination would write into pages with a new owner.
+A channel belongs to one connection between two instances. It survives silence: a stopped process gets its messages when
+it continues. It ends with the connection, because both sides then treat every transfer of the pair as ended. An old
+KvDestination that was delivered later would make prefill write into pages that have a new owner.
 """
 
 from collections import deque
@@ -58,7 +58,7 @@ class ReliableChannel:
         self._first = 1
         self._next = 1  # [_first, _next) is in flight; [_next, _first + len(_waiting)) was never sent
         self._highest_sent = 0
-        self._progress_at = 0.0  # when the oldest message in flight was sent, or the one before it acknowledged
+        self._progress_at = 0.0  # when the oldest message in flight was sent, or the one before it was acknowledged
         self._received = 0
         self._acknowledged = 0
 
@@ -69,7 +69,7 @@ class ReliableChannel:
 
     @property
     def unacknowledged_received(self) -> int:
-        """Messages received since the last envelope, which the peer waits to have acknowledged."""
+        """Messages received since the last envelope was sent, and so not acknowledged yet."""
         return self._received - self._acknowledged
 
     def put(self, body: Body) -> None:
@@ -84,7 +84,7 @@ class ReliableChannel:
         self._waiting_bytes += size
 
     def due(self, now: float) -> list[list[Buffer]]:
-        """The frames to send now: after a timeout all messages in flight again, then new messages."""
+        """The frames to send now: all messages in flight again if their timeout has passed, then new messages."""
         if self._next > self._first and now - self._progress_at > self.resend_after_s:
             self.restart()
         frames: list[list[Buffer]] = []

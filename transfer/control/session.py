@@ -37,7 +37,15 @@ class Timing:
 
 
 class SessionState(Enum):
-    """`UNKNOWN`: no Hello yet. `MEETING`: introduced, not paired yet. `ALIAS`: the server is paired elsewhere."""
+    """The state of a connection.
+
+    UNKNOWN   prefill: the peer has sent no Hello yet
+    MEETING   decode sends Hello until it is answered; prefill has answered with Welcome
+    PAIRED    messages are delivered
+    LOST      the peer is silent or has lost us; it may come back on this connection
+    REFUSED   the servers do not fit each other; decode tries again from time to time
+    ALIAS     decode: the same server is paired over another connection
+    """
 
     UNKNOWN = "unknown"
     MEETING = "meeting"
@@ -62,7 +70,7 @@ class Session:
         self.complaint_at = now
         self.round_trip_s: float | None = None
         self.answered_beat_at = now
-        """When our last answered heartbeat was sent."""
+        """When we sent the last heartbeat that the peer has answered."""
         self.load = Load()
         self.detail: str | None = None
 

@@ -1,7 +1,7 @@
 """The control thread of a server: it owns all sockets and sleeps in one poller.
 
-Other threads post work to it (`send`), and it calls `on_event`, whose owner puts the event into its own queue and
-returns. Messages of peers and exceptions of callbacks never end the thread: they are logged and counted.
+Other threads post work to it (`send`). It reports events by calling `on_event`, which should only put the event into a
+queue and return. No message of a peer and no exception of a callback ends the thread: errors are logged and counted.
 """
 
 import logging
@@ -76,7 +76,7 @@ class Control(ABC):
         self._on_event = on_event
         self._load = load
         self._clock = clock
-        # One I/O thread: so the end of a connection is always reported before events of its successor.
+        # With one I/O thread, the end of a connection is always reported before events of its successor.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
@@ -101,10 +101,11 @@ class Control(ABC):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and close all connections; peers notice at once. Not from within `on_event`.
+        """End the thread and close all connections; peers notice at once. Do not call it from `on_event`.
 
-        Messages sent before are delivered to paired peers that acknowledge them within LAST_WORDS_S: the last request
-        of a draining server ends with a message. Others are dropped. Bounded, and safe to call twice.
+        Messages sent before are still delivered, if a paired peer acknowledges them within LAST_WORDS_S: the last
+        request of a draining server ends with a message. Other messages are dropped. Takes a bounded time; may be
+        called twice.
         """
         self._stopping.set()
         self._wakeup.ring()
@@ -183,7 +184,9 @@ class Control(ABC):
             return Load()
 
     def _first_time(self, peer: str, what: str) -> bool:
-        """Whether this was not logged yet. The record is cleared when it reaches REMEMBERED_WARNINGS."""
+        """Whether this warning about this peer is the first one. The record is cleared when it reaches
+        REMEMBERED_WARNINGS.
+        """
         if len(self._warned) >= REMEMBERED_WARNINGS:
             self._warned.clear()
         known = (peer, what) in self._warned

@@ -1,9 +1,11 @@
 """Limits the memory that connections of unknown peers to a ZMQ port can use.
 
-libzmq bounds single frames (MAXMSGSIZE) and complete messages (RCVHWM). It does not bound a message with an endless
-number of parts, an endless frame on each of many connections, or the number of connections. Any client that reaches the
-port can send these: with a cluster key only during the handshake, without one at any time. The kernel counts the bytes
-received on each connection, and libzmq treats a connection that we shut down as closed by the peer.
+libzmq bounds single frames (MAXMSGSIZE) and complete messages (RCVHWM). It does not bound the number of parts of a
+message, the incomplete frames of many connections together, or the number of connections. Any client that reaches the
+port can exploit that: with a cluster key only during the handshake, without one at any time.
+
+So this module reads the kernel's count of the bytes received on each connection, and shuts down those that send too
+much. libzmq treats such a connection as closed by the peer.
 """
 
 import itertools
@@ -21,13 +23,13 @@ MAX_UNKNOWN_PEERS: Final = 512
 UNKNOWN_PEER_BYTES: Final = 1 << 20
 """Limit of bytes from an unknown peer. An introduction has some kilobytes."""
 CUTS_PER_CALL: Final = 64
-"""Connections that one call of `cut_excess()` closes: its thread has other work."""
+"""Most connections that one call of `cut_excess()` closes: its thread has other work."""
 
 
 @dataclass(slots=True)
 class _Connection:
     inode: int | None
-    """Identifies the socket, because its descriptor may be reused; None if it was closed before it was read."""
+    """Identifies the socket, because its descriptor may be reused; None if it was closed before this could be read."""
     message_read: bool = False
     """A complete message was read since the last check."""
     counted_from: int = 0
@@ -37,8 +39,8 @@ class _Connection:
 class UnknownPeers:
     """The open connections of one ZMQ socket, by file descriptor. Used by the thread that reads the socket's monitor.
 
-    `message_bytes` is the limit of bytes that a known peer may send without completing a message; None for no limit,
-    where known peers have proved that they hold the cluster key.
+    `message_bytes` is how many bytes a known peer may send without completing a message. None is no limit, for sockets
+    whose known peers have proved that they hold the cluster key.
     """
 
     def __init__(self, message_bytes: int | None, on_cut: Callable[[str], None]) -> None:

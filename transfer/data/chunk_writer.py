@@ -1,14 +1,15 @@
 """Writes computed chunks of one prefill rank into the memory of decode ranks.
 
 For every paired decode server the writer has the copy regions of this rank (`copy_regions.py`): which layers and heads
-of which pool it writes to which decode rank. A chunk becomes one job per region, on one sender thread per session of a
-decode rank, and ends in exactly one `ChunkWritten`, after its last job.
+of which pool it writes to which decode rank. A chunk becomes one job per region. Regions with the same routes share one
+sender thread. A chunk ends in exactly one `ChunkWritten`, after its last job.
 
 Latent rows for a HiSparse rank have two destinations, each with its own routes: its pool in host memory and its hot
 pool on the GPU. A chunk is written to one of them.
 
-Staged regions (`staged_regions.py`) are written separately: one PartWrite command per part, when its region of the ring
-is granted, and each ends in one `PartWritten` (`part_writer.py`). A chunk only computes the checksum of these regions.
+Staged regions (`staged_regions.py`) are written separately. When decode has granted a region of the ring for a part,
+the rank gets one PartWrite command, which ends in one `PartWritten` (`part_writer.py`). For staged regions, a chunk
+write only computes the checksum.
 """
 
 import logging
@@ -49,8 +50,8 @@ SLOW_KV_S: Final = 30.0
 class _RegionPlan:
     """The source, destination and routes of one region.
 
-    A staged region has an empty plan: its KV goes through the decode rank's PartWriter. `path` is set if the rows have
-    two destinations; this is one of them.
+    A staged region has no copies here: its KV goes through the PartWriter for the decode rank. `path` is set if the
+    rows have two possible destinations (HiSparse): then there is a plan for each.
     """
 
     region: CopyRegion
@@ -322,7 +323,7 @@ class ChunkWriter:
             chunk.cancel()
 
     def _make_route(self, hello: Hello, welcome: Welcome) -> _Route:
-        """Plan the regions to a decode server, and start a sender for each of its sessions."""
+        """Plan the regions to a decode server, and start a sender for each set of routes."""
         staged = [one for one in staged_regions(hello, welcome) if one.region.source == self._rank]
         buffers = self._make_buffers(staged)
         plans = list(self._plan_regions(hello, welcome, {one.region for one in staged}, buffers))

@@ -10,11 +10,11 @@ from ..protocol.messages import InstanceId, StagePart, TransferKey
 class ChunkWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """Write KV of tokens [token_start, token_end) into the memory of a decode server.
 
-    `source_pages` and `indices` are for these tokens only: a long prompt has thousands of pages and many chunks, and
-    every page is sent to the ranks once. Both start with the page that holds token `token_start`; indices are pages of
-    the decode server or, with granularity "token", one row per token. `after` is the step that computes the KV, if it
-    has not yet; that command comes after this one. With `hot_indices`, latent rows go there, into the hot pool of a
-    HiSparse server, and not to `indices` of its host memory.
+    `source_pages` and `indices` are for these tokens only, so that every page of a long prompt is sent to the ranks
+    once. Both start with the page that holds token `token_start`. `indices` are pages of the decode server or, with
+    granularity "token", one row per token. `after` is set if the KV is not computed yet: it is the `command_id` of the
+    step that computes it, which the ranks get after this command. With `hot_indices`, latent rows go to these indices
+    of the hot pool of a HiSparse server, and not to `indices` of its host memory.
     """
 
     instance: InstanceId

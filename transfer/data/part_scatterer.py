@@ -1,8 +1,8 @@
 """The staged path on a decode rank: scatters parts from the ring into their pages.
 
-Scatters run on their own thread, and on a GPU on their own stream: scatters and queued steps do not wait for each
-other. That is safe because nothing else uses the pages of a running transfer, and no step that reads them is issued
-before the scatter is reported.
+Scatters run on their own thread, and on a GPU on their own stream, so scatters and queued steps do not wait for each
+other. That is safe: nothing else uses the pages of a running transfer, and a step that reads them is issued only after
+the scatter is reported.
 """
 
 import logging

@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolPair:
-    """The base of the offsets of copies: our memory, and a pool of the peer. `probe` is local memory for the probe of a
-    transport; without it the pool is not probed.
+    """Our memory and a pool of the peer; offsets of copies count from the start of each. `probe` is local memory to
+    test a transport with; without it the pool is not probed.
     """
 
     source: Region
@@ -32,8 +32,8 @@ class PoolPair:
 class RoutedEngine:
     """Opens an engine when needed. Used by one thread, but `transport` and `session` may be read by others.
 
-    A route that does not work, or fails later, is not used again while another is left. `on_routed` is called with the
-    transport in use and the reasons why others are not.
+    A route that does not work, or fails later, is dropped if another route works. `on_routed` is called with the
+    transport in use, and with the reasons why others are not used.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class RoutedEngine:
         return self._routes[0].session
 
     def open(self) -> SendEngine:
-        """The engine of the first route that works. If none works, raises the error of the last one and drops no route:
-        then the peer is gone.
+        """The engine of the first route that works. If none works, raises the error of the last one. No route is
+        dropped then, because the cause is the peer (it is gone), not a transport.
         """
         problem = ""
         for index, route in enumerate(self._routes):
@@ -99,7 +99,9 @@ class RoutedEngine:
         return engine
 
     def drop_failed_route(self, reason: str) -> None:
-        """Use the next route from the next job on, if it reaches the peer: then the transport is at fault."""
+        """After a failed write: if the next route reaches the peer, the transport was at fault, and later jobs use that
+        route.
+        """
         if len(self._routes) > 1:
             with contextlib.suppress(PeerUnreachableError):
                 describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)

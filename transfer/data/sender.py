@@ -3,10 +3,10 @@
 The scheduling thread submits a SendJob and gets exactly one SendResult per job, from the sender's thread. Jobs to one
 peer run one after the other, also those of different transfers: the network to the peer is the bottleneck.
 
-Source pages are free after the results of all jobs of a transfer. After a failed write Mooncake may still read them, so
-on any failure the engine is destroyed before the result is reported, and the next job gets a new one. This also drops
-bytes that our kernel has not delivered. Bytes in the network or in the peer's kernel may still land: the result then
-has `late_writes`, and the peer must not reuse these destination pages for a while.
+Source pages may be reused after the results of all jobs of a transfer. After a failed write Mooncake may still read
+them. So on any failure the engine is destroyed before the result is reported, and the next job gets a new engine. This
+also drops bytes that our kernel has not delivered. Bytes in the network or in the peer's kernel may still land: the
+result then has `late_writes`, and the peer must not reuse these destination pages for a while.
 """
 
 import atexit
@@ -42,8 +42,9 @@ MAX_DIRECT_WRITE_BYTES: Final = 256 << 20
 """Over CUDA IPC and RDMA, where each write has a fixed cost and does not delay others."""
 STALL_BASE_S: Final = 1.0
 STALL_BYTES_PER_S: Final = 200e6
-"""Writes in flight are stalled if none has ended and no byte was delivered for STALL_BASE_S plus their size at this
-rate: the peer may be busy copying them. After a cancellation they must end within that time, even while bytes move.
+"""Writes in flight are stalled if, for STALL_BASE_S plus the time of their bytes at this rate, none has ended and no
+byte was delivered. The second term is there because the peer may be busy copying them. After a cancellation, writes
+must end within that time, even if bytes still move.
 """
 DELIVERY_LOOK_S: Final = 0.1
 """How often a sender checks for delivered bytes while no write ends."""
@@ -98,8 +99,8 @@ class _Pending:
 
 
 class _Progress:
-    """When a job last made progress: a write has ended, or bytes were delivered. After a cancellation it is the time
-    of the cancellation: the writes in flight must then end, not only move.
+    """Tracks when a job last made progress: a write has ended, or bytes were delivered. After a cancellation, time
+    counts from the cancellation, because the writes in flight then have to end, not only to move.
     """
 
     def __init__(self, engine: SendEngine) -> None:
@@ -125,7 +126,9 @@ class _Progress:
 
     @property
     def still_s(self) -> float:
-        """From the last progress to the last look. Not to now: this process may have been stopped since that look."""
+        """Time from the last progress to the last look. It does not end now, because this process may have been stopped
+        since that look.
+        """
         return self._looked_at - self._since
 
     def _delivers(self, now: float) -> bool:
@@ -229,7 +232,7 @@ class PeerSender:
 
     @property
     def stuck_s(self) -> float:
-        """After this time without progress the thread is stuck. It gives up a silent peer earlier, by itself."""
+        """After this time without progress the thread is stuck: it would have given up a silent peer long before."""
         return STUCK_S + self._window * MAX_WRITE_BYTES / STALL_BYTES_PER_S
 
     def close(self) -> None:

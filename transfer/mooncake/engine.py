@@ -43,7 +43,9 @@ WriteId = NewType("WriteId", int)
 PREFLIGHT_TIMEOUT_S: Final = 1.0
 FIRST_WRITE_TIMEOUT_S: Final = 1.5
 GUARD_WAITS: Final = 15
-"""FIRST_WRITE_TIMEOUT_S is waited for in this many parts: a stop of this process takes the place of one of them."""
+"""The wait of FIRST_WRITE_TIMEOUT_S is divided into this many parts: if this process is stopped during the wait, only
+one part passes meanwhile.
+"""
 CUT_AGAIN_S: Final = 0.2
 CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
@@ -214,9 +216,10 @@ class SendEngine:
             self._in_flight.clear()
 
     def _drop_unsent(self, data_port: int) -> None:
-        """Drop unsent bytes on all connections, also on those that Mooncake is still opening: it would fill them, and
-        close them in its destructor. No thread of ours runs during the destructor, so wait for them here. No more are
-        opened once every write in flight has a connection, all lanes are open, or a write has failed (peer gone).
+        """Make all connections drop their unsent bytes, also those that Mooncake is still opening: it would still fill
+        them before it closes them in its destructor. No thread of ours runs during the destructor, so wait here until
+        these connections exist. No more are opened once every write in flight has a connection, all lanes are open, or
+        a write has failed (peer gone).
         """
         waited = RunningTime(LONGEST_GAP_S)
         while drop_unsent(data_port) < min(TCP_LANES, self._count_pending()):

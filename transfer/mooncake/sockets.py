@@ -23,7 +23,7 @@ _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
 _IDLE_S: Final = 3600
-"""After this time the kernel accepts a connection without data."""
+"""After this time the kernel passes on a connection even if it has no data."""
 
 
 class PeerUnreachableError(PdserveError):

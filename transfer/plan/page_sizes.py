@@ -15,8 +15,8 @@ from .staged_regions import pair_regions, staged_regions
 def describe_page_sizes(hello: Hello, welcome: Welcome, chunk_tokens: int) -> str | None:
     """One sentence if a chunk takes more writes than with equal page sizes; else None.
 
-    In a page the tokens of one head are contiguous, so pages of different sizes share no longer contiguous range than
-    one head's. Staged regions are gathered into one write for any page size.
+    In a page, the tokens of one head are contiguous. If page sizes differ, a contiguous range on both sides is at most
+    the tokens of one head. Staged regions are gathered into one write for any page size.
     """
     prefill, decode = welcome.ranks[0].pools[0].layout.page_size, hello.ranks[0].pools[0].layout.page_size
     staged = {each.region for each in staged_regions(hello, welcome)}

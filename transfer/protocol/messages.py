@@ -47,12 +47,12 @@ _DP_MARK = "-dp"
 
 
 def dp_instance(instance: InstanceId, dp_rank: int) -> InstanceId:
-    """The instance of a data-parallel rank of a decode server: a decode server of its own for its peers."""
+    """The instance of a data-parallel rank of a decode server. Peers see each rank as a decode server of its own."""
     return InstanceId(f"{instance}{_DP_MARK}{dp_rank}")
 
 
 def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
-    """The server and the number of a data-parallel rank; other instances have number 0."""
+    """The instance of the server, and the number of the data-parallel rank; 0 for an instance without a number."""
     server, mark, number = instance.rpartition(_DP_MARK)
     return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
 
@@ -342,13 +342,14 @@ StageMessage = StageRequest | StageGrant | StageArrived | StageStopped | StageFr
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):
-    """The load of a server; decode picks the prefill server with the fewest waiting tokens. A server that is not
-    `accepting` takes no more prompts: it finishes its requests and shuts down.
+    """The load of a server. Decode uses that of prefill servers to choose one for a prompt, and to bound the tokens
+    that it sends ahead. A server that is not `accepting` takes no more prompts: it finishes its requests and shuts
+    down.
 
-    `running_requests` are part of a running step, `waiting_requests` are not. `waiting_tokens` of both are not computed
-    yet. `window_tokens` is how many of those a prefill server wants from each decode server, so that it never idles
-    between prompts. `tokens_per_s` is how fast it computes prompts; 0 if it has computed none.
-    A decode server with `cache_reports` wants CachedPrefixes messages, which older versions cannot read.
+    `running_requests` are in a running step, `waiting_requests` are not. Together they have `waiting_tokens` that are
+    not computed yet. `window_tokens` is how many tokens a prefill server wants to have waiting, so that it does not
+    idle until the next prompt arrives. `tokens_per_s` is how fast it computes prompts; 0 if it has computed none. A
+    decode server with `cache_reports` wants CachedPrefixes messages, which older versions cannot read.
     """
 
     waiting_requests: int = 0

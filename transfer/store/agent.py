@@ -22,7 +22,7 @@ from .codec import HEADER_BYTES, is_intact, seal
 
 LENGTH = struct.Struct("<I")
 LOST, FOUND, CORRUPT = 0, 1, 2
-"""Outcome of an item: not there or not accepted, done, or there with wrong bytes."""
+"""Outcome of an item. LOST: not in the store, or not accepted. FOUND: done. CORRUPT: in the store with wrong bytes."""
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True):

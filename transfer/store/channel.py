@@ -23,7 +23,7 @@ HUNG_S = 30.0
 POLL_S = 0.001
 PIPE_BYTES = 1 << 20
 MOST_ITEMS = 2048
-"""Items of one request, of which each takes up to 200 bytes in the pipe."""
+"""Most items of one request. Each takes up to 200 bytes in the pipe."""
 
 
 class NoReplyError(StoreError):
@@ -32,7 +32,7 @@ class NoReplyError(StoreError):
 
 class Channel(Protocol):
     """Requests to a store agent, one after the other. For one thread. After NoReplyError the agent may still use the
-    staging memory: the next request is an `exist`, which waits for the end of that use.
+    staging memory. So the next request has to be an `exist`: it does not use that memory, and waits for its turn.
     """
 
     memory: torch.Tensor
@@ -42,8 +42,8 @@ class Channel(Protocol):
         """The outcome of each item. Raises StoreError, and NoReplyError at `deadline` (monotonic)."""
 
     def busy_s(self) -> float:
-        """How long the agent has been at a request that was given up; 0 if it has answered all. Raises StoreError if
-        such a request has failed.
+        """How long the agent has been working on a request that was given up; 0 if it has answered all requests. Raises
+        StoreError if such a request has failed.
         """
 
     def close(self) -> None:

@@ -253,7 +253,8 @@ class Routes:
 
     async def version(self) -> Response:
         """The version of pdserve."""
-        self._leader.check_available()  # as for /v1/models: a server with /version alone is vLLM to routers
+        # as /v1/models does: routers take a server that answers only /version for vLLM
+        self._leader.check_available()
         return json_response({"version": package_version()})
 
     async def tokenize(self, request: Request) -> Response:
@@ -335,7 +336,7 @@ class Routes:
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:
-        ready = self._leader.check_available()  # again: the role may have changed while the body arrived
+        ready = self._leader.check_available()  # checked again: the role may have changed while the body arrived
         return Limits.of(self.config, ready, self._default_sampling)
 
     async def _respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:

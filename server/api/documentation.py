@@ -23,8 +23,8 @@ Handler = Callable[..., object]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route and method. `reply` is None for plain text; `event` is what a stream consists of. With `accepts`, the
-    route may answer 202 before it is done.
+    """One route and method, with the models of its body, its reply (None for plain text) and the events of its stream.
+    With `accepts`, the route may answer 202 before it is done.
     """
 
     method: str
@@ -37,7 +37,9 @@ class Operation:
 
 
 def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:
-    """Without authentication: a browser cannot send a key with `/docs`, and the schema shows no configuration."""
+    """Add both routes. They need no API key: a browser cannot send one with `/docs`, and the schema shows no
+    configuration.
+    """
 
     @cache
     def document() -> bytes:  # when it is first requested: it takes 0.1 s

@@ -23,7 +23,8 @@ HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 RETRY_STATUSES = (429, 503)
 DEFAULT_RETRY_S = 1.0
 HOPELESS_STATUSES = (409, 504)
-"""OpenAI's clients retry these by default, which cannot succeed: a rid in use, or a deadline that has passed."""
+"""OpenAI's clients retry these by default, but a retry cannot succeed: the rid is in use, or the deadline has passed.
+"""
 
 
 def error_response(

@@ -1,6 +1,6 @@
 """Writes a generation response: JSON or an event stream.
 
-A client's disconnect is noticed at any time, also while nothing is sent, and cancels its requests.
+When the client disconnects, its requests are cancelled. This is noticed at any time, also while nothing is sent.
 """
 
 import asyncio
@@ -30,8 +30,9 @@ ResultT = TypeVar("ResultT")
 class GenerationResponse(Response):
     """Opens requests in the leader and sends their outputs.
 
-    `outputs` has one entry for every sample of every message. Before the first byte a failure is an HTTP error and ends
-    the whole call. After it, the failed output ends with an error event and the others continue.
+    `outputs` has one entry for every sample of every message. A failure before the first byte is sent becomes an HTTP
+    error and ends the whole call. After the first byte, the failed output ends with an error event, and the others
+    continue.
     """
 
     media_type = "text/event-stream"
@@ -111,10 +112,11 @@ class GenerationResponse(Response):
 
 
 def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
-    """The response of a prefill server to a body that a router sends to both servers: no tokens, at once.
+    """The response of a prefill server to a body that a router sends to both servers: without tokens, and at once.
 
-    The decode server requests the prefill, responds to the client and retries. A failure of the transfer or of the
-    decode server is not a failure of this one, and waiting for it would delay the router and its client.
+    The decode server requests the prefill, retries it if necessary, and responds to the client. This server does not
+    wait for that: a failure of the transfer or of the decode server is not its failure, and the wait would delay the
+    router and its client.
     """
     events: list[object] = []
     for index, output in enumerate(outputs):

@@ -64,7 +64,9 @@ class Lanes:
     async def run(
         self, request: Request, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
     ) -> ResultT:
-        """Run `parse(body)`. Long bodies that are not prompts have their own lane: no model bounds their length."""
+        """Run `parse(body)`. Long bodies that are not prompts have their own lane, because the model's context length
+        does not bound them.
+        """
         if len(body) <= INLINE_BYTES:
             return parse(body)
         if len(body) <= LONG_BYTES:

@@ -96,10 +96,12 @@ def wants_to_wait(request: Request, body: RoleBody) -> bool:
 def check_addressed_role(
     request: Request, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
 ) -> None:
-    """Refuse requests of a router that takes this server for one of its former role. Raises UnavailableError.
+    """Refuse requests of a router that does not know yet that the role of this server has changed. Raises
+    UnavailableError.
 
-    A router sends each request to a prefill and to a decode server and names the prefill server in it, with the host
-    to which it sends. Without this check the prefill role would answer a request for decode with an empty text.
+    A router sends each request to a prefill and to a decode server. The request names the prefill server, by the host
+    that the router sends to. Without this check, a server that is prefill now would answer a request for decode with an
+    empty text.
     """
     if former is None:
         return

@@ -25,7 +25,7 @@ _MARKED_SHARES = (0.5, 0.95, 0.99)
 _LONG_MS = 10_000.0
 """Axes that are longer show seconds."""
 _TAIL = 2.0
-"""A distribution is drawn up to this multiple of its p99: one late value would flatten the rest."""
+"""A distribution is drawn up to this multiple of its p99. Otherwise a single late value would flatten the rest."""
 
 
 def check_plot(path: Path) -> None:

@@ -24,11 +24,13 @@ START_S = 120.0
 """Longest start of the process: it reads the vocabulary."""
 MAX_REMEMBERED = 1024
 MAX_REMEMBERED_CHARACTERS = 32 << 20
-"""Total length of the remembered grammars. Those that are too long to be compiled are remembered too."""
+"""Most characters of all remembered grammars together. Grammars that are too long to be compiled count too."""
 MAX_WAITING = 64
 """Most grammars that wait for the compiler, which compiles one at a time. More are refused."""
 TIMEOUT_REMEMBERED_S = 60.0
-"""How long a grammar that took too long is refused without another try: the machine may have been overloaded."""
+"""A grammar that took too long is refused for this time. After that it is tried again, because the machine may have
+been overloaded.
+"""
 
 
 class GrammarChecker:
@@ -42,7 +44,7 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[Grammar, asyncio.Future[str | None]] = {}
-        """Grammars that are compiled, or wait for it."""
+        """Grammars that are being compiled or wait for the compiler."""
         self._known: OrderedDict[Grammar, tuple[str | None, float]] = OrderedDict()
         """Why a grammar is refused, and until when this is remembered."""
         self._known_characters = 0
@@ -66,7 +68,7 @@ class GrammarChecker:
         return await asyncio.shield(checking)  # others may wait for it too
 
     def close(self) -> None:
-        """Kill the process, so that a compilation ends: Python does not exit before its threads."""
+        """Kill the process to end a running compilation: otherwise the thread that waits for it delays our exit."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if (process := self._process) is not None:
             process.kill()

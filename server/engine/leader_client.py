@@ -1,7 +1,7 @@
 """The frontend's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
 
 Every request ends in exactly one terminal event, also when the leader dies. When a caller leaves early, the leader gets
-Cancel, and the request id stays in use until the leader has confirmed.
+Cancel, and the request id stays in use until the leader has sent the terminal message.
 """
 
 import asyncio
@@ -148,8 +148,8 @@ class LeaderClient:
         request_id: str | None = None,
         headers: Mapping[str, str] = {},
     ) -> Iterator[Inbox]:
-        """Submit requests to the leader. It admits all or none: the others follow the first. Leaving the block cancels
-        requests that have not ended. `headers` of the client may have its trace context.
+        """Submit requests to the leader. It accepts all or none of them, as it decides for the first. Leaving the block
+        cancels requests that have not ended. `headers` of the client may have its trace context.
 
         Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
@@ -179,7 +179,7 @@ class LeaderClient:
             self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
 
     def _trace(self, message: Submit, tracing: Tracing, headers: Mapping[str, str]) -> Submit:
-        """Begin the spans of a prompt, one for each sample. Returns the message with that of the first."""
+        """Begin the spans of a prompt, one for each sample. Returns the message with the span of the first sample."""
         now_ns = time.time_ns()
         for rid in rids_of(message):
             self._open[rid].span = tracing.begin(rid, headers), now_ns
@@ -233,7 +233,7 @@ class LeaderClient:
             self._send(Cancel(rid, stopped=True))
 
     def abort(self, rid: str | None) -> list[str]:
-        """Cancel the request with this id, all its samples, and every prompt of a call that has this id as a whole;
+        """Cancel the request with this id and all its samples. If a whole call has this id, cancel all its prompts.
         None cancels every open request. Returns the ids of the cancelled requests.
         """
         matching = [
@@ -329,7 +329,7 @@ class LeaderClient:
                 self._started.exception()  # retrieved, so that asyncio does not warn when no task waits for it
 
     def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
-        """The leader ends a request at its deadline. While the leader hangs, the frontend has to."""
+        """Fail the request here if the leader does not end it at its deadline, because it hangs."""
         if not isinstance(self._config, DecodeConfig):
             return None
         server_s = self._config.request_timeout_s

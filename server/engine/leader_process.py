@@ -91,7 +91,7 @@ class LeaderProcess:
         """
         for deadline_s, ask in ((patience_s, None), (TERM_GRACE_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)):
             if ask is not None and not self._exited.is_set():
-                if patience_s > 0 or ask is signal.SIGKILL:  # otherwise SIGTERM is the first that it hears
+                if patience_s > 0 or ask is signal.SIGKILL:  # otherwise it was not asked before this SIGTERM
                     log.warning("leader process %d has not ended; sending %s", self.pid, ask.name)
                 self._signal(ask)
             with contextlib.suppress(TimeoutError):

@@ -13,8 +13,8 @@ SLICE_TOKENS = 2048
 
 
 async def hash_prompts(messages: Sequence[Submit], page_sizes: Sequence[int]) -> Sequence[Submit]:
-    """Add the hashes of their pages to messages that do not name their prefill server, for each of `page_sizes`. Long
-    prompts are hashed in slices: a prompt of 32,768 tokens takes milliseconds, in which the event loop serves others.
+    """Add page hashes, for each of `page_sizes`, to the messages that do not name their prefill server. Long prompts
+    are hashed in slices, and the event loop serves others in between: a prompt of 32,768 tokens takes milliseconds.
     """
     if not page_sizes:
         return messages

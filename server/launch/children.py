@@ -1,7 +1,7 @@
 """The processes that `pdserve up` starts: merges their logs, notices their exit, ends them in bounded time.
 
-Each child has its own session, so Ctrl-C reaches only the parent, which ends the children in order. `end_with_parent`
-covers a parent that is killed before it can.
+Each child has its own session, so Ctrl-C reaches only the parent, which ends the children in order. If the parent is
+killed before it can do that, `end_with_parent` ends them.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ class Children:
                     self._console.print(line, soft_wrap=True)
 
     def stop(self, grace_s: float, *, hurry: threading.Event | None = None) -> None:
-        """End the children one by one, last started first: it may need the earlier ones to finish its work.
+        """End the children one by one, the last started first: it may need the earlier ones to finish its work.
 
         Each gets SIGTERM; after `grace_s`, or when `hurry` is set, its process group gets SIGKILL.
         """

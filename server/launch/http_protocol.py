@@ -1,7 +1,9 @@
 """uvicorn's HTTP protocol with timeouts for incomplete requests and unread responses.
 
-It fixes three defects: uvicorn loses the body of a request that offers HTTP/2, as Java's client does, sends chunks to
-HTTP/1.0 clients, which cannot read them, and resets connections whose request was refused before its body had arrived.
+It fixes three defects of uvicorn:
+- It loses the body of a request that offers HTTP/2, as Java's client does.
+- It sends chunks to HTTP/1.0 clients, which cannot read them.
+- It resets connections whose request was refused before its body had arrived.
 """
 
 import array
@@ -27,7 +29,7 @@ HANG_UP_S = 1.0
 """How long a refused client may continue to send before its connection is closed."""
 
 LINGER_S = 10.0
-"""How long the rest of a body may arrive after the response, on a connection that ends with it."""
+"""On a connection that closes after the response: how long the rest of the request body may still arrive."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
@@ -58,9 +60,9 @@ def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any,
 def lingering_send(
     cycle: RequestResponseCycle, linger: Callable[[], None]
 ) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    """`send` for a connection that ends with the response, as those of HTTP/1.0 clients do. A response may end before
-    the body of its request has arrived, for example 413. `linger` is called instead of closing the connection then:
-    closing it would reset it, and a client that is still sending would not read the response.
+    """`send` for a connection that closes after the response, such as that of an HTTP/1.0 client. A response may end
+    before the body of its request has arrived, for example with 413. Then `linger` is called instead of closing the
+    connection: closing would reset it, and a client that is still sending would not read the response.
     """
     closing_send = cycle.send
 
@@ -187,7 +189,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self._stop_expecting_headers()
 
     def _linger(self) -> None:
-        """Close the connection when the body has arrived, which is ignored."""
+        """Close the connection when the rest of the body has arrived; it is ignored."""
         if self._in_body:
             self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
         else:

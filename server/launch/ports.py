@@ -8,8 +8,8 @@ import time
 from ...configs.errors import StartupError
 
 PREDECESSOR_S = 4.0
-"""A leader whose frontend was killed holds its port for up to ORPHAN_GRACE_S (scheduler/engine/leader.py); a margin is
-added.
+"""How long to wait for the port of a previous server: a leader whose frontend was killed holds it for up to
+ORPHAN_GRACE_S (scheduler/engine/leader.py). A margin is added.
 """
 
 

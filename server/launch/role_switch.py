@@ -1,4 +1,4 @@
-"""Role switches of a running server: which are accepted, and the state of the current one. The frontend makes them."""
+"""Role switches of a running server: which are accepted, and the state of the current one. Executed by the frontend."""
 
 import asyncio
 import time

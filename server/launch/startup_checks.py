@@ -1,7 +1,7 @@
 """Refuses settings that do not fit the model, the machine or each other, before anything starts.
 
-This needs only the model's config.json or GGUF header: no process, no torch, no weights. Ranks use the same functions,
-but minutes later.
+This needs only the model's config.json or GGUF header: no process, no torch, no weights. Ranks call the same functions
+too, but only minutes later.
 """
 
 import importlib.util

@@ -101,7 +101,9 @@ def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", st
 
 
 def _start_again(options: StoreOptions, ended: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-    """Start the master again; `ended` if that fails. Another one leads meanwhile, and the memory here stays in use."""
+    """Start the master again; returns `ended` if that fails. Until then another master leads, and the memory of this
+    machine stays in use.
+    """
     try:
         return start_master(options)
     except StartupError as error:

@@ -16,7 +16,7 @@ class Activity:
     running: int
     """Requests in the decode batch; on prefill, prompts that are computed."""
     waiting: int
-    """Also, on prefill, prompts whose KV is loaded from the KV store."""
+    """Requests that wait; on prefill also prompts whose KV is being loaded from the KV store."""
     in_prefill: int
     """On decode: requests whose prompt a prefill server, or this server, computes."""
     sending: int
@@ -24,13 +24,15 @@ class Activity:
     waiting_tokens: int
     """On prefill: prompt tokens that are not computed yet."""
     prompt_tokens_per_s: float
-    """On decode prompts that have arrived, with their cached tokens; on prefill computed tokens."""
+    """On decode: tokens of prompts that have arrived, cached ones included. On prefill: computed tokens only."""
     output_tokens_per_s: float
     transfer_bytes_per_s: float
     kv_used: float
-    """Shares, from 0 to 1; None while there is nothing to take a share of."""
+    """The share of the KV pages that are held, from 0 to 1."""
     prefix_hits: float | None
+    """The share of prompt tokens that were cached, from 0 to 1; None if there were no prompts."""
     hot_hits: float | None
+    """The share of selected rows that were in hot buffers, from 0 to 1; None if no rows were selected (HiSparse)."""
 
     @property
     def is_idle(self) -> bool:

@@ -38,8 +38,8 @@ TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
 
 
 class Metrics:
-    """Owns the registries: one of every server, one of what only a decode server measures. After `watch_leader`, every
-    scrape reads the leader's latest report.
+    """Owns two registries: one for metrics of every server, one for those that only a decode server measures. After
+    `watch_leader`, every scrape also reads the leader's latest report.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,9 @@ class Metrics:
 
     def set_role(self, role: str) -> None:
         self._decodes = role == "decode"
-        self._prompt_tokens.reset()  # on prefill, the leader counts under this name: it must not jump back to ours
+        # On prefill, the leader exports a counter with this name. Ours starts at 0 after every switch: a counter may be
+        # reset, but it must not jump back to an old value.
+        self._prompt_tokens.reset()
         self._role.clear()
         self._role.labels(role).set(1)
 
@@ -151,8 +153,8 @@ def _stage_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
 
 
 class _WithSamples(CollectorRegistry):
-    """The given metric families that have samples. sglang-router sums the metrics of all servers, and
-    fails when a family has labels on one server and, because it is empty, no labels on another.
+    """The given metric families, without empty ones. An empty family has no labels. sglang-router, which sums the
+    metrics of all servers, fails if a family has labels on one server and none on another.
     """
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:

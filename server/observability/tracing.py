@@ -25,7 +25,9 @@ TRACES_PATH = "/v1/traces"
 LAST_SPANS_S = 2.0
 NOT_INSTALLED = 'traces need OpenTelemetry: pip install "pdserve[otel]"'
 STAGE_ORDER = ("queue", "control", "prefill_queue", "prefill", "transfer", "admit", "decode", "retracted")
-"""Stages as they follow each other. Of a request that was retracted, `decode` and `retracted` alternate."""
+"""Stages in the order of time. If a request was retracted, `decode` and `retracted` alternate in fact; the spans show
+each once.
+"""
 BEFORE_FIRST_TOKEN = tuple(stage for stage in STAGE_ORDER if stage not in AFTER_FIRST_TOKEN)
 
 

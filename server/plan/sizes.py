@@ -33,8 +33,8 @@ UNLIMITED_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class Sizes:
-    """A decode server with or without HiSparse. Bytes and pages are those of its largest rank; `requests` of the
-    planned context run at once on the server, with data-parallel attention `requests_per_rank` on each of its ranks.
+    """The sizes of a decode server with or without HiSparse. Bytes and pages are those of its largest rank. `requests`
+    of the planned context run at once on the server; with data-parallel attention, `requests_per_rank` on each rank.
     """
 
     hisparse: bool

@@ -1,7 +1,7 @@
 """How a model writes calls of tools and its reasoning: from its chat template, or from the settings.
 
-A template that does not use `tools` gets them in the system message, in the words of Qwen2.5's template, and the model
-then writes Hermes calls.
+If a template does not use `tools`, the tools are put into the system message, in the words of Qwen2.5's template. The
+model then writes calls in the format of Hermes.
 """
 
 import json
@@ -19,8 +19,8 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The family of calls, if it is known, the style of reasoning, if there is one, and whether the chat template has
-    `tools`.
+    """The format of calls (None if unknown), the style of reasoning (None if there is none), and whether the chat
+    template uses `tools`.
     """
 
     family: CallFamily | None = None
@@ -56,8 +56,8 @@ class ChatFormat:
     def new_parser(
         self, tools: Tools | None, *, separate: bool = True, is_open: bool = False, max_calls: int | None = None
     ) -> OutputParser:
-        """The parser of one output. Without `tools` calls are content, without `separate` reasoning is. `is_open`: the
-        prompt ends with the opening tag of the reasoning.
+        """The parser of one output. Without `tools`, calls stay in the content; without `separate`, reasoning does.
+        `is_open`: the prompt ends with the opening tag of the reasoning.
         """
         reasoning = (
             ReasoningParser(self.reasoning, is_open=is_open) if self.reasoning is not None and separate else None
@@ -83,8 +83,8 @@ class ChatFormat:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of an earlier call for a chat template. Most templates take an object, some concatenate its JSON
-    text: it is both.
+    """The arguments of an earlier call, for a chat template. Most templates expect an object; some concatenate JSON
+    text. This class behaves as both.
     """
 
     @classmethod

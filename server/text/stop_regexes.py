@@ -39,7 +39,7 @@ class StopRegexes:
         self._string_match: Match | None = None
         """Of the stop string that ends at `_position`, if one does."""
         self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
-        # of each automaton, the states that the text so far leads to, with the position where their match began
+        # for each automaton: the states that the text so far leads to, and the position where each match began
         self._reached: list[dict[State, int]] = [{} for _ in self._automata]
         self._position = 0
         self._held_back = ""

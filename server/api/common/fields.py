@@ -52,8 +52,8 @@ class FieldError(ClientError):
 
 @contextmanager
 def fields_named(*names: tuple[str, str]) -> Iterator[None]:
-    """Errors of a body that was translated to another dialect name the fields that the client has sent. `names` are
-    regular expressions for the beginning of a name, and their replacements.
+    """For a body that was translated to another dialect: make its errors name the fields that the client has sent.
+    `names` are regular expressions for the beginning of a name, and their replacements.
     """
     try:
         yield
@@ -278,7 +278,9 @@ class Characters:
 
 
 class FirstError:
-    """A list stops at its first wrong item. pydantic's own FailFast cannot be hashed, as members of unions must be."""
+    """Makes the validation of a list stop at its first wrong item. pydantic's own FailFast cannot be used in unions:
+    their members must be hashable.
+    """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return dict(handler(source), fail_fast=True)

@@ -15,7 +15,7 @@ from .parsed_output import BlockEvent, ParsedOutput
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of an output: text, the tokens from `first_token` on, and of a chat what its text consists of."""
+    """The new part of an output: text, the tokens from `first_token` on, and for a chat what is new in its blocks."""
 
     text: str
     first_token: int
@@ -83,7 +83,9 @@ class Output:
 
     @property
     def failed(self) -> Failed | None:
-        """The failure that ended it. A failure of an output that was complete does not count, nor does an abort."""
+        """The failure that ended it, or None. An abort is not a failure, and neither is one after the output was
+        complete.
+        """
         return self.terminal if isinstance(self.terminal, Failed) and not self.complete and not self.aborted else None
 
     @property

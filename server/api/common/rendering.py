@@ -11,7 +11,9 @@ class Rendering(ABC):
     """Writes the outputs of one call."""
 
     named_events: ClassVar[bool] = False
-    """Events of a stream have their `type` as name, and nothing follows the last one; otherwise `[DONE]` does."""
+    """True: events of a stream are named by their `type`, and nothing follows the last one. False: they have no name,
+    and `[DONE]` follows the last one.
+    """
 
     @abstractmethod
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:

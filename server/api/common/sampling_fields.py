@@ -136,7 +136,7 @@ class SamplingFields(DistributionFields, GrammarFields):
 
     @property
     def default_new_tokens(self) -> int | None:
-        """If the request sets no maximum, and if as many fit; None for all that fit."""
+        """Most new tokens if the request sets no maximum, as far as they fit; None for all that fit."""
         return 128
 
     @abstractmethod
@@ -198,7 +198,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         return asked
 
     def _seed(self, path: str) -> int:
-        """The seed of the first sample, such that the last sample's is in range too."""
+        """The seed of the first sample. It is so small that the seed of the last sample (+ n - 1) is in range too."""
         name, seed = ("sampling_seed", self.sampling_seed) if self.seed is None else ("seed", self.seed)
         if seed is None or seed == -1:
             return random.getrandbits(62)

@@ -35,8 +35,8 @@ def chat_grammar(
 
 
 def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> None:
-    """Raises FieldError if the client has begun a call of a tool, or JSON that the output has to be: calls are found,
-    and grammars begin, in the output.
+    """Raises FieldError if the text that the client has begun contains a call of a tool, or the start of the JSON that
+    the schema requires. Calls are searched, and grammars start, only in the output.
     """
     if tools and chat.family is not None and any(marker in begun for marker in chat.family.parser.markers):
         raise FieldError("continue_final_message", "cannot continue a message that calls tools")
@@ -73,7 +73,7 @@ def _with_calls(fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFor
 
 
 def _as_format(name: str, grammar: Grammar) -> dict[str, Any]:
-    """The grammar of an answer without a call, as a part of a structural tag."""
+    """The grammar of an answer that calls no tool, as a part of a structural tag."""
     match grammar.kind:
         case "regex":
             return {"type": "regex", "pattern": grammar.text}

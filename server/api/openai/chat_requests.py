@@ -122,13 +122,14 @@ def render_chat(
 
 
 _BEGUN = "\N{OBJECT REPLACEMENT CHARACTER}begun\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands for the content of a message."""
+"""Placeholder for the content of a message, to find its position in a rendered chat."""
 
 
 def _before_begun(text: str, begun: str, style: ReasoningStyle | None, whole: Callable[[], str]) -> str:
-    """What stands before `begun`, the beginning of an answer: `text`, a chat with its generation prompt. If that opens
-    reasoning, or if answers have a tag, what stands before the content of a message in a `whole` chat, unless `begun`
-    has tags itself.
+    """The prompt before `begun`, the answer that the client has begun. Usually that is `text`, the chat with its
+    generation prompt. But if `text` ends with the opening tag of reasoning, or if answers have a tag of their own, the
+    answer would continue the reasoning. Then it is the part of the `whole` chat before the content of the message. If
+    `begun` has tags itself, these are kept.
     """
     if style is None or not (text.rstrip().endswith(style.open) or style.answer):
         return text

@@ -38,8 +38,8 @@ def make_openai_call(
     *,
     echo: bool = False,
 ) -> Call[BodyT]:
-    """The call of a checked body; `prompts` are its token ids. With `echo`, log-probabilities of the output are also
-    those of the prompt.
+    """The call of a checked body; `prompts` are its token ids. With `echo`, log-probabilities are computed for the
+    prompt too.
     """
     samples = fields.samples
     if fields.best_of not in (None, 1, samples):
@@ -53,7 +53,7 @@ def make_openai_call(
 
 
 def _logprobs(fields: OpenAiBody, echo: bool) -> LogprobParams | None:
-    """What the engine computes for output and prompt: it has one number of alternatives."""
+    """Which log-probabilities the engine computes. It has a single number of alternatives, for output and prompt."""
     output_top, prompt_top = fields.output_alternatives, fields.prompt_logprobs
     if output_top is None and prompt_top is None:
         return None

@@ -86,7 +86,9 @@ def _messages(fields: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _merged(items: Sequence[object]) -> list[dict[str, Any]]:
-    """Messages. Reasoning, text and calls of one turn of the assistant are separate items, and one message."""
+    """The messages of a chat. Reasoning, text and calls of one turn of the assistant are separate items here, but one
+    message in a chat.
+    """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
 

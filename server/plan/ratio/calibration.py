@@ -108,7 +108,7 @@ class Calibration:
                 step_s = statistics.median([await self._batch_step_s(size, SHORT_PROMPT) for _ in range(REPEATS)])
                 steps.append((size, max(step_s, steps[-1][1] if steps else 0.0)))
                 self._screen.print(f"decode step of {size} requests: {1000 * step_s:.1f} ms")
-        # one request: of several long prompts, the first would end before the last is computed
+        # only one request: with several long prompts, the first would end before the last is computed
         prompt = min(2 * self._info.chunk_size, self._info.max_total_tokens - DECODE_STEPS)
         long_s = await self._batch_step_s(1, prompt)
         self._screen.print(f"decode step with a context of {prompt:,} tokens: {1000 * long_s:.1f} ms")
@@ -121,7 +121,7 @@ class Calibration:
         """
         records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
         found = mean_step_s(records, *running_together(records))
-        # none if the first has ended before the last began: take what there is
+        # `found` is None if the first request ended before the last began: then the requests did not run together
         return found or statistics.median(record.tpot_s or 0.0 for record in records)
 
 

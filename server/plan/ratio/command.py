@@ -70,9 +70,9 @@ def _check_files(options: RatioOptions) -> None:
 
 
 def measure_own_pair(config: PairConfig, screen: Console, ratios: Sequence[Ratio]) -> MeasuredPair:
-    """Start a pair on free ports, measure it, and end it. Prefill computes all prompts meanwhile. On a CPU, servers of
-    the `ratios` share the machine: how they slow each other down is measured too, with a second pair if there are more
-    than two.
+    """Start a pair on free ports, measure it, and end it. During the measurement, prefill computes all prompts. On a
+    CPU, the servers of the `ratios` share the machine, so it is also measured how they slow each other down. If a ratio
+    has more than two servers, a second pair is started for that.
     """
     key = config.decode.api_key.get_secret_value() if config.decode.api_key is not None else None
     screen.print("starting a prefill and a decode server to measure them")

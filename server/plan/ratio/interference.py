@@ -90,8 +90,8 @@ class _Work:
 def times_together(
     sequences: Sequence[Sequence[RequestRecord]], batches: Sequence[RequestRecord]
 ) -> tuple[float | None, float | None]:
-    """The mean time of a prompt on prefill and that of a decode step, in the time in which all sequences of prompts are
-    computed and all requests of the batches run. None if there is no such prompt or step.
+    """The mean time of a prompt on prefill, and of a decode step, while all servers compute: all sequences of prompts
+    have begun and none has ended, and all requests of the batches run. None if there is no such prompt or step.
     """
     begins = [records[0].started_s for records in sequences]
     ends = [records[-1].started_s + records[-1].e2e_s for records in sequences]

@@ -78,7 +78,9 @@ def _record(outcome: Outcome, response_s: float) -> RequestRecord:
 
 
 def _limit(late: list[RequestRecord], slo_ttft_s: float | None, slo_itl_s: float | None) -> str:
-    """The side on which requests that miss their bounds lose most of the time that they are late by."""
+    """The side that limits the goodput: the one that causes most of the delay, relative to the bounds, of `late`
+    requests.
+    """
     lost = {"prefill": 0.0, "decode": 0.0}
     for record in late:
         if not record.ok or record.ttft_s is None:

@@ -46,7 +46,8 @@ class CallTags:
     list_end: str = ""
     arguments: ArgumentTags | None = None
     first_character: str = ""
-    """Of formats in which the whole output is a call or no part of it: the character that calls begin with."""
+    """Set for formats in which either the whole output is calls, or nothing in it: the character that calls begin with.
+    """
 
     def calls(self, functions: Sequence[FunctionSchema], *, parallel: bool) -> Format:
         """One or more calls and nothing else."""
@@ -93,7 +94,7 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
     items = [(_argument(key, value, shared, function, tags), key in required) for key, value in properties.items()]
     if not tags.separator:
         return _sequence(*(item if needed else _optional(item) for item, needed in items))
-    # the first argument has no separator before it: one alternative for each argument that may be the first
+    # only the first argument has no separator before it, so there is one alternative for each possible first argument
     alternatives: list[Format] = []
     for at, (item, needed) in enumerate(items):
         rest = [
@@ -116,7 +117,7 @@ def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: Functi
     if text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         content = {"type": "or", "elements": [_constant(choice) for choice in choices]}
     elif text:
-        # it ends at the closing tag, as for the parser, also if the model leaves out the line break before it
+        # the value ends at the closing tag even if the model omits the line break before the tag, as in the parser
         closing = tags.end.strip()
         string = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
         return _sequence(string, _constant(tags.end.partition(closing)[2]))

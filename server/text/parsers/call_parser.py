@@ -1,7 +1,7 @@
 """The base of parsers that find calls of tools in the text of an output, piece by piece.
 
-Text that only looks like a call becomes content. After a CallBegin that is no longer possible: a call that is broken
-later ends there, and its arguments may be invalid JSON.
+Text that only looks like a call becomes content, until CallBegin is emitted. A call that turns out to be broken after
+its CallBegin just ends there, and its arguments may be invalid JSON.
 """
 
 from abc import abstractmethod

@@ -69,7 +69,7 @@ class PythonicParser(CallParser):
 
     def _calls_in(self, text: str) -> list[tuple[str, str]]:
         """The names and arguments of the calls in a list. Raises NotACallError if it is something else."""
-        # others stand for the names, which may have hyphens or be words of Python, as `from`
+        # replace the names by valid identifiers: a name may have hyphens or be a keyword of Python, such as `from`
         stand_ins: dict[str, str] = {}
         parsed = _NAME.sub(
             lambda found: found[1] or stand_ins.setdefault(found[0], f"name_{len(stand_ins)}"),

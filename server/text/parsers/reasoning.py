@@ -15,9 +15,11 @@ LONGEST_CONTENT_TYPE = 64
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """The tags, and whether an output begins with reasoning although neither it nor the prompt has the opening tag.
-    `answer` is the tag of an answer without reasoning, and `again` that between two pieces of reasoning, where there
-    are such. `close` and `answer` may have a content type before `header_end`, with which they end then.
+    """The tags of reasoning.
+
+    `always`: an output begins with reasoning even if neither it nor the prompt has the opening tag. `answer` is the tag
+    before an answer without reasoning, and `again` the tag between two pieces of reasoning; both may be empty. With
+    `header_end`, `close` and `answer` end with it, and a content type may stand before it.
     """
 
     open: str
@@ -39,7 +41,7 @@ class ReasoningStyle:
         return end.endswith(self.open) or (self.always and not end.endswith(self.close))
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the prompt ends with reasoning, as it does where the template switches it off."""
+        """Whether the prompt ends with the closing tag: the template has switched reasoning off."""
         return prompt.rstrip().endswith(self.close)
 
 
@@ -152,7 +154,7 @@ class ReasoningParser(TextParser):
                 continue
             if end is not None:
                 break
-            partial = 0  # what may be a tag waits
+            partial = 0  # characters at the end that may be the start of a tag: they wait for more text
             if not self._final:
                 partial = max(close.partial(self._buffer), partial_marker(self._buffer, (again,)) if again else 0)
             begun = begun or partial < len(self._buffer)

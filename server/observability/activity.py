@@ -32,7 +32,7 @@ class Activity:
     prefix_hits: float | None
     """The share of prompt tokens that were cached, from 0 to 1; None if there were no prompts."""
     hot_hits: float | None
-    """The share of selected rows that were in hot buffers, from 0 to 1; None if no rows were selected (HiSparse)."""
+    """The share of the rows of evicting sequences that were in hot buffers, from 0 to 1; None without such rows."""
 
     @property
     def is_idle(self) -> bool:

@@ -12,9 +12,10 @@ a Hello with Refused(unknown_peer). The channel survives that, so queued message
 ends with the connection. While an instance still sends on one connection, prefill does not pair with it on another one:
 the second connection may be a replay of recorded messages.
 
-A peer is silent if no heartbeat of it arrives. This is checked after all pending input was read, and time in which this
-process itself did not run does not count. ZMQ's own heartbeats are off: they would close the connection of a stopped
-process (SIGSTOP). But a closed connection has to mean that the process cannot write any more.
+A peer is lost if it sends nothing, not even heartbeats, for `peer_timeout_s`. This is checked after all pending input
+was read, and time in which this process itself did not run does not count. ZMQ's own heartbeats are off: they would
+close the connection of a stopped process (SIGSTOP). But a closed connection has to mean that the process cannot write
+any more.
 """
 
 import logging

@@ -193,7 +193,7 @@ class Prompt:
 
     @property
     def samples(self) -> int:
-        """How many first tokens prefill has to sample. First tokens are matched to samples by index, so ended samples
+        """How many first tokens have to be sampled. First tokens are matched to samples by index, so ended samples
         before the last waiting one are included.
         """
         return 1 + max(request.sample for request in self.waiting)

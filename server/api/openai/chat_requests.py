@@ -129,7 +129,7 @@ def _before_begun(text: str, begun: str, style: ReasoningStyle | None, whole: Ca
     """The prompt before `begun`, the answer that the client has begun. Usually that is `text`, the chat with its
     generation prompt. But if `text` ends with the opening tag of reasoning, or if answers have a tag of their own, the
     answer would continue the reasoning. Then it is the part of the `whole` chat before the content of the message. If
-    `begun` has tags itself, these are kept.
+    `begun` has tags itself, or is blank, it continues `text`, without an opening tag that `begun` repeats.
     """
     if style is None or not (text.rstrip().endswith(style.open) or style.answer):
         return text

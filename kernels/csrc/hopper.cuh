@@ -24,12 +24,12 @@ __device__ __forceinline__ unsigned in_block(unsigned address, int rank) {
     return there;
 }
 
-// Barrier of the cluster: all threads then see what the others have written.
+// Barrier of the cluster: afterwards, all threads see what the others have written.
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Barrier of the threads that name it; 0 is __syncthreads.
+// Named barrier of THREADS threads; 0 is the barrier of __syncthreads.
 template <int BARRIER, int THREADS>
 __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
@@ -51,7 +51,7 @@ __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Barriers in shared memory. When all have arrived, the phase ends and the next begins.
+// Barriers in shared memory (mbarrier). When all arrivals are counted, the phase ends and the next one begins.
 
 __device__ __forceinline__ void init_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -75,7 +75,7 @@ __device__ __forceinline__ void wait_phase(unsigned barrier, unsigned phase) {
         : "memory");
 }
 
-// 16 bytes from global to shared memory, or zeros.
+// Copies 16 bytes from global to shared memory, or writes zeros.
 __device__ __forceinline__ void copy_16_async(unsigned to, const char* from, bool exists) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
                  : "memory");
@@ -86,19 +86,19 @@ __device__ __forceinline__ void arrive_after_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive at the barrier, whose phase then ends when `bytes` bytes have been copied as well.
+// Arrives at the barrier, and adds `bytes` to the bytes that must be copied before its phase ends.
 __device__ __forceinline__ void expect_bytes(unsigned barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// From global to shared memory; both addresses and the size are multiples of 16. The barrier counts the bytes.
+// Copies from global to shared memory; both addresses and the size are multiples of 16. The barrier counts the bytes.
 __device__ __forceinline__ void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
-// For the L2 cache: what is read once is replaced first.
+// L2 cache policy for data that is read once: its lines are evicted first.
 __device__ __forceinline__ unsigned long long read_once() {
     unsigned long long policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -120,8 +120,8 @@ __device__ __forceinline__ void store_remote(unsigned to, float a, float b, floa
                  : "memory");
 }
 
-// To another block of the cluster, whose barrier counts the 4 bytes. Unlike a barrier of the cluster, it does not wait for
-// earlier stores to global memory.
+// Stores a word to another block of the cluster; `barrier`, in that block, counts the 4 bytes. Unlike a barrier of the
+// cluster, this does not wait for earlier stores to global memory.
 __device__ __forceinline__ void store_async(unsigned to, unsigned word, unsigned barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(word),
                  "r"(barrier)
@@ -134,10 +134,10 @@ __device__ __forceinline__ float2 load_remote(unsigned from) {
     return pair;
 }
 
-// Makes writes of threads and cp.async to shared memory visible to matrix products.
+// Makes the writes of threads and cp.async to shared memory visible to warpgroup products.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l has the address of line l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements; lane l has the address of line l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned fro
                  : "memory");
 }
 
-// The same, each of them transposed.
+// The same, with each matrix transposed.
 __device__ __forceinline__ void load_transposed(unsigned (&words)[4], unsigned from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -173,9 +173,9 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 
 // Operands of matrix products in shared memory, as descriptors; adding n to one moves it by 16 * n bytes.
 //
-// A tile is lines of 128 bytes, aligned to 1024. The 16-byte words of a line are swizzled: word w of line l is at
-// w ^ l % 8. Elements along a line are what the product sums over or, transposed, its columns; 64 of those are in one
-// tile and the next 64 are `next_tile` bytes further.
+// A tile consists of lines of 128 bytes, and is aligned to 1024. The 16-byte words of a line are swizzled: word w of
+// line l is at w ^ l % 8. The elements along a line are the K dimension of the product. In a transposed operand they
+// are its N dimension: a tile has 64 of these columns, and the next 64 are `next_tile` bytes further.
 __device__ __forceinline__ unsigned word_in_tile(int line, int word) { return line * 128 + ((word ^ (line & 7)) << 4); }
 
 __device__ __forceinline__ unsigned long long tile_operand(unsigned address, unsigned next_tile = 16) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ unsigned long long tile_operand(unsigned address, uns
            1ull << 62;
 }
 
-// Columns of 16-byte words, 64 lines each: word w of line l is at 1024 * w + 16 * l.
+// An operand stored as columns of 16-byte words, 64 lines each: word w of line l is at 1024 * w + 16 * l.
 __device__ __forceinline__ unsigned long long column_operand(unsigned address) {
     return (address & 0x3ffff) >> 4 | 1024ull >> 4 << 16 | 128ull >> 4 << 32;
 }

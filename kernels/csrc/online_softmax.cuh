@@ -1,20 +1,21 @@
-// The softmax of scores that come in blocks, in the layout of warpgroup products (hopper.cuh): a thread has two rows.
+// Online softmax of scores that come in blocks, in the layout of warpgroup products (hopper.cuh): a thread has two
+// rows.
 //
-// Weights are relative to a reference: a score that no later one has exceeded by more than kGrowth (in powers of two).
-// When the reference changes, which is rare after the first blocks, earlier sums have to be scaled down.
+// A weight is exp2(score - reference). The largest score of a block becomes the reference only if it exceeds the old
+// one by more than kGrowth (in powers of two), which is rare after the first blocks. Then earlier sums are scaled down.
 
 constexpr float kLowest = -1e30f;  // below every score, but finite
 constexpr float kGrowth = 8.0f;
 constexpr unsigned kAll = 0xffffffffu;
 
-// The state of a thread's two rows, with N scores of both in a block.
+// The state of a thread's two rows; N is the number of the thread's scores in a block, of both rows together.
 template <int N>
 struct Softmax {
     float reference[2] = {kLowest, kLowest};
     float sum[2] = {0.0f, 0.0f};  // of the weights of this thread
 
-    // Scores become weights. Returns the factor of earlier sums in `shrink`, and whether it differs from 1 in this
-    // warp.
+    // Replaces scores by weights. `shrink` gets the factors of earlier sums; returns whether a reference changed in
+    // this warp.
     __device__ __forceinline__ bool weigh(float (&scores)[N], float scale, float (&shrink)[2]) {
         bool changes = false;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Which thread of its warp, and which warp of its block, a thread is.
+// The index of a thread in its warp, and of its warp in the block.
 
 #pragma once
 

@@ -1,10 +1,11 @@
 // Causal attention of tiles of 128 queries over keys and values that were copied out of their pages; see
 // kernels/attention/paged_prefill_cuda.py.
 //
-// A block takes tiles (128 queries of one sequence, one query head) in turn. One thread of its first warpgroup, the
-// producer, copies blocks of 128 keys and of 128 values into two rings of shared memory. Each of the other two
-// warpgroups, the consumers, computes 64 of the queries. It starts the scores of a block, and the product of the
-// previous block's weights and values, and computes the softmax of the scores while the second product runs.
+// A thread block processes tiles (128 queries of one sequence, one query head) one after another. One thread of its
+// first warpgroup, the producer, copies blocks of 128 keys and of 128 values into two rings in shared memory. Each of
+// the other two warpgroups, the consumers, computes 64 of the queries. A consumer starts two products: the scores of a
+// block, and the weights of the previous block times its values. It computes the softmax of the scores while the second
+// product runs.
 //
 // Blocks are processed from the last key to the first, so only the first one or two need a mask.
 //
@@ -35,7 +36,7 @@ struct Shared {
     unsigned long long keys_full[kStages], keys_empty[kStages], values_full[kStages], values_empty[kStages];
 };
 
-// Stages are used in turn; a barrier's phase is the turn.
+// A position in a ring of stages; `phase` is the parity of the barriers' phase.
 struct Turn {
     int stage = 0;
     unsigned phase = 0;
@@ -48,8 +49,8 @@ struct Turn {
     }
 };
 
-// The items of this block. They are sorted by their work, most first: every other round is dealt backwards, so that all
-// blocks get about the same.
+// The items of this block. All items are sorted by their work, largest first. Every other round assigns them to the
+// blocks in reverse order, so that all blocks get about the same work.
 struct Items {
     const long long count;
     long long first = 0;
@@ -57,7 +58,7 @@ struct Items {
 
     __device__ explicit Items(long long count) : count(count) {}
     __device__ long long item() const { return first + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
-    __device__ bool valid() const { return first < count; }  // of this round; item() may still be too large
+    __device__ bool valid() const { return first < count; }  // the round has items; item() may still be too large
     __device__ void next() {
         first += gridDim.x;
         backwards = !backwards;
@@ -101,7 +102,7 @@ struct Tile {
 };
 
 __device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
-// First query of a thread, which has two; the other is 8 further.
+// The first of the two queries of a thread; the second is own_query() + 8.
 __device__ __forceinline__ int own_query() { return 16 * warp_in_group() + lane() / 4; }
 
 __device__ __forceinline__ void produce(Shared& shared, const Plan& plan, const char* keys, const char* values,
@@ -131,7 +132,8 @@ __device__ __forceinline__ void produce(Shared& shared, const Plan& plan, const 
     }
 }
 
-// Keys after a query have no score. `first_key` is that of the block, `position` that of the thread's first query.
+// Masks the scores of keys after the query. `first_key` is the first key of the block, `position` the position of the
+// thread's first query.
 __device__ __forceinline__ void mask(float (&scores)[64], int first_key, int position) {
     const int visible = position - first_key - lane() % 4 * 2;  // of the thread's first column
 #pragma unroll
@@ -152,7 +154,7 @@ __device__ __forceinline__ void pack(const float (&weights)[64], unsigned (&pack
     }
 }
 
-// One consumer's view of its half of a tile.
+// A consumer, which computes one half of a tile.
 struct Consumer {
     Shared& shared;
     const int number;
@@ -240,7 +242,7 @@ struct Consumer {
         }
     }
 
-    // Without computing: this half of the tile has no queries.
+    // Releases all stages without computing: this half of the tile has no queries.
     __device__ __forceinline__ void skip(const Tile& tile) {
         for (int block = 0; block < tile.blocks; ++block) {
             wait_phase(shared_address(&shared.keys_full[key_turn.stage]), key_turn.phase);
@@ -258,7 +260,7 @@ struct Consumer {
         }
     }
 
-    // 64 lines of 256 bytes, `pitch` bytes apart; zeros from line `count` on.
+    // Loads 64 lines of 256 bytes, `pitch` bytes apart; lines from `count` on become zeros.
     __device__ __forceinline__ void load_query(const char* from, long long pitch, int count) {
         const unsigned to = shared_address(shared.query[number]);
 #pragma unroll
@@ -272,7 +274,7 @@ struct Consumer {
         sync();
     }
 
-    // The sums of all weights of the thread's two queries.
+    // Computes the sum of all weights for each of the thread's two queries.
     __device__ __forceinline__ void add_weights(const Softmax<64>& softmax, float (&total)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -300,7 +302,7 @@ struct Consumer {
                 *reinterpret_cast<float2*>(partial + line * kDim + column * 8 + lane() % 4 * 2) = pair;
             }
         }
-        sync();  // the next query may be loaded: all have multiplied with this one
+        sync();  // all products with this query have ended: the next one may be loaded
     }
 
     // Rounds the sums and stores the first `count` lines of 256 bytes, `pitch` bytes apart. The query is overwritten.
@@ -309,7 +311,7 @@ struct Consumer {
         float total[2];
         add_weights(softmax, total);
         const float inverse[2] = {1.0f / total[0], 1.0f / total[1]};
-        sync();  // all have multiplied with the query
+        sync();  // all products with the query have ended
         const unsigned staging = shared_address(shared.query[number]);
         const int line = 16 * warp_in_group() + lane() % 16;
 #pragma unroll

@@ -1,17 +1,17 @@
-// Rotation, KV write and attention of few sequences with one query each and not many keys, for Hopper: see
+// Rotary embedding, KV write and decode attention in one kernel, for few sequences with few keys, for Hopper: see
 // kernels/attention/rope_attention.py.
 //
-// A cluster has one KV head of one sequence, and its blocks share the keys. All keys but the newest are from earlier
-// steps, so a warp loads its first 16 keys and values before the previous kernel has ended. Meanwhile other warps of
-// every block wait for it; they norm and rotate the queries, and in the last block the newest key, which they write to
-// its page with the value.
+// A cluster computes one KV head of one sequence; its thread blocks divide the keys. All keys except the newest were
+// written in earlier steps, so each of the 8 key warps of a block loads its first 16 keys and values before the
+// previous kernel has ended. The other warps of a block wait for the previous kernel, and then normalise and rotate the
+// queries. In the last block they also normalise and rotate the newest key, and write it to its page with the value.
 //
-// A warp with keys has its own running softmax. At the end a block adds the results of its warps and sends each part of
+// Each key warp has its own online softmax. At the end a block adds the results of its warps, and sends each part of
 // the sum to the block that stores this part.
 //
-// Constants: D of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights are elements,
-// 2 if they are float32, 0 if there are none; SINKS, 1 if there are some; HALF, 1 for float16, 0 for bfloat16; WARPS
-// and SHARED_BYTES of a block.
+// Constants: D, the size of a head; GROUP query heads of a KV head; PAGE tokens of a page; NORM, 1 if norm weights have
+// the dtype of the elements, 2 if they are float32, 0 if there are none; SINKS, 1 if there are sinks; HALF, 1 for
+// float16, 0 for bfloat16; WARPS and SHARED_BYTES of a block.
 
 #include "hopper.cuh"
 #include "linear/mma.cuh"
@@ -19,16 +19,16 @@
 
 namespace {
 
-constexpr float kNothing = -1e30f;  // the score of no key
+constexpr float kNothing = -1e30f;  // a score for which there is no key
 constexpr int kCluster = 8, kThreads = 32 * WARPS;
-constexpr int kWarps = 8, kHeadWarps = WARPS - kWarps;  // that have keys, and that norm and rotate heads
-constexpr int kKeys = 16;                    // of a warp at a time
+constexpr int kWarps = 8, kHeadWarps = WARPS - kWarps;  // key warps, and warps that normalise and rotate heads
+constexpr int kKeys = 16;                    // keys of a warp in a round
 constexpr int kRoundKeys = kWarps * kKeys;
 constexpr int kHeads = 8;                    // columns of a product; those from GROUP on are zero
-constexpr int kRuns = D / 32;                // of 8 adjacent elements of a key that a thread has
-constexpr int kHeadLanes = 8;                // that norm and rotate a head
-constexpr int kOwn = D / kHeadLanes;         // adjacent elements of it that a lane has
-constexpr int kPitch = D + 32;               // elements of a query in shared memory: other banks than the one before
+constexpr int kRuns = D / 32;                // runs of 8 adjacent elements of a key that a thread has
+constexpr int kHeadLanes = 8;                // lanes that normalise and rotate a head
+constexpr int kOwn = D / kHeadLanes;         // adjacent elements of the head that a lane has
+constexpr int kPitch = D + 32;               // elements between queries, so that adjacent ones are in different banks
 constexpr int kSumPitch = D + 4;             // elements of a row of sums
 constexpr int kUnits = GROUP * D / 4, kOwnUnits = kUnits / kCluster;  // of 4 adjacent results; those of a block
 static_assert(GROUP <= kHeads && kUnits % kCluster == 0 && kOwnUnits <= kThreads, "a thread stores a unit at most");
@@ -36,7 +36,7 @@ static_assert(GROUP + 1 <= kHeadWarps * 32 / kHeadLanes, "the queries and the ne
 
 struct Shared {
     union {
-        Bits values[2][kKeys][D];       // of two rounds; see `value_place`
+        Bits values[2][kKeys][D];       // double-buffered, in the layout of `value_place`
         float sums[kHeads][kSumPitch];  // of values, at the end
     } of_warp[kWarps];
     Bits queries[kHeads][kPitch];
@@ -52,21 +52,21 @@ struct __align__(16) Elements {
     Bits of[kOwn];
 };
 
-// Over the lanes of a head.
+// The sum over the lanes of a head.
 __device__ __forceinline__ float sum_of_head(float number) {
 #pragma unroll
     for (int distance = kHeadLanes / 2; distance > 0; distance /= 2) number += __shfl_xor_sync(~0u, number, distance);
     return number;
 }
 
-// The matrix [8, 8] of a warp, transposed: lane l has line l / 4, and columns 2 * (l % 4) and the next one.
+// Transposes the 8 x 8 matrix of a warp: lane l has line l / 4, columns 2 * (l % 4) and 2 * (l % 4) + 1.
 __device__ __forceinline__ unsigned transpose(unsigned word) {
     unsigned transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(word));
     return transposed;
 }
 
-// Over the lanes that have the same columns of matrices, which are lines apart.
+// Combines the numbers of the lanes that have the same columns of a matrix, in different lines.
 template <typename Operation>
 __device__ __forceinline__ float over_lines(float number, const Operation& combine) {
 #pragma unroll
@@ -79,7 +79,8 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return to_bits(low) | static_cast<unsigned>(to_bits(high)) << 16;
 }
 
-// Where 8 adjacent elements of a value are: lines at the same place of 8 adjacent keys are in different banks.
+// The place of a line (8 adjacent elements) of a key's value in shared memory. It is swizzled, so that the same line of
+// 8 adjacent keys is in different banks.
 __device__ __forceinline__ int value_place(int key, int line) { return key * D + (line ^ key % 8) * 8; }
 
 // The keys and values of a sequence's KV head.
@@ -93,15 +94,16 @@ struct Pages {
     }
 };
 
-// The keys of a warp, in registers. A lane has runs of key lane / 4 and of key 8 + lane / 4.
+// The keys of a warp in one round, in registers. A lane has runs of keys lane / 4 and 8 + lane / 4.
 struct Keys {
     uint4 runs[2][kRuns];
 
-    // Also starts the copy of the values. It comes first: it would wait for keys in registers that get its addresses.
+    // Also starts the copy of the values, before the loads of keys: after them, the copy would wait for keys whose
+    // registers the compiler reuses for its addresses.
     __device__ __forceinline__ void load(const Pages& pages, int first, int end, Bits (&values)[kKeys][D]) {
         long long places[2];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)  // those that do not exist get no weight
+        for (int half = 0; half < 2; ++half)  // keys from `end` on get no weight
             places[half] = pages.place(min(first + 8 * half + lane() / 4, end - 1));
         constexpr int kLines = D / 8, kCopies = kKeys * kLines / 32;
 #pragma unroll
@@ -120,7 +122,7 @@ struct Keys {
     }
 };
 
-// The weights of a norm that a lane needs, as they are loaded: a conversion would wait for them.
+// The norm weights of a lane. They are converted at their use, because a conversion here would wait for the load.
 struct __align__(16) NormWeights {
 #if NORM == 2
     typedef float Weight;
@@ -132,7 +134,7 @@ struct __align__(16) NormWeights {
     Weight of[kOwn];
 };
 
-// A head of a projection, normed and rotated; a lane has kOwn adjacent elements.
+// Normalises and rotates a head; each lane has kOwn adjacent elements.
 __device__ __forceinline__ Elements rotate(
     const Elements& x, const Elements& cos, const Elements& signed_sin, const NormWeights& norm, float eps
 ) {
@@ -159,8 +161,9 @@ __device__ __forceinline__ Elements rotate(
     return rotated;
 }
 
-// The running softmax of a warp, by tensor cores: scores [keys, heads] and sums [columns of values, heads]. A lane has
-// heads 2 * (lane % 4) and the next one, keys lane / 4 and the 8th after it, and the same columns of every 16.
+// The online softmax of a warp, on tensor cores: scores [keys, heads] and sums [columns of values, heads]. A lane has
+// heads 2 * (lane % 4) and 2 * (lane % 4) + 1, keys lane / 4 and lane / 4 + 8, and of every 16 columns those with the
+// same numbers as its keys.
 struct Softmax {
     float top[2] = {kNothing, kNothing}, total[2] = {};
     float sums[D / 16][4] = {};
@@ -197,19 +200,19 @@ struct Softmax {
                 sums[tile][2 + i] *= shrink;
             }
         }
-        unsigned words[2];  // [keys, heads], as a product needs it
+        unsigned words[2];  // weights [keys, heads], as the second operand of a product
 #pragma unroll
         for (int half = 0; half < 2; ++half) words[half] = transpose(pack(weights[half][0], weights[half][1]));
 #pragma unroll
         for (int tile = 0; tile < D / 16; ++tile) {
-            unsigned columns[4];  // 16 of all keys; lane l has the address of key l % 8 of matrix l / 8
+            unsigned columns[4];  // 16 columns of all keys; lane l has the address of key l % 8 of matrix l / 8
             const int key = lane() / 16 * 8 + lane() % 8, line = tile * 2 + lane() / 8 % 2;
             load_transposed(columns, shared_address(values[0] + value_place(key, line)));
             multiply(sums[tile], columns, words[0], words[1]);
         }
     }
 
-    // Store the sums [heads, columns].
+    // Stores the sums as [heads, columns].
     __device__ __forceinline__ void store(float (*to)[kSumPitch]) const {
 #pragma unroll
         for (int tile = 0; tile < D / 16; ++tile)
@@ -218,9 +221,9 @@ struct Softmax {
     }
 };
 
-// The queries of a KV head, and the newest key if this block has it: a group of lanes has one of them.
+// A query of the KV head, or the newest key if this block has it; kHeadLanes lanes have one of them.
 struct Head {
-    int number, part;  // the newest key comes after GROUP queries; the elements of this lane
+    int number, part;  // number GROUP, after the queries, is the newest key; `part` selects this lane's elements
     bool is_query, is_key;
     Elements rotated;
 
@@ -228,7 +231,7 @@ struct Head {
         : number((warp() - kWarps) * (32 / kHeadLanes) + lane() / kHeadLanes), part(lane() % kHeadLanes),
           is_query(number < GROUP), is_key(number == GROUP && has_newest) {}
 
-    // The score of the newest key.
+    // The score of this query and the newest key.
     __device__ __forceinline__ float score(const Shared& shared) const {
         const Elements key = reinterpret_cast<const Elements*>(shared.newest_key)[part];
         float score = 0.0f;
@@ -238,7 +241,7 @@ struct Head {
     }
 };
 
-// The keys of a warp from number `first` on, of which `keys` are loaded.
+// Attention over the keys of a warp from number `first` on; `keys` are the first of them, already loaded.
 __device__ __forceinline__ void attend(
     Shared& shared, const Pages& pages, Keys& keys, int first, int end, float scale
 ) {
@@ -277,7 +280,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
 ) {
     extern __shared__ __align__(16) char memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // before another block writes here
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // other blocks wait for this before they write here
     const int rank = blockIdx.x % kCluster, pair = blockIdx.x / kCluster;
     const int sequence = pair / static_cast<int>(kv_heads), kv_head = pair % static_cast<int>(kv_heads);
     // The plan was written before this step, so it is read before the previous kernel ends, and all of it at once.
@@ -287,7 +290,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
         asm volatile("barrier.cluster.wait.aligned;");
         return;
     }
-    start_next();  // not before: the plan would arrive after the weights of the next kernel
+    start_next();  // not earlier: the loads of the plan would wait behind the weights of the next kernel
     const int first_key = window > 0 ? max(newest + 1 - static_cast<int>(window), 0) : 0;
     const int share = (newest - first_key + kCluster * kKeys - 1) / (kCluster * kKeys) * kKeys;
     const int begin = min(first_key + rank * share, newest), end = min(begin + share, newest);
@@ -370,7 +373,7 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
     sync_cluster();
 
     if (threadIdx.x >= kOwnUnits) return;
-    wait_for_previous();  // warps with keys have not waited yet
+    wait_for_previous();  // key warps have not waited yet
     const int unit = rank * kOwnUnits + threadIdx.x;
     const long long head = kv_head * GROUP + unit / (D / 4);
     float top = kNothing, total = 0.0f, sums[4] = {};

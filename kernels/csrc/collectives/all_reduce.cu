@@ -1,13 +1,14 @@
-// Collectives between processes through memory that each of them has mapped (CUDA IPC); see
+// Collectives between processes through memory that all of them have mapped (CUDA IPC); see
 // kernels/collectives/ipc_collectives.py. The processes may be on one GPU or on several with peer access.
 //
-// Memory of a rank: flags [MAX_BLOCKS][RANKS], then two halves of HALF_BYTES. A call writes what the others read into
-// the half of its number's parity and meets them. When a rank has met the others in call n + 1, all of them have ended
-// call n, because calls of a rank run one after the other: in call n + 2 it may write the same half again.
+// Memory of a rank: flags [MAX_BLOCKS][RANKS], then two halves of HALF_BYTES. Call n writes the data for the other
+// ranks into half n % 2, and then waits at a barrier between the ranks (`meet`). When a rank has passed the barrier of
+// call n + 1, all ranks have ended call n, because the calls of a rank run one after another. So call n + 2 may
+// overwrite the half of call n.
 //
-// Blocks of the same number of all ranks meet each other, and read only what such a block has written. The number of a
-// call is in `calls`, a counter per block in memory of this rank alone, so a graph can repeat a call. Every launch
-// sets all counters, however many blocks it has.
+// The barrier is between the thread blocks of the same index on all ranks, and a block reads only what blocks of its
+// index have written. The number of a call is in `calls`, one counter per block in the rank's own memory, so that a
+// CUDA graph can replay a call. Every launch sets all counters, even if it has fewer blocks.
 //
 // Constants: RANKS, RANK, MAX_BLOCKS, HALF_BYTES, THREADS; all_reduce: ELEMENT (0 bfloat16, 1 float16, 2 float32) and
 // TWO_SHOT; gather_shares: UNIT_BYTES.
@@ -22,11 +23,11 @@ constexpr long long kFlagBytes = MAX_BLOCKS * RANKS * sizeof(Flag);
 static_assert(kFlagBytes % 16 == 0 && HALF_BYTES % 16 == 0, "vectors of 16 bytes are aligned");
 static_assert(RANKS <= THREADS && MAX_BLOCKS <= THREADS, "a thread per flag and per counter");
 
-// What a rank keeps for itself.
+// State in a rank's own memory.
 struct State {
     Flag calls[MAX_BLOCKS];
     Flag timeout_ns;
-    Flag failed;  // a wait has timed out: no other wait of this rank waits any more
+    Flag failed;  // a wait has timed out: other waits of this rank give up at once
 };
 
 __device__ void store_release(Flag* flag, Flag value) {
@@ -45,8 +46,8 @@ __device__ Flag now_ns() {
     return time;
 }
 
-// Waits until `flag` has reached `value`; false if it has not in time. Then `report` (host memory) has 1 + peer and the
-// call.
+// Waits until `flag` has reached `value`. Returns false after a timeout; then `report` (host memory) has 1 + peer and
+// the number of the call.
 __device__ bool wait_for(const Flag* flag, Flag value, int peer, State* state, Flag* report) {
     if (load_acquire(flag) >= value) return true;
     const Flag started = now_ns(), timeout = state->timeout_ns;
@@ -65,8 +66,8 @@ __device__ bool wait_for(const Flag* flag, Flag value, int peer, State* state, F
     return true;
 }
 
-// All blocks of this number meet; what their threads have written before is visible to all of them afterwards. False
-// if one has not come in time: its memory may be gone.
+// Barrier between the blocks of this index on all ranks: afterwards, each of them sees what the others wrote before.
+// Returns false if a rank has not arrived in time: its memory may be gone.
 __device__ bool meet(char* const* memory, Flag value, State* state, Flag* report) {
     __syncthreads();
     const int peer = threadIdx.x;
@@ -83,7 +84,7 @@ __device__ char* half(char* const* memory, int rank, Flag call) {
     return memory[rank] + kFlagBytes + (call & 1) * HALF_BYTES;
 }
 
-// Ends the call for the block. All its threads have read its counter: they have met the others.
+// Counts the call for this block. All its threads have read the counter before, because they have passed the barrier.
 __device__ void count(State* state, Flag call) {
     if (threadIdx.x < MAX_BLOCKS && threadIdx.x % gridDim.x == blockIdx.x) state->calls[threadIdx.x] = call;
 }

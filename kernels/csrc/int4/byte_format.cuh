@@ -1,13 +1,13 @@
 // Weights in 4 bits, for products.cuh, multiplied as integers of 8 bits; group_format.py has the layout.
 //
-// x becomes integers, once in a block: x = scale * (256 * high + low), with a power of two as the scale of a group of
-// columns and a row, and the two integers of 8 bits as two rows of a product. The largest value of a group has 15 bits:
-// of a bfloat16, values of at least 1/64 of it keep all 8. Products are added exactly, and scaled in float32:
+// Each block converts x to integers once: x = scale * (256 * high + low). The scale is a power of two per row and group
+// of columns; the 8-bit integers `high` and `low` are two rows of a product. The largest value of a group has 15 bits,
+// so bfloat16 values of at least 1/64 of it keep all their 8 bits. Products are added exactly, and scaled in float32:
 //
 //     result  +=  weight scale * (x scale * sum(value * x) - zero * x scale * sum(x))
 //
-// A byte with two values is two operands after three instructions, where values in 16 bits take eleven. A step has a
-// pair of groups. Constants: GROUP columns of a group; X_ROWS is 4.
+// Three instructions unpack a 4-byte word of weights to operands; unpacking to 16-bit values takes eleven (format.cuh).
+// A step has a pair of groups. Constants: GROUP columns of a group; X_ROWS is 4.
 
 #pragma once
 
@@ -16,9 +16,9 @@
 namespace {
 
 constexpr int kXPad = 16 * kLoad;  // bytes after a row in shared memory, so that adjacent rows are in different banks
-constexpr int kFraction = 14;      // bits of the largest x of a group after its first one
+constexpr int kFraction = 14;      // bits after the leading bit of a group's largest x
 constexpr float kMost = 32639.0f;  // the largest integer whose high part is below 128
-constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: the sum with a number has that number, rounded, in its low bits
+constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23: added to a number, it leaves the rounded number in the low bits
 
 struct alignas(4 * kLoad) Words {
     unsigned words[kLoad];
@@ -33,15 +33,15 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[4], const unsigned (&
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Byte BYTE of four numbers.
+// Byte BYTE of each of four numbers.
 template <int BYTE>
 __device__ __forceinline__ unsigned bytes_of(const unsigned* numbers) {
     constexpr unsigned kTwo = BYTE | (4 + BYTE) << 4;
     return __byte_perm(__byte_perm(numbers[0], numbers[1], kTwo), __byte_perm(numbers[2], numbers[3], kTwo), 0x5410);
 }
 
-// A row of x in shared memory: `high` of all columns, `low` of all columns, and for each group its scale and its sum,
-// scaled.
+// A row of x in shared memory: `high` of all columns, `low` of all columns, and the scale and the scaled sum of each
+// group.
 struct XRow {
     int groups, pitch, bytes;
 
@@ -49,14 +49,14 @@ struct XRow {
         : groups(2 * steps), pitch(groups * GROUP + kXPad),
           bytes(2 * pitch + groups * static_cast<int>(sizeof(float2))) {}
 
-    // After the rings and the sums of few_rows.cuh.
+    // The first row; it follows the rings and the sums of few_rows.cuh.
     static __device__ __forceinline__ char* first() {
         extern __shared__ __align__(16) char rings[];
         return rings + WARPS * (STAGES * PackedGroups::kStageBytes + 2 * kSums * 32 * static_cast<int>(sizeof(float)));
     }
 };
 
-// Adjacent columns of a row of x, which a thread turns into integers.
+// Adjacent columns of a row of x, which a thread converts to integers.
 struct Chunk {
     static constexpr int kColumns = 8, kLanes = GROUP / kColumns;  // lanes that have a group
 
@@ -66,7 +66,7 @@ struct Chunk {
     __device__ __forceinline__ void load(const Shape& shape, const Divisor& per_row, int number) {
         row = per_row.quotient(number);
         column = per_row.rest(number) * kColumns;
-        loaded = {};  // of a group that does not exist; its scales are 0
+        loaded = {};  // zeros after the last group; the scales there are 0
         if (column < shape.in_size)
             loaded = *reinterpret_cast<const uint4*>(shape.x + row * shape.in_size + column);
     }
@@ -84,13 +84,13 @@ struct Chunk {
         }
 #pragma unroll
         for (int other = kLanes / 2; other; other /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, other));
-        // The exponent of the group's largest value as a float32 has it, 255 for infinity and NaN. The value is first
-        // enlarged a little, so that it becomes at most kMost.
+        // The float32 exponent of the group's largest value; 255 for infinity and NaN. The value is first enlarged a
+        // little, so that its integer is at most kMost.
         const float enlarged = to_float(static_cast<Bits>(largest)) * (32768.0f / kMost);
         const unsigned exponent = max(__float_as_uint(enlarged) >> 23, kFraction + 1u);
         const float inverse = __uint_as_float((254 + kFraction - exponent) << 23);
         const float scale = __uint_as_float(exponent == 255 ? 0x7fc00000u : (exponent - kFraction) << 23);
-        unsigned numbers[kColumns], above[kColumns];  // the second byte is `high` after 128 was added
+        unsigned numbers[kColumns], above[kColumns];  // above = number + 128: its second byte is `high`
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
@@ -112,8 +112,8 @@ struct Chunk {
 };
 
 struct GroupScaled : PackedGroups {
-    // A thread has one of the 8 rows of an operand, `high` or `low` of a row of x, and the results of one of 4 rows of
-    // x. Instead of a row that does not exist, the last one: its results are not stored.
+    // A thread loads one of the 8 rows of an operand (`high` or `low` of a row of x), and has the results of one of 4
+    // rows of x. Rows after the last one read the last one; their results are not stored.
     struct Inputs {
         const char* bytes[ROW_TILES];
         const float2* groups[ROW_TILES];
@@ -208,7 +208,7 @@ struct GroupScaled : PackedGroups {
     }
 };
 
-// All threads of a block write `rows` rows of x to shared memory.
+// All threads of a block convert `rows` rows of x and write them to shared memory.
 __device__ __forceinline__ void prepare(const GroupScaled& weights, const Shape& shape, int rows) {
     constexpr int kAtOnce = 4, kThreads = 32 * WARPS;  // chunks that a thread loads before it uses the first
     const XRow form(weights.steps);

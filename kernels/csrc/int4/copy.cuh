@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kWords = GROUP / 16;              // of 4 bytes, that a thread has of a weight row in a step
+constexpr int kWords = GROUP / 16;              // 4-byte words of a weight row that a thread has in a step
 constexpr int kLoad = kWords < 4 ? kWords : 4;  // words of one copy
 constexpr int kWeightBytes = OUTPUT_TILES * 2 * kWords * 4 * 32;
 

@@ -7,11 +7,12 @@
 
 namespace {
 
-// A byte in the lower half of this number is the number plus the byte: 128 in bfloat16, 1024 in float16.
+// The number 128 in bfloat16, 1024 in float16. With a 4-bit value in its low byte, it is this number plus the value.
 constexpr unsigned kOffset = HALF ? 0x6400u : 0x4300u;
 constexpr unsigned kOne = HALF ? 0x3c003c00u : 0x3f803f80u;
 
-// Two values of 4 bits, in bytes FIRST and FIRST + 1 of `values`, minus the zero point in both halves of `negated`.
+// Converts the 4-bit values in bytes FIRST and FIRST + 1 of `values`, and subtracts the zero point: both halves of
+// `negated` are -(offset + zero point).
 template <int FIRST>
 __device__ __forceinline__ unsigned two_weights(unsigned values, unsigned negated) {
     unsigned both;
@@ -33,7 +34,7 @@ struct GroupScaled : PackedGroups {
         return {{shape, number, lane}, static_cast<int>(shape.in_size)};
     }
 
-    // A group that does not exist has no x; its scales are 0.
+    // After the last group there is no x, and scales are 0.
     __device__ __forceinline__ void load(X& x, const Inputs& inputs, int pair, int lane) const {
         const int first = 2 * pair * GROUP;
         x.groups[0].load(inputs, first, lane);

@@ -1,13 +1,15 @@
-// What kernels have in common that keep all weights of a linear layer in the shared memory of the GPU, for Hopper.
+// Common parts of the kernels that load all weights of a linear layer into the shared memory of all multiprocessors at
+// once, for Hopper.
 //
-// A block has a tile of weight rows, and a range of columns if CLUSTER blocks divide them. It copies all its weights to
-// shared memory before the previous kernel has ended, and multiplies them when x is there. Each of its warps has 128 of
-// 1,024 columns. Then the sums of warps are added, and those of the blocks of a cluster, which are sent to the block
-// that stores them; always in the same order.
+// A thread block computes a tile of weight rows. With CLUSTER > 1, the blocks of a cluster divide the columns of the
+// tile. A block copies all its weights to shared memory before the previous kernel has ended, and multiplies them when
+// x is available. Each warp multiplies 128 of every 1,024 columns. Then the sums of the warps are added. In a cluster,
+// each block sends its sums to the block that stores them, which adds them. The order of all additions is fixed.
 //
-// A product has 16 weight rows, a unit, 16 columns and 8 rows of x, a row tile: see fp8_halves.cuh.
+// A product is one mma instruction: 16 weight rows (a unit) x 16 columns x 8 rows of x (a row tile); see
+// fp8_halves.cuh.
 //
-// Constants: UNITS of 16 weight rows of a tile; ROW_TILES of 8 rows of x; CLUSTER; WEIGHT_BYTES, of an element.
+// Constants: UNITS of 16 weight rows in a tile; ROW_TILES of 8 rows of x; CLUSTER; WEIGHT_BYTES of an element.
 
 #pragma once
 
@@ -53,7 +55,7 @@ struct Columns {
     __device__ __forceinline__ int pitch() const { return count * kBlock * WEIGHT_BYTES + kPad; }
 };
 
-// `row_address(row)` is that of a row of the tile in global memory.
+// Starts the copies of all weights; `row_address(row)` is the address of a row of the tile in global memory.
 template <typename RowAddress>
 __device__ __forceinline__ void copy_weights(
     const Columns& columns, unsigned char* memory, Exchange& exchange, RowAddress row_address
@@ -77,15 +79,15 @@ __device__ __forceinline__ void copy_weights(
     }
 }
 
-// Before x is read, and before another block is written to.
+// Called before x is read, and before the shared memory of another block is written.
 __device__ __forceinline__ void wait_for_x() {
     __syncwarp();
     if (CLUSTER > 1) sync_cluster();  // all blocks have started: they can be written to
     wait_for_previous();
 }
 
-// Add the sums of all warps, and of all blocks of the cluster. A pair of sums has one row of x and two weight rows,
-// `quad` and 8 further; `store(pair, sums)` stores it.
+// Adds the sums of all warps, and of all blocks of the cluster. A pair of sums belongs to one row of x and to two
+// weight rows, `quad` and `quad` + 8; `store(pair, sums)` stores it.
 template <typename Store>
 __device__ __forceinline__ void add_sums(unsigned char* memory, Exchange& exchange, const Sums& sums, Store store) {
     auto all_sums = reinterpret_cast<float2(*)[kPairs][32]>(memory);

@@ -1,4 +1,4 @@
-// Elements of x and of results, for all kernels of linear layers and others of 16-bit elements.
+// 16-bit elements of x and of results, for the kernels of linear layers and others.
 //
 // Constants: HALF, 1 for float16, 0 for bfloat16.
 

@@ -1,12 +1,12 @@
 // Linear layers with few rows of x: int4_linear.cu, fp8_linear.cu, plain_linear.cu, token_experts.cu.
 //
-// A block takes tiles of weight rows (products.cuh), one after the other. Its warps divide the steps of a tile among
-// them; a warp copies several steps ahead into a ring in shared memory, also across tiles. Weights, where they are
-// known, are read before the previous kernel has ended, x after it. At the end of a tile the sums of warps are added,
-// always in the same order.
+// A thread block processes tiles of weight rows (products.cuh) one after another. Its warps divide the steps of a tile.
+// Each warp prefetches several steps, also those of later tiles, into its own ring in shared memory. Weights are copied
+// before the previous kernel has ended, unless that kernel selects them; x is read after it. At the end of a tile the
+// sums of the warps are added in a fixed order.
 //
-// Constants besides those of products.cuh: WARPS; STAGES of a ring; BIAS, 1 if there is one, 2 if results are
-// rounded before it is added.
+// Constants besides those of products.cuh: WARPS; STAGES of a ring; BIAS, 0 without a bias, 1 with one, 2 if results
+// are rounded before it is added.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-// A thread stores a result: a part of what lane `lane` of all warps has summed up.
+// Adds the sums of all warps, and stores the results of a tile: a thread adds what the same lane of each warp has.
 __device__ __forceinline__ void store_tile(
     Bits* out, const float (&all_sums)[WARPS][kSums][32], const Shape& shape, const Bits* bias, int number
 ) {
@@ -43,7 +43,8 @@ __device__ __forceinline__ void store_tile(
     }
 }
 
-// Compute `tiles` tiles; `begin()` is called when x is there, and `store(number, sums)` stores the results of a tile.
+// Computes `tiles` tiles; `begin()` is called when x is available, and `store(number, sums)` stores the results of a
+// tile.
 template <class Weights, class Begin, class Store>
 __device__ __forceinline__ void multiply_tiles(
     const Weights& weights, const Shape& shape, int tiles, const Begin& begin, const Store& store
@@ -56,7 +57,7 @@ __device__ __forceinline__ void multiply_tiles(
 
     const unsigned ring_address = static_cast<unsigned>(__cvta_generic_to_shared(ring));
 
-    // What is copied next: a step of a tile, to a place in the ring.
+    // The next copy: a step of a tile, to a place in the ring.
     int ahead_tile = blockIdx.x, ahead_step = warp, ahead_place = 0;
     auto source = weights.source(shape, ahead_tile, lane);
     const auto copy_next = [&] {
@@ -65,7 +66,7 @@ __device__ __forceinline__ void multiply_tiles(
         commit();
         ahead_place = ahead_place + Weights::kStageBytes == kRingBytes ? 0 : ahead_place + Weights::kStageBytes;
         ahead_step += WARPS;
-        if (ahead_step - warp < weights.steps) return;  // every warp has as many turns, the last maybe without a step
+        if (ahead_step - warp < weights.steps) return;  // all warps take equally many turns; the last may have no step
         ahead_step = warp;
         ahead_tile += gridDim.x;
         if (ahead_tile < tiles) source = weights.source(shape, ahead_tile, lane);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void multiply_tiles(
     for (int count = 0; count < STAGES - 1; ++count) copy_next();
     wait_for_previous();
     begin();
-    // x is loaded while weights are awaited, as far as there are registers for it.
+    // With one row tile there are enough registers to load x before the wait for weights.
     constexpr bool kEarly = ROW_TILES == 1;
     int place = 0, buffer = 0;
 #pragma unroll 1
@@ -104,7 +105,7 @@ __device__ __forceinline__ void multiply_tiles(
                         sums[output][row][part];
         __syncthreads();
         store(tile, all_sums[buffer]);
-        buffer ^= 1;  // the other one has been read: before the __syncthreads above
+        buffer ^= 1;  // the other buffer was read before the __syncthreads above
     }
 }
 

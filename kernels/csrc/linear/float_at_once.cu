@@ -1,8 +1,8 @@
-// Linear layers with float32 weights and few rows of x in bfloat16, if all weights fit the shared memory of the GPU,
-// for Hopper: see at_once.cuh.
+// Linear layers with float32 weights and few rows of x in bfloat16, for Hopper. All weights must fit in the shared
+// memory of all multiprocessors: see at_once.cuh.
 //
-// A weight is the sum of three bfloat16, which together have all of its 24 bits: every product is exact, and is added
-// in float32.
+// Each weight is split into three bfloat16 whose sum is the weight with all its 24 bits. So every product is exact, and
+// products are added in float32.
 //
 // Constants: those of at_once.cuh.
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
     return both;
 }
 
-// Subtract the two bfloat16 of `both`.
+// Subtracts the two bfloat16 of `both`.
 __device__ __forceinline__ void subtract(float& low, float& high, unsigned both) {
     low -= __uint_as_float(both << 16);
     high -= __uint_as_float(both & 0xffff0000u);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void multiply_bfloat(float (&sums)[4], const unsigned
 
 constexpr int kProducts = kBlock / 16;  // for the columns of a warp
 
-// Add the products of 16 columns: four adjacent ones of each thread, of its weight rows `quad` and `quad` + 8.
+// Adds the products of 16 columns. Each thread has four adjacent columns of its weight rows `quad` and `quad` + 8.
 __device__ __forceinline__ void multiply_weights(
     float (&sums)[ROW_TILES][4], float4 lower, float4 upper, const uint2 (&x)[ROW_TILES][kProducts], int number
 ) {
@@ -73,7 +73,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 
         uint2 own_x[ROW_TILES][kProducts];
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
-            const long long row = min(8 * row_tile + quad(), static_cast<int>(rows) - 1);  // or the last one
+            const long long row = min(8 * row_tile + quad(), static_cast<int>(rows) - 1);  // or the last row
             const Bits* const from = x + row * in_size + (columns.first + block) * kBlock + part() * 4;
 #pragma unroll
             for (int number = 0; number < kProducts; ++number)

@@ -1,8 +1,8 @@
-// Linear layers with fp8 weights and few rows of x, if all weights fit the shared memory of the GPU, for Hopper: see
-// at_once.cuh, and fp8_halves.cuh for the products.
+// Linear layers with fp8 weights and few rows of x, for Hopper. All weights must fit in the shared memory of all
+// multiprocessors: see at_once.cuh, and fp8_halves.cuh for the products.
 //
-// Constants: those of at_once.cuh; GATED, 1 if the lower 8 rows of a unit are of the gate and the upper 8 of up; BIAS,
-// 1 if there is one; HALF, 1 if x is float16, 0 if it is bfloat16.
+// Constants: those of at_once.cuh; GATED, 1 if the lower 8 rows of a unit belong to the gate and the upper 8 to up;
+// BIAS, 1 if there is one; HALF, 1 if x is float16, 0 if it is bfloat16.
 
 #define WEIGHT_BYTES 1
 #include "linear/at_once.cuh"
@@ -31,7 +31,7 @@ struct Layer {
     }
 };
 
-// Scales are read when x is there: their latency must not be that of global memory.
+// Scales are loaded after the wait for x. Prefetching them into the L2 cache shortens the latency of these loads.
 __device__ __forceinline__ void prefetch_scales(const Layer& layer) {
     for (int block = warp(); block < layer.columns.count; block += kWarps)
         for (int row = lane(); row < kWeightRows; row += 32)
@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_weights(
         Row<kBlock> x[ROW_TILES];
 #pragma unroll
         for (int row_tile = 0; row_tile < ROW_TILES; ++row_tile) {
-            const long long row = min(8 * row_tile + quad(), layer.rows - 1);  // the last one instead of none
+            const long long row = min(8 * row_tile + quad(), layer.rows - 1);  // rows after the last read the last
             x[row_tile].load(layer.x + row * layer.in_size + (layer.columns.first + block) * kBlock);
         }
         float scales[UNITS][2];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_weights(
     }
 }
 
-// With a gate, the two weight rows of a pair are of gate and up.
+// With a gate, the two weight rows of a pair belong to gate and up.
 __device__ __forceinline__ void store_pair(const Layer& layer, int pair, float2 total) {
     const int i = pair % 2, row_tile = pair / 2 % ROW_TILES, unit = pair / 2 / ROW_TILES;
     const int row = 8 * row_tile + 2 * part() + i;

@@ -7,10 +7,10 @@
 
 namespace {
 
-constexpr int kBlock = 128, kWords = kBlock / 16;  // words of 4 bytes that a thread has of a weight row and block
+constexpr int kBlock = 128, kWords = kBlock / 16;  // 4-byte words of a weight row that a thread has in a block
 constexpr int kWeightBytes = OUTPUT_TILES * 16 * kBlock;
 
-// The fp8 in bytes FIRST and FIRST + 1 of `values` as two float16 or bfloat16, which have all of its values.
+// Converts the fp8 numbers in bytes FIRST and FIRST + 1 of `values` to two float16 or bfloat16, without rounding.
 template <int FIRST>
 __device__ __forceinline__ unsigned two_weights(unsigned values) {
     unsigned both;
@@ -18,9 +18,9 @@ __device__ __forceinline__ unsigned two_weights(unsigned values) {
     const unsigned short bytes = static_cast<unsigned short>(FIRST ? values >> 16 : values);
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(bytes));
 #else
-    // Each byte becomes the upper one of a half. Exponent and mantissa then move to their places in a bfloat16, where
-    // the number is too small by 2^120: the exponents count from other numbers. NaN, which no checkpoint has, becomes
-    // 480.
+    // prmt moves each byte to the upper byte of a 16-bit half; the shift moves exponent and mantissa to their places in
+    // a bfloat16. Its exponent bias is 127, that of e4m3 is 7, so the fma multiplies by 2^120. NaN, which no checkpoint
+    // has, becomes 480.
     asm("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(values), "n"(FIRST ? 0x3424 : 0x1404));
     both = (both & 0x80008000u) | (both >> 4 & 0x07f007f0u);
     asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(both) : "r"(0x7b807b80u), "r"(0x80008000u));

@@ -1,11 +1,11 @@
 // Products of fp8 weights with few rows of x in float16, for Hopper: expert_tiles.cu, fp8_at_once.cu.
 //
-// One instruction converts two fp8 to float16. So x is converted to float16 too, times a power of two for each row and
-// some adjacent columns, which keeps all bits of a bfloat16: only numbers below 2^-31 of the largest lose some.
-// Products are exact, and added in float32.
+// One instruction converts two fp8 to float16, so products are computed in float16. x in bfloat16 is converted too,
+// after it is divided by a power of two per row and group of columns. This keeps all bits of a bfloat16; only numbers
+// below 2^-31 of the largest in the group lose some. Products are exact, and added in float32.
 //
-// A product has 16 weight rows, 16 columns and 8 rows of x. The order of its columns is free, as long as both operands
-// have the same: a thread has 16 adjacent ones of 64.
+// A product is one mma instruction: 16 weight rows x 16 columns x 8 rows of x. Its columns may come in any order that
+// is the same for both operands, so a thread loads 16 adjacent columns of every 64.
 //
 // Constants: HALF, 1 if x is float16, 0 if it is bfloat16.
 
@@ -20,8 +20,8 @@ namespace {
 constexpr int kBlock = 128;  // columns of weights that share a scale
 constexpr unsigned kAll = 0xffffffffu;
 
-// In a product, a thread has two weight rows, `quad` and 8 further, and two rows of x, from 2 * `part` on. Of both it
-// loads row `quad`.
+// A thread holds the results of weight rows `quad` and `quad` + 8 and of rows 2 * `part` and 2 * `part` + 1 of x. It
+// loads these two weight rows, but row `quad` of x.
 __device__ __forceinline__ int quad() { return lane() / 4; }
 __device__ __forceinline__ int part() { return lane() % 4; }
 
@@ -41,15 +41,14 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A thread's part of COLUMNS columns of its row of x, in runs of 16. The order of a product's columns is free, as long
-// as it is that of the weights.
+// COLUMNS columns of the row of x that a thread loads: 16 adjacent columns of every 64, as in `Weights`.
 template <int COLUMNS>
 struct Row {
     static constexpr int kWords = COLUMNS / 32;
     uint4 words[kWords];
-    float factor;  // what the numbers have been divided by
+    float factor;  // `convert` divides the numbers by it
 
-    // Zeros from column `columns`, a multiple of 128, on.
+    // Columns from `columns` on, a multiple of 128, become zeros.
     __device__ __forceinline__ void load(const Bits* x, int columns = COLUMNS) {
         const uint4* const own = reinterpret_cast<const uint4*>(x) + part() * 2;
 #pragma unroll
@@ -61,7 +60,7 @@ struct Row {
 #if HALF
         factor = 1.0f;
 #else
-        unsigned most = 0;  // of two numbers, without their signs
+        unsigned most = 0;  // largest absolute values, in two halves
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             const unsigned pairs[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
@@ -87,7 +86,7 @@ struct Row {
 #endif
     }
 
-    // The factor of result 0 or 1 of a product: these rows of x are not the one that the thread has loaded.
+    // The factor of result 0 or 1 of a product, from another thread: this one has loaded another row of x.
     __device__ __forceinline__ float factor_of_result(int number) const {
         return __shfl_sync(kAll, factor, 8 * part() + 4 * number);
     }

@@ -1,17 +1,18 @@
 // Linear layers with weights in 16 bits and very few rows of x, for Hopper: see linear/linear.py.
 //
-// A unit has 8 weight rows, and chunks of COLUMNS columns, which the warps of a block divide among them. A block takes
-// units one after the other. A warp copies chunks ahead into a ring in shared memory, also those of later units, with a
-// bulk copy for each row: few instructions are left for a byte. Weights are read before the previous kernel has ended,
-// x after it; a warp copies the columns of x that it needs to shared memory as well. At the end of a unit the sums of
-// warps are added, always in the same order.
+// A unit is 8 weight rows, divided into chunks of COLUMNS columns; the warps of a thread block divide the chunks. A
+// block processes units one after another. Each warp prefetches chunks, also those of later units, into its ring in
+// shared memory. It needs one bulk copy per row of a chunk, so few instructions per byte. Weights are copied before the
+// previous kernel has ended, x is read after it; a warp copies the columns of x that it needs to shared memory as well.
+// At the end of a unit the sums of the warps are added in a fixed order.
 //
-// A product has 16 columns of 8 weight rows, in its lower half, and 16 columns of the same rows from the other half of
-// the chunk, in its upper half; and both parts of up to 4 rows of x. Of its 16 x 8 results, a thread has one of the
-// lower half and one of the upper half, which it adds, and two that mean nothing.
+// A product (one mma instruction) multiplies both halves of a chunk. Rows 0 to 7 of its first operand are 16 columns of
+// the 8 weight rows from the first half of the chunk; rows 8 to 15 are 16 columns of the same weight rows from the
+// second half. Its second operand has the same columns of both halves for up to 4 rows of x. Of the 16 x 8 results a
+// thread has four: one for each half, which it adds, and two of weights and x from different halves, which it ignores.
 //
-// Constants: WARPS; SLOTS of a ring; COLUMNS, a multiple of 64; GATED, 1 if even rows of a unit are of the gate and odd
-// ones of up; BIAS, 1 if there is one; HALF, 1 for float16, 0 for bfloat16.
+// Constants: WARPS; SLOTS of a ring; COLUMNS, a multiple of 64; GATED, 1 if even rows of a unit belong to the gate and
+// odd rows to up; BIAS, 1 if there is one; HALF, 1 for float16, 0 for bfloat16.
 
 #include "hopper.cuh"
 #include "linear/mma.cuh"
@@ -31,7 +32,7 @@ struct __align__(128) Shared {
     float sums[2][WARPS][32];
     unsigned long long filled[WARPS][SLOTS];
 
-    // After it comes x, in halves of chunks.
+    // x follows in shared memory, in halves of chunks.
     __device__ __forceinline__ char* x() { return reinterpret_cast<char*>(this + 1); }
 };
 
@@ -39,20 +40,20 @@ struct Layer {
     const Bits *weights, *bias;
     Bits* out;
     long long out_size;
-    int rows, units, chunks;  // of x; of all weights; of a unit
+    int rows, units, chunks;  // rows of x; units of all weights; chunks of a unit
 
     __device__ __forceinline__ long long output(int unit, int weight_row) const {
         return static_cast<long long>(unit) * kOutputs + (GATED ? weight_row / 2 : weight_row);
     }
 
-    // Where a chunk of a weight row begins. Instead of a row that does not exist, the last one: it is not stored.
+    // The address of a chunk of a weight row. Rows after the last one read the last one; their results are not stored.
     __device__ __forceinline__ const char* source(int unit, int weight_row, int chunk) const {
         const long long of_gate = min(output(unit, weight_row), out_size - 1);
         const long long row = GATED && weight_row % 2 ? out_size + of_gate : of_gate;
         return reinterpret_cast<const char*>(weights) + (row * chunks + chunk) * kRowBytes;
     }
 
-    // Store the sum of a weight row and a row of x; `next` is that of the next weight row, which may be up.
+    // Stores the sum of a weight row and a row of x; `next` is the sum of the next weight row, with a gate that of up.
     __device__ __forceinline__ void store(int unit, int weight_row, int row, float sum, float next) const {
         const long long place = output(unit, weight_row);
         if (place >= out_size || (GATED && weight_row % 2)) return;
@@ -64,7 +65,7 @@ struct Layer {
     }
 };
 
-// A chunk of this warp, and its slot, which is used for the `turn`th time.
+// A chunk of this warp and its slot in the ring; `turn` is how often the slot was used before.
 struct Position {
     int unit = blockIdx.x, chunk = warp(), slot = 0, turn = 0;
 
@@ -93,7 +94,7 @@ __device__ __forceinline__ void copy_chunk(Shared& shared, const Layer& layer, P
     next.advance(layer);
 }
 
-// Copy the columns of x that this warp multiplies.
+// Copies the columns of x that this warp multiplies.
 __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, const Bits* x) {
     constexpr int kPieces = COLUMNS / 8, kAtOnce = 4;  // pieces of 16 bytes that a thread loads before it stores
 #pragma unroll 1
@@ -118,13 +119,14 @@ __device__ __forceinline__ void copy_x(Shared& shared, const Layer& layer, const
     __syncwarp();
 }
 
-// The x of a chunk, as products need it.
+// The x of a chunk, as operands of products.
 struct Columns {
     unsigned words[kSteps / 2][4];
 
-    // Lane l has the address of line l % 8 of matrix l / 8: 8 columns of 4 rows and two halves, and the next ones.
+    // Lane l has the address of line l % 8 of matrix l / 8. The lines of a matrix are 8 columns from each half of 4
+    // rows of x; the next matrix has the next 8 columns.
     __device__ __forceinline__ void load(Shared& shared, const Layer& layer, int chunk) {
-        const int row = min(lane() % 8 / 2, layer.rows - 1);  // instead of a row that does not exist, the last one
+        const int row = min(lane() % 8 / 2, layer.rows - 1);  // rows after the last read the last
         const int half = (row * layer.chunks + chunk) * 2 + lane() % 2;
         const unsigned from = shared_address(shared.x()) + half * kHalfPitch + lane() / 8 * 16;
 #pragma unroll
@@ -133,7 +135,7 @@ struct Columns {
 
     // The sum of weight row lane / 4 and row lane % 4 of x.
     __device__ __forceinline__ float multiply_chunk(const char* slot) const {
-        // 8 columns of 8 rows from the lower half, the same ones from the upper half, and the next 8 of both
+        // four matrices: 8 columns of 8 rows from the first half of the chunk, 8 from the second, the next 8 of both
         const int own = lane() % 8 * kPitch + lane() / 8 % 2 * kHalfBytes + lane() / 16 * 16;
         unsigned weights[kSteps][4];
         float parts[4][4] = {};
@@ -168,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv(
     }
     __syncwarp();
     Position ahead, now;
-    // One chunk after the other: more on their way at a time would not arrive earlier, and small loads of this and of
-    // the previous kernel would wait behind them.
+    // Copies one chunk at a time until the ring is full: more copies in flight would not arrive earlier, and small
+    // loads of this kernel and of the previous one would wait behind them.
     copy_chunk(shared, layer, ahead);
 #pragma unroll 1
     for (int slot = 1; slot < SLOTS && ahead.unit < units; ++slot) {
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv(
     copy_x(shared, layer, x);
 
     Columns columns;
-    int loaded = -1, buffer = 0, storing = 0;  // a chunk of x; which sums; a warp
+    int loaded = -1, buffer = 0, storing = 0;  // the chunk of x in registers; the buffer of sums; the warp that stores
 #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
         float total = 0.0f;
@@ -204,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) gemv(
             }
             layer.store(unit, lane() / 4, lane() % 4, sum, next);
         }
-        buffer ^= 1;  // the other one has been read: before the __syncthreads above
+        buffer ^= 1;  // the other buffer was read before the __syncthreads above
         storing = storing + 1 == WARPS ? 0 : storing + 1;
     }
 }

@@ -1,4 +1,4 @@
-// A product of tensor cores: sums [16, 8] += a [16, 16] * b [16, 8], with elements of elements.cuh and sums in float32.
+// A product of the tensor cores: sums [16, 8] += a [16, 16] * b [16, 8], 16-bit elements (elements.cuh), float32 sums.
 
 #pragma once
 

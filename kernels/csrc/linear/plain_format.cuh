@@ -6,8 +6,8 @@
 
 namespace {
 
-constexpr int kColumns = 64, kRun = 8;     // of a step; adjacent ones of a thread, which are 16 bytes
-constexpr int kRuns = kColumns / 4 / kRun;  // of a thread in a weight row and step
+constexpr int kColumns = 64, kRun = 8;     // columns of a step; adjacent columns of a thread (16 bytes)
+constexpr int kRuns = kColumns / 4 / kRun;  // runs of a thread in a weight row and step
 
 struct Plain {
     static constexpr int kStageBytes = OUTPUT_TILES * 16 * kColumns * 2;

@@ -1,25 +1,26 @@
 // Products of weights in any format with few rows of x, for few_rows.cuh.
 //
-// A product (16 weight rows x 16 columns x 8 rows of x) takes both operands from registers. The order of its columns is
-// free, as long as both operands have the same: so a thread reads adjacent bytes of a weight row, and the x of the same
-// columns. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
+// A product is one mma instruction: 16 weight rows x 16 columns x 8 rows of x, with both operands in registers. Its
+// columns may come in any order that is the same for both operands, so a thread reads adjacent bytes of a weight row
+// and the same columns of x. A tile has 16 * OUTPUT_TILES weight rows; its steps are ranges of columns.
 //
-// Constants: OUTPUT_TILES; ROW_TILES of X_ROWS rows of x each, which is 8, or 4 where a row of x takes two rows of a
-// product; GATED, 1 if the lower 8 weight rows of a product are of the gate and the upper 8 of up; HALF, 1 for float16,
-// 0 for bfloat16.
+// Constants: OUTPUT_TILES; ROW_TILES of X_ROWS rows of x each (8, or 4 if a row of x takes two rows of a product);
+// GATED, 1 if the lower 8 weight rows of a product belong to the gate and the upper 8 to up; HALF, 1 for float16, 0 for
+// bfloat16.
 //
 // A format (plain_format.cuh, fp8_format.cuh, int4/*format.cuh) is a struct with these members:
-//     kStageBytes                                   of a step in the ring of a warp
-//     steps                                         of a row
-//     Source; source(shape, number, lane)           where a thread finds the weights of tile `number`;
-//                                                   source.to_expert(weights, expert): in the matrix of an expert
-//     copy(stage, source, step, lane)               copy the weights of a step, asynchronously, to that address
-//     Inputs; inputs(shape, number, lane)           where it finds the x of a tile; inputs.move(rows, shape.in_size)
-//     X; load(x, inputs, step, lane)                load the x of a step
-//     add(sums, stage, x, lane)                     add the products of a step
+//     kStageBytes                                   bytes of a step in the ring of a warp
+//     steps                                         number of steps of a row
+//     Source; source(shape, number, lane)           the addresses of a thread's weights in tile `number`;
+//                                                   source.to_expert(weights, expert) moves them to an expert's matrix
+//     copy(stage, source, step, lane)               starts to copy the weights of a step to the address `stage`
+//     Inputs; inputs(shape, number, lane)           the addresses of a thread's x in a tile;
+//                                                   inputs.move(rows, shape.in_size) moves them by `rows` rows
+//     X; load(x, inputs, step, lane)                loads the x of a step
+//     add(sums, stage, x, lane)                     adds the products of a step
 //
-// A step is short: what its tile determines, and all divisions, are in `source` and `inputs`. If a format has a
-// function `prepare(weights, shape, rows)`, a block calls it once, when x is there.
+// A step takes few instructions: what depends only on the tile, and all divisions, are computed in `source` and
+// `inputs`. If a format has a function `prepare(weights, shape, rows)`, each block calls it once, when x is available.
 
 #pragma once
 
@@ -28,13 +29,13 @@
 namespace {
 
 constexpr int kPerHalf = X_ROWS / 4;  // results of a thread in 8 weight rows and a row tile
-typedef float Sums[OUTPUT_TILES][ROW_TILES][2 * kPerHalf];  // of a thread, as products have them
+typedef float Sums[OUTPUT_TILES][ROW_TILES][2 * kPerHalf];  // of a thread, in the layout of mma results
 constexpr int kSums = 2 * kPerHalf * OUTPUT_TILES * ROW_TILES;
 
 constexpr int kOutputs = (GATED ? 8 : 16) * OUTPUT_TILES;  // results of a tile for each row of x
 constexpr int kRows = X_ROWS * ROW_TILES;
 
-// To an address in shared memory. Without a policy for the L2 cache: NVRTC 13.0 compiles that wrongly here.
+// Copies to an address in shared memory. It has no L2 cache policy, because NVRTC 13.0 miscompiles one here.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(unsigned to, const void* from) {
     if constexpr (BYTES == 16)
@@ -67,9 +68,9 @@ struct Shape {
           row_tiles(static_cast<int>((rows + kRows - 1) / kRows)) {}
 };
 
-// The weight row of result `output`: of the gate or of up, in half 0 or 1 of a gated tile.
+// The weight row of result `output`. In a gated tile, half 0 has rows of the gate and half 1 rows of up.
 __device__ __forceinline__ long long weight_row(const Shape& shape, long long output, int half) {
-    if (output >= shape.out_size) output = 0;  // not stored
+    if (output >= shape.out_size) output = 0;  // its result is not stored
     return GATED && half ? shape.out_size + output : output;
 }
 
@@ -81,7 +82,7 @@ __device__ __forceinline__ long long first_output(const Shape& shape, int number
     return static_cast<long long>(shape.row_tiles.quotient(number)) * kOutputs;
 }
 
-// A pointer to global memory that the compiler does not compute again in every step.
+// Keeps the compiler from computing a pointer to global memory again in every step.
 template <typename T>
 __device__ __forceinline__ T* kept(T* pointer) {
     unsigned long long address = __cvta_generic_to_global(pointer);
@@ -89,11 +90,11 @@ __device__ __forceinline__ T* kept(T* pointer) {
     return static_cast<T*>(__cvta_global_to_generic(address));
 }
 
-// Where the weight rows of a thread begin, in a tile.
+// The addresses of a thread's weight rows in a tile.
 struct WeightRows {
     const char* starts[OUTPUT_TILES][2];
 
-    // Rows have `row_bytes`; the part of a thread begins `offset` bytes after that.
+    // A row has `row_bytes` bytes; the thread's part begins `offset` bytes after the start of the row.
     __device__ __forceinline__ WeightRows(
         const void* matrix, const Shape& shape, int number, int lane, long long row_bytes, int offset
     ) {
@@ -107,8 +108,8 @@ struct WeightRows {
             }
     }
 
-    // Copy the weights that this thread multiplies, from `offset` bytes after the starts of its rows on: COUNT parts of
-    // BYTES of each row, next to those of the other 3 threads that have it.
+    // Copies the weights that this thread multiplies: COUNT parts of BYTES bytes from each row, the first of them
+    // `offset` bytes after `starts`. The 4 threads that share a row copy adjacent parts.
     template <int BYTES, int COUNT>
     __device__ __forceinline__ void copy(unsigned stage, int tile, int offset, int lane) const {
 #pragma unroll
@@ -122,7 +123,7 @@ struct WeightRows {
         }
     }
 
-    // So many bytes further: in the matrix of another expert.
+    // Moves all addresses by `bytes`, to the matrix of another expert.
     __device__ __forceinline__ void move(unsigned long long bytes) {
 #pragma unroll
         for (int tile = 0; tile < OUTPUT_TILES; ++tile)
@@ -131,15 +132,15 @@ struct WeightRows {
     }
 };
 
-// For formats that need no preparation; byte_format.cuh has another one.
+// For formats that need no preparation; byte_format.cuh has an overload.
 template <class Weights>
 __device__ __forceinline__ void prepare(const Weights&, const Shape&, int) {}
 
-// Where weights with scales begin, for formats whose matrices have `matrix_bytes` and `matrix_scales`.
+// The addresses of weights and scales, for formats with the members `matrix_bytes` and `matrix_scales`.
 template <typename Scale>
 struct ScaledSource {
     WeightRows rows;
-    const Scale* scales[OUTPUT_TILES];  // that a thread copies, if it does
+    const Scale* scales[OUTPUT_TILES];  // used by the threads that copy scales
 
     template <class Weights>
     __device__ __forceinline__ void to_expert(const Weights& weights, int expert) {
@@ -150,7 +151,7 @@ struct ScaledSource {
     }
 };
 
-// Where the rows of x of a thread begin.
+// The addresses of a thread's rows of x.
 struct XRows {
     const Bits* rows[ROW_TILES];
 
@@ -158,20 +159,21 @@ struct XRows {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
             const long long row = static_cast<long long>(shape.row_tiles.rest(number)) * kRows + 8 * tile + lane / 4;
-            // instead of a row that does not exist, the last one: its results are not stored
+            // rows after the last one read the last one; their results are not stored
             const Bits* const start = shape.x + min(row, shape.rows - 1) * shape.in_size;
             rows[tile] = ROW_TILES == 1 ? kept(start) : start;  // with more, all of x would be kept in registers
         }
     }
 
-    // So many rows further.
+    // Moves all addresses by `count` rows.
     __device__ __forceinline__ void move(int count, long long in_size) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) rows[tile] += count * in_size;
     }
 };
 
-// Add the sums of a group; a thread has one row of the lower 8 of a tile and one of the upper 8, each with its scale.
+// Adds the scaled sums of a group. A thread has one of the lower 8 weight rows of a tile and one of the upper 8, each
+// with its own scale.
 __device__ __forceinline__ void add_scaled(
     float (&sums)[ROW_TILES][2 * kPerHalf], const float (&parts)[ROW_TILES][2 * kPerHalf], float lower, float upper
 ) {
@@ -182,8 +184,8 @@ __device__ __forceinline__ void add_scaled(
             sums[row][part] += parts[row][part] * (part < kPerHalf ? lower : upper);
 }
 
-// A thread's columns of a group: words of 4, in runs of RUN adjacent columns. The 4 threads that share a row of x have
-// runs next to each other.
+// The columns of a group that a thread loads: words of 4 columns, in runs of RUN adjacent columns. The 4 threads that
+// share a row of x load adjacent runs.
 template <int COLUMNS, int RUN>
 struct Columns {
     static constexpr int kWords = COLUMNS / 16;

@@ -3,8 +3,9 @@
 //     expert_gates    gated[t, j]  =  swiglu(gate_up[experts[t, j]] @ x[t])                         j < PER_TOKEN
 //     expert_sums     out[t]       =  sum_j weights[t, j] * down[experts[t, j]] @ gated[t, j]  [+ shared[t]]
 //
-// The choices of tokens are taken one by one: an expert that two tokens choose is read twice, mostly from the L2 cache.
-// This rank has the `experts_here` experts from number `first` on; the others contribute nothing.
+// A choice is a token with one of its experts. Choices are computed one by one: if two tokens choose the same expert,
+// its weights are read twice, the second time mostly from the L2 cache. This rank has the `experts_here` experts from
+// number `first` on; it skips all other experts.
 //
 // Constants besides those of few_rows.cuh: PER_TOKEN; FORMAT of the weights, 0 plain, 1 fp8, 2 int4. OUTPUT_TILES and
 // ROW_TILES are 1, and BIAS is 2 if `shared` is added.
@@ -23,7 +24,7 @@
 
 namespace {
 
-// The choices of all tokens, at most 32: a lane has one.
+// The choices of all tokens, at most 32: each lane has one.
 struct Choices {
     Divisor count;
     int own;
@@ -39,7 +40,7 @@ struct Choices {
         own_weight = weights == nullptr ? 0.0f : __ldcg(weights + place);
     }
 
-    // Which expert of this rank; -1 if it is one of another rank. Called by whole warps.
+    // The expert of a choice, numbered on this rank; -1 if another rank has it. Called by whole warps.
     __device__ __forceinline__ int expert(int choice) const { return __shfl_sync(~0u, own, choice); }
     __device__ __forceinline__ float weight(int choice) const { return __shfl_sync(~0u, own_weight, choice); }
 };
@@ -76,7 +77,7 @@ __device__ __forceinline__ Weights matrices(const void* packed, const void* scal
 }
 #endif
 
-// A tile has outputs of one choice. Of n choices, tile `number` is tile number / n of choice number % n.
+// A tile has outputs of one choice. With n choices, tile `number` is tile number / n of choice number % n.
 struct Gates {
     static constexpr int kStageBytes = Weights::kStageBytes;
     struct Source {

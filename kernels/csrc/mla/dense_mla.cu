@@ -1,8 +1,9 @@
 // Causal attention over all rows of 512 + 64 elements; see kernels/dense_mla/dense_mla.py for the formula.
 //
-// A block has a piece of a tile's keys (kernels/dense_mla/tile_plan.py) and 64 of the tile's query rows: heads of one query
-// or, with fewer than 64 heads, of several; latent_attention.cuh says how it processes them. The blocks of a piece are
-// adjacent, so a row of the cache is read from memory once. A tile of several pieces stores partial results.
+// A thread block processes one piece of a tile's keys (kernels/dense_mla/tile_plan.py) and 64 of the tile's query rows:
+// heads of one query or, with fewer than 64 heads, of several queries; see latent_attention.cuh. The blocks of a piece
+// are adjacent, so that a row of the cache is read from memory only once. A tile of several pieces stores partial
+// results.
 //
 // Constants: HEADS, TILE_TOKENS, PAGE_SIZE, HALF (see hopper.cuh).
 

@@ -1,14 +1,15 @@
 // Attention over latent rows of 512 + 64 elements for 64 query rows: what sparse_mla.cu and dense_mla.cu share.
 //
-// A block processes 64 rows of the cache at a time. Its first warpgroup, the scorer, multiplies the queries with the rows
-// and turns scores into weights; the queries stay in its registers. The other two, the adders, multiply the weights with
-// one half of the values each, and keep the sums in their registers. Rows go through a ring of three stages in shared
-// memory, which the adders refill as soon as they have used a stage. The last tile of a row is not a value; the weights
-// overwrite it once the scores are computed.
+// A thread block processes 64 rows of the cache at a time. Its first warpgroup, the scorer, multiplies the queries with
+// the rows and turns scores into weights; the queries stay in its registers. The other two warpgroups, the adders,
+// multiply the weights with one half of the values each, and keep the sums in their registers. Rows go through a ring
+// of three stages in shared memory; the adders refill a stage as soon as they have used it. The last tile of a row is
+// not a value; the weights overwrite it once the scores are computed.
 //
-// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums; computing the weights takes about
-// 900 clocks without tensor cores. To keep them busy meanwhile, weights are handed over late: when the scorer is half
-// through the next rows. The adders multiply while the scorer computes the next weights.
+// For 64 rows the tensor cores need 1,150 clocks for the scores and 1,020 for the sums; computing the weights takes
+// about 900 clocks without tensor cores. To keep the tensor cores busy during that time, the scorer hands weights over
+// late, when it is halfway through the scores of the next rows. So the adders multiply while the scorer computes the
+// next weights.
 //
 // `Rows` are the rows of the cache that a block reads: rows[i] is the number of row i, -1 for none; rows.mask(block,
 // scores) sets the scores of rows that a query does not see to minus infinity.
@@ -25,13 +26,13 @@ constexpr int kHeads = 64;      // query rows of a block
 constexpr int kBlockRows = 64;  // rows that are multiplied together
 constexpr int kTiles = 9;       // of 64 elements, in a row
 constexpr int kValueTiles = 8;
-constexpr int kFirstTiles = 4;  // multiplied before the others are there
+constexpr int kFirstTiles = 4;  // multiplied before the others have arrived
 constexpr int kTileBytes = kBlockRows * 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = kTiles * kTileBytes;
 constexpr int kWeights = kValueTiles * kTileBytes;  // offset of the weights in a stage: the last tile
 constexpr int kQueryStage = kStages - 1;            // the stage that holds the query until it is in registers
-constexpr int kRegisterSteps = 4 * kValueTiles - 1;  // steps of 16 query elements in registers, which hold no more
+constexpr int kRegisterSteps = 4 * kValueTiles - 1;  // steps of 16 query elements that fit in registers
 constexpr int kThreads = 3 * 128;
 constexpr int kScorerRegisters = 184, kAdderRegisters = 160;  // of a thread; 3 * 168 together
 enum { kAllThreads, kScorer, kAdders, kCounted };  // barriers of sync_threads
@@ -59,7 +60,7 @@ struct Pages {
     }
 };
 
-// Stages are used in turn; a barrier's phase is the turn.
+// A position in the ring of stages; `phase` is the parity of the barriers' phase.
 struct Turn {
     int stage = 0;
     unsigned phase = 0;
@@ -75,7 +76,7 @@ struct Turn {
 
 __device__ __forceinline__ int thread_in_group() { return threadIdx.x % 128; }
 __device__ __forceinline__ int warp_in_group() { return threadIdx.x % 128 / 32; }
-// First head of a thread, which has two; the other is 8 further.
+// The first of the two heads of a thread; the second is first_head() + 8.
 __device__ __forceinline__ int first_head() { return 16 * warp_in_group() + lane() / 4; }
 
 __device__ __forceinline__ void init_barriers(Shared& shared) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void init_barriers(Shared& shared) {
     fence_barriers();
 }
 
-// The adders fetch 64 rows; zeros for those that do not exist.
+// The adders fetch 64 rows; missing rows become zeros.
 template <typename Rows>
 __device__ __forceinline__ void fetch(Shared& shared, const Rows& rows, const Pages& pages, int block, int stage) {
     const int line = (threadIdx.x - 128) / 8, word = threadIdx.x % 8;
@@ -119,7 +120,8 @@ __device__ __forceinline__ void fetch(Shared& shared, const Rows& rows, const Pa
     arrive_after_copies(shared_address(&shared.all_fetched[stage]));
 }
 
-// The scorer starts to copy `lines` query rows, one after another, to the query's stage, and their last tile to query_rest.
+// The scorer starts to copy `lines` query rows, `line_bytes` apart: their last tile to query_rest, the other tiles to
+// the query's stage.
 __device__ __forceinline__ void fetch_query(Shared& shared, const char* query, long long line_bytes, int lines) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -135,7 +137,8 @@ __device__ __forceinline__ void fetch_query(Shared& shared, const char* query, l
     }
 }
 
-// The matrices of 16 heads x 16 elements of the warp; lane l has the address of line l % 16, of half l / 16 of it.
+// The line of a lane in its warp's matrices of 16 heads x 16 elements: lane l has the address of half l / 16 of line
+// l % 16.
 __device__ __forceinline__ int matrix_line() { return 16 * warp_in_group() + lane() % 16; }
 
 __device__ __forceinline__ void read_query(Shared& shared, unsigned (&query)[kRegisterSteps][4]) {
@@ -154,7 +157,7 @@ __device__ __forceinline__ void read_query(Shared& shared, unsigned (&query)[kRe
     sync_threads<kScorer, 128>();
 }
 
-// scores [64 heads, 64 rows]; half way, hands the weights of the previous rows to the adders
+// Computes scores [64 heads, 64 rows]; halfway, hands the weights of the previous rows to the adders.
 __device__ __forceinline__ void multiply_query(Shared& shared, const unsigned (&query)[kRegisterSteps][4],
                                                const Turn& turn, float (&scores)[32], bool hand_over) {
     const unsigned stage = shared_address(shared.stages[turn.stage]);
@@ -200,7 +203,7 @@ __device__ __forceinline__ void score(Shared& shared, const Rows& rows, int bloc
             shared.shrink[turn.stage][first_head() + 8] = shrink[1];
         }
         if (lane() == 0) shared.any_shrinks[turn.stage][warp_in_group()] = any;
-        sync_threads<kScorer, 128>();  // all have multiplied with the last tile
+        sync_threads<kScorer, 128>();  // all products with the last tile have ended
         const unsigned weights = shared_address(shared.stages[turn.stage]) + kWeights;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -223,7 +226,7 @@ __device__ __forceinline__ void score(Shared& shared, const Rows& rows, int bloc
     }
 }
 
-// sums [64 heads, 256 columns] of one half of the values
+// Computes sums [64 heads, 256 columns] of one half of the values.
 template <typename Rows>
 __device__ __forceinline__ void add(Shared& shared, const Rows& rows, const Pages& pages, int blocks, int half,
                                     float (&sums)[128]) {
@@ -248,14 +251,14 @@ __device__ __forceinline__ void add(Shared& shared, const Rows& rows, const Page
         }
         commit_products();
         finish_products(sums);
-        sync_threads<kAdders, 256>();  // all have multiplied with this stage
+        sync_threads<kAdders, 256>();  // all products with this stage have ended
         if (block + kStages < blocks) fetch(shared, rows, pages, block + kStages, turn.stage);
         turn.next();
     }
 }
 
-// Rounds a warp's 16 query rows x 2 * SUMS columns, and stores the first `lines` of them through shared memory, in whole
-// sectors.
+// Rounds a warp's 16 query rows x 2 * SUMS columns, and stores the first `lines` of them through shared memory, in
+// whole sectors.
 template <int SUMS>
 __device__ __forceinline__ void store(const float* sums, unsigned char* staging, char* out, int lines) {
     constexpr int kLineBytes = 4 * SUMS, kPitch = kLineBytes + 16, kLineWords = kLineBytes / 16;
@@ -270,7 +273,7 @@ __device__ __forceinline__ void store(const float* sums, unsigned char* staging,
 #pragma unroll
     for (int i = lane(); i < 16 * kLineWords; i += 32) {
         const int line = i / kLineWords, word = i % kLineWords;
-        if (line >= lines) break;  // later ones are of later lines
+        if (line >= lines) break;
         *reinterpret_cast<uint4*>(out + line * 1024 + word * 16) =
             *reinterpret_cast<const uint4*>(staging + line * kPitch + word * 16);
     }

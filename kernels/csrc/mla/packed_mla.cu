@@ -1,14 +1,15 @@
 // Attention over selected packed rows (512 fp8, 4 scales, 64 bf16; kernels/mla/packed_rows.py) for up to 16 heads; see
 // kernels/mla/sparse_mla.py for the formula.
 //
-// A block has a token and a share of its rows, 64 of them at a time. Its 8 warps first compute scores: each multiplies
-// 32 rows and one of the four groups of 128 elements. Then all threads turn the scores into weights, once for every
-// group, times the group's scale of the row. Last, each warp adds 64 columns of the values. Meanwhile the next 64 rows
-// are copied. With several shares, results are partial (kernels/mla/sparse_mla_triton.py combines them).
+// A thread block processes a share of the selected rows of one token, 64 rows at a time. First its 8 warps compute
+// scores: each warp multiplies 32 rows with one of the query's four groups of 128 elements. Then all threads turn the
+// scores into weights, and store each weight four times: multiplied by the row's scale of each group. Last, each warp
+// adds 64 columns of the values. Meanwhile the next 64 rows are copied. With several shares, results are partial
+// (kernels/mla/sparse_mla_triton.py combines them).
 //
-// One instruction converts two fp8 to float16, none to bfloat16. So queries and weights are float16 too: the query of a
-// head and group is divided by a power of two, and weights are multiplied by 2^8. They are as precise as bfloat16 if
-// the largest latent of a group is between 3e-5 and 57,344.
+// There is an instruction that converts two fp8 to float16, but none that converts to bfloat16. So queries and weights
+// are float16, too: the query of a head and group is divided by a power of two, and weights are multiplied by 2^8. They
+// are as precise as bfloat16 if the largest latent of a group is between 3e-5 and 57,344.
 //
 // Constants: ALONE, 1 if there is one share; PAGE_SIZE.
 
@@ -59,7 +60,7 @@ struct Rows {  // of a share
     __device__ int operator[](int i) const { return i < count ? numbers[i] : -1; }
 };
 
-// In a product, a thread has two heads, `quad` and 8 further, and two columns or rows, from 2 * `part` on.
+// A thread has the results of heads `quad` and `quad` + 8, and of columns or rows 2 * `part` and 2 * `part` + 1.
 __device__ __forceinline__ int quad() { return lane() / 4; }
 __device__ __forceinline__ int part() { return lane() % 4; }
 
@@ -74,7 +75,7 @@ __device__ __forceinline__ int part() { return lane() % 4; }
 MULTIPLY(multiply_half, "f16")
 MULTIPLY(multiply, "bf16")
 
-// Four fp8 as float16: the first two and the last two.
+// Converts four fp8 to float16: the first two and the last two.
 __device__ __forceinline__ uint2 expand(unsigned bytes) {
     uint2 halves;
     asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\t"
@@ -93,7 +94,7 @@ __device__ __forceinline__ unsigned round_halves(float low, float high) {
 __device__ __forceinline__ float low_float(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// The first 64 threads copy a row each; zeros if it does not exist.
+// The first 64 threads copy a row each; a missing row becomes zeros.
 __device__ __forceinline__ void fetch(Shared& shared, const Pages& pages, int row, int stage) {
     const unsigned barrier = shared_address(&shared.fetched[stage]);
     unsigned char* const to = shared.stages[stage] + threadIdx.x * kRowBytes;
@@ -108,11 +109,11 @@ __device__ __forceinline__ void fetch(Shared& shared, const Pages& pages, int ro
     }
 }
 
-// What a warp multiplies rows with: its group of the query, and a quarter of the rest, 16 elements. The order of a
-// product's columns is free: a thread has 32 adjacent ones of the group, 4 in each step.
+// The part of the query that a warp multiplies with rows: its group of 128 elements, and 16 of the last 64 elements.
+// The columns of a product may come in any order, so a thread loads 32 adjacent elements of the group, 4 for each step.
 struct Query {
     unsigned group[kSteps][4], rest[4];
-    float factors[2];  // of both heads: what the group was divided by
+    float factors[2];  // the group was divided by these, for each of the two heads
 
     __device__ __forceinline__ void load(const char* query, long long head_bytes, int heads) {
         const int number = warp() % kGroups;
@@ -163,7 +164,7 @@ struct Query {
     }
 };
 
-// The part of a group in the scores of 32 rows.
+// Computes the contribution of this warp's group to the scores of 32 rows.
 __device__ __forceinline__ void score(Shared& shared, const Query& query, int stage) {
     const int group = warp() % kGroups;
     const unsigned char* const rows = shared.stages[stage];
@@ -206,7 +207,7 @@ __device__ __forceinline__ void score(Shared& shared, const Query& query, int st
 struct Softmax {
     float most = kLowest, sum = 0.0f;
 
-    // Scores of four rows of a head become weights, times the scale of each group.
+    // Turns the scores of four rows of a head into weights, and stores them multiplied by the scale of each group.
     __device__ __forceinline__ void weigh(Shared& shared, int stage, float scale) {
         const int head = threadIdx.x / kThreadsOfHead, first = threadIdx.x % kThreadsOfHead * 4;
         const int4 exists = *reinterpret_cast<const int4*>(&shared.exists[stage][first]);
@@ -257,7 +258,7 @@ struct Softmax {
     }
 };
 
-// A warp's sums of 16 heads x 64 columns: by 16 columns, and by even and odd ones of them.
+// A thread's part of its warp's sums of 16 heads x 64 columns: [group of 16 columns][even or odd columns][results].
 typedef float Sums[4][2][4];
 
 __device__ __forceinline__ void add(Shared& shared, Sums& sums, int stage) {
@@ -278,7 +279,7 @@ __device__ __forceinline__ void add(Shared& shared, Sums& sums, int stage) {
         unsigned own[4];
         load_matrices(own, weights + step * 32);
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {  // 32 columns; an element of the matrices is two of a row
+        for (int pair = 0; pair < 2; ++pair) {  // 32 columns; a 16-bit element of a matrix is two fp8 of a row
             unsigned words[4];
             load_transposed(words, values + step * 16 * kRowBytes + pair * 32);
 #pragma unroll
@@ -293,7 +294,7 @@ __device__ __forceinline__ void add(Shared& shared, Sums& sums, int stage) {
     }
 }
 
-// Stores a warp's 64 columns of all heads: the result, or the part of a share in it.
+// Stores a warp's 64 columns of all heads: the result, or the partial result of a share.
 __device__ __forceinline__ void store(const Shared& shared, const Sums& sums, int heads, char* out, float* partial) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -318,7 +319,7 @@ __device__ __forceinline__ void store(const Shared& shared, const Sums& sums, in
 
 // The number of blocks of rows up to the last one that exists.
 __device__ __forceinline__ int count_blocks(Shared& shared, const Rows& rows) {
-    int last = 0;  // the number after it
+    int last = 0;  // one more than its number
     for (int i = threadIdx.x; i < rows.count; i += kThreads) {
         if (rows[i] >= 0) last = i + 1;
     }
@@ -330,8 +331,8 @@ __device__ __forceinline__ int count_blocks(Shared& shared, const Rows& rows) {
 
 }  // namespace
 
-// query [T, heads, 576], out [T, heads, 512]; or partial [T, shares, heads, 512] and log_sum [T, shares, heads], a binary
-// logarithm. A block of kThreads for every token and share.
+// query [T, heads, 576], out [T, heads, 512]; or partial [T, shares, heads, 512] and log_sum [T, shares, heads], a
+// binary logarithm. A block of kThreads for every token and share.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 packed_mla(const char* query, long long token_bytes, long long head_bytes, const char* pages, long long page_bytes,
            long long slot_bytes, const int* rows, long long rows_stride, long long num_rows, long long share_rows,

@@ -1,11 +1,12 @@
 // The k largest of each row of scores, by position or, with PAGE, by flat row of a pool: the second half of
 // index_topk.py.
 //
-// A cluster of CLUSTER blocks has one row. Floats are mapped to unsigned integers of the same order, and the k-th
-// largest is found digit by digit from the top (11, 11 and 10 bits): a histogram of the keys that share the digits
-// known so far gives the next digit. Every block counts its part of the row and adds up the histograms of all blocks. At
-// the end the positions of the larger keys, and of as many equal ones as needed, are written in order. A row that fits
-// the registers of the cluster is read once; a longer one is read for every digit, from the L2 cache.
+// A cluster of CLUSTER thread blocks processes one row. This is a radix select: floats are mapped to unsigned keys of
+// the same order, and the k-th largest key is found digit by digit from the top (11, 11 and 10 bits). A histogram of
+// the keys that share the digits known so far gives the next digit. Every block counts its part of the row and adds up
+// the histograms of all blocks. At the end the positions of the larger keys, and of as many equal ones as needed, are
+// written in order. A row that fits in the registers of the cluster is read once; a longer row is read again for every
+// digit, from the L2 cache.
 //
 // Constants: THREADS; CLUSTER; PAGE, tokens of a page, or 0 for positions.
 
@@ -60,7 +61,7 @@ __device__ const Shared* shared_of(const Shared* mine, int rank) {
 #endif
 }
 
-// What is written for a position. `pages` are those of the row's sequence.
+// The number to write for a position; `pages` are the pages of the row's sequence.
 __device__ int result(const int* pages, int position) {
 #if PAGE
     return pages[position / PAGE] * PAGE + position % PAGE;
@@ -69,7 +70,7 @@ __device__ int result(const int* pages, int position) {
 #endif
 }
 
-// Larger scores have larger keys; 0 and -0 have the same. No score has the key 0.
+// A larger score has a larger key; 0 and -0 have the same key. No score has the key 0.
 __device__ unsigned key_of(float score) {
     const int bits = __float_as_int(score + 0.0f);
     return static_cast<unsigned>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u)));
@@ -79,7 +80,7 @@ struct Keys {
     unsigned key[4 * kQuads];
 };
 
-// Adjacent keys from `first` on; 0 from n on.
+// Loads adjacent keys from position `first` on; keys from position n on are 0.
 __device__ Keys load_keys(const float* scores, int first, int n) {
     Keys keys;
 #pragma unroll

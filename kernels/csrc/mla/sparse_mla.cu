@@ -1,7 +1,7 @@
 // Attention over selected rows of 512 + 64 elements, 64 heads at a time; see kernels/mla/sparse_mla.py for the formula.
 //
-// A block has a token, 64 of its heads and a share of its rows; latent_attention.cuh says how it processes them. The blocks
-// of all shares are a cluster. At the end each of them sums some of the columns.
+// A thread block processes 64 heads of one token and a share of its selected rows (split-K); see latent_attention.cuh.
+// The blocks of all shares form a cluster. At the end each block adds some of the columns over all shares.
 //
 // Constants: SHARES (a power of two), PAGE_SIZE, HALF (see hopper.cuh).
 
@@ -9,9 +9,9 @@
 
 namespace {
 
-constexpr int kScannedRows = 8;  // of a thread at a time
+constexpr int kScannedRows = 8;  // by a thread at a time
 constexpr int kShares = SHARES;
-constexpr int kOwnSums = 128 / kShares;  // of those of a thread, in the end
+constexpr int kOwnSums = 128 / kShares;  // sums of a thread that its block adds over all shares
 static_assert(kOwnSums % 8 == 0, "what store() takes");
 
 struct Rows {  // of a share
@@ -20,7 +20,7 @@ struct Rows {  // of a share
 
     __device__ int operator[](int i) const { return i < count ? numbers[i] : -1; }
 
-    // The rows of the block that do not exist have no score.
+    // Masks the scores of missing rows.
     __device__ __forceinline__ void mask(int block, float (&scores)[32]) const {
         const unsigned exists[2] = {__ballot_sync(kAll, (*this)[block * kBlockRows + lane()] >= 0),
                                     __ballot_sync(kAll, (*this)[block * kBlockRows + 32 + lane()] >= 0)};
@@ -41,8 +41,8 @@ __device__ __forceinline__ void sync_shares() {
 #endif
 }
 
-// Factors of the sums of each share before they are added, for the two heads of a thread: the weight of the
-// share over the total. 0 for a token without rows.
+// Computes the factors of each share's sums for the two heads of a thread: the weight of the share over the total; 0
+// for a token without rows.
 __device__ __forceinline__ void weigh_shares(Shared& shared, float (&factors)[kShares][2]) {
     float2 totals[kShares][2];
 #pragma unroll
@@ -69,8 +69,8 @@ __device__ __forceinline__ void weigh_shares(Shared& shared, float (&factors)[kS
     }
 }
 
-// Block i of the cluster gets all sums number [i * kOwnSums, (i + 1) * kOwnSums) of every adder, adds and stores them.
-// `out` is where the block's first head begins.
+// Block i of the cluster gets the sums [i * kOwnSums, (i + 1) * kOwnSums) of every thread of all blocks' adders, adds
+// and stores them. `out` is the address of the block's first head.
 __device__ __forceinline__ void add_shares(Shared& shared, int share, int half, float (&sums)[128], char* out) {
     sync_shares();  // all totals are written, and all stages are free
     const auto place = [&](int from) { return (from * 2 + half) * kOwnSums * 128 * 4; };
@@ -118,7 +118,7 @@ __device__ __forceinline__ int count_blocks(const Shared& shared) {
 
 // The scorer counts the blocks of rows up to the last existing row, and signals the adders without waiting for them.
 __device__ __forceinline__ int find_last_row(Shared& shared, const Rows& rows) {
-    int last = 0;  // the number after it
+    int last = 0;  // one more than its number
     for (int first = thread_in_group(); first < rows.count; first += kScannedRows * 128) {
         int row[kScannedRows];
 #pragma unroll
@@ -177,7 +177,7 @@ sparse_mla(const char* query, long long token_bytes, long long head_bytes, const
         give_registers<kAdderRegisters>();
         const int half = threadIdx.x / 128 - 1;
         const Pages all_pages = {pages, page_bytes, slot_bytes};
-        // without waiting for the count: unneeded fetches do no harm
+        // does not wait for the number of blocks: unneeded fetches do no harm
         if (own_rows.count > 0) fetch(shared, own_rows, all_pages, 0, 0);
         if (own_rows.count > kBlockRows) fetch(shared, own_rows, all_pages, 1, 1);
         sync_threads<kCounted, kThreads>();

@@ -1,15 +1,18 @@
-// Experts with fp8 weights and few tokens each, for Hopper: the products of tiles of tokens (kernels/moe/router/routing.py).
+// Experts with fp8 weights and few tokens each, for Hopper: multiplies tiles of tokens (kernels/moe/router/routing.py)
+// with the weights of their expert.
 //
 //     GATED    out[place]   =  swiglu(gate_up[expert] @ x[token])       places in the order of experts
 //     else     out[number]  =  down[expert] @ x[place]
 //
-// Products are those of fp8_halves.cuh. A warp copies weights into a ring in shared memory, several stages ahead, also
-// across tiles. The others multiply them. A stage has two units of 16 weight rows, and 1,024 columns, of which each
-// warp multiplies 128; at the end of the rows the sums of warps are added, always in the same order. With WHOLE_ROWS, a
-// unit has 128 rows of at most 256 columns; a stage has one, and each warp multiplies 16 of its rows.
+// Products are those of fp8_halves.cuh. One warp of a thread block, the producer, copies weights into a ring in shared
+// memory, several stages ahead, also those of later tiles; the other 8 warps multiply them. A stage holds two units of
+// 16 weight rows and 1,024 columns. Each warp multiplies 128 of the columns; at the end of the rows the sums of the
+// warps are added in a fixed order. With WHOLE_ROWS, a stage holds one unit of 128 rows with at most 256 columns, and
+// each warp multiplies 16 of the rows.
 //
-// Multiprocessors read at different rates: with equal shares half of the blocks ended after 133 us, the last one after
-// 150 (H200). So a block has a part of the units of all tiles, and then takes a few at a time of those that are left.
+// Multiprocessors read at different rates: with equal shares, half of the blocks ended after 133 us and the last one
+// after 150 us (H200). So each block starts with a fixed range of units, 6/8 of an equal share. Then the blocks take
+// the remaining units from a common counter, a few at a time.
 //
 // Constants: GATED; WHOLE_ROWS; HALF, 1 if x is float16, 0 if it is bfloat16.
 
@@ -17,7 +20,7 @@
 
 namespace {
 
-constexpr int kWarps = 8;  // that multiply
+constexpr int kWarps = 8;  // warps that multiply
 constexpr int kStageColumns = kWarps * kBlock, kMostWholeColumns = 256;
 constexpr int kStages = 3;
 constexpr int kUnitRows = WHOLE_ROWS ? 16 * kWarps : 16;
@@ -26,11 +29,11 @@ constexpr int kStageBytes = kUnits * kUnitRows * (WHOLE_ROWS ? kMostWholeColumns
 constexpr int kOutputs = kUnitRows / (GATED ? 2 : 1);  // of a unit
 constexpr int kRows = 8;  // of x, in a tile
 constexpr int kSums = kUnits * 4;  // of a thread
-constexpr int kTaken = WHOLE_ROWS ? 4 : kUnits;  // units that a block takes at a time
-constexpr int kFixedEighths = 6;  // of the units that a block would have with equal shares
+constexpr int kTaken = WHOLE_ROWS ? 4 : kUnits;  // units that a block takes from the counter at a time
+constexpr int kFixedEighths = 6;  // eighths of an equal share, in the fixed range of a block
 static_assert(!(GATED && WHOLE_ROWS), "the columns of gate and up are those of the model");
 
-// Units of a tile that are multiplied together, as many as a stage has; none: there is nothing left to do.
+// Units of a tile that are multiplied together, at most as many as a stage holds; 0 units: no work is left.
 struct Group {
     int tile, unit, units;
 };
@@ -46,7 +49,7 @@ static_assert(2 * (sizeof(Shared) + 1024) <= 228 << 10, "two blocks run on a mul
 struct Matrices {
     const unsigned char* values;
     const float* scales;
-    int row_shift, scale_rows, scale_stride, scale_step;  // 2^row_shift rows share scales; a step is 0: a scale per row
+    int row_shift, scale_rows, scale_stride, scale_step;  // 2^row_shift rows share scales; step 0: one scale per row
 
     // The scale of a weight row and a block of columns.
     __device__ __forceinline__ const float* scale(int expert, int row, int block) const {
@@ -55,27 +58,27 @@ struct Matrices {
     }
 };
 
-// Tiles of tokens: those that are used come first.
+// Tiles of tokens; the first used() of them are used.
 struct Tiles {
     const int *experts, *firsts, *ends, *order;
     int* counts;
     int per_token;
 
-    // Not from the L1 cache: the second product reads it before wait_for_previous, and the line there may be older.
+    // Bypasses the L1 cache: the second product reads it before wait_for_previous, and the L1 line may be stale.
     __device__ __forceinline__ int expert(int tile) const { return __ldcg(experts + tile); }
 
     __device__ __forceinline__ int used() const { return __ldcg(counts); }
-    // What the blocks of this product have taken.
+    // The common counter of this product: units that its blocks have taken.
     __device__ __forceinline__ int* taken() const { return counts + (GATED ? 1 : 2); }
 };
 
-// What a thread knows of its tile.
+// The tile that a thread multiplies.
 struct Tile {
     int number = -1, expert = 0;
-    int row = 0;               // of x; instead of one that does not exist, the last one
-    int results[2] = {-1, -1};  // rows of the result, -1 if there is none
+    int row = 0;               // the row of x that this thread loads; the last one if the tile has fewer rows
+    int results[2] = {-1, -1};  // the rows of `out` that this thread computes; -1 if there is none
 
-    // Returns whether it was another one.
+    // Returns whether the tile changed.
     __device__ __forceinline__ bool move_to(int to, const Tiles& tiles) {
         if (to == number) return false;
         number = to;
@@ -96,17 +99,17 @@ struct Sizes {
     int out, in;
     int units, steps;  // of a tile: groups of weight rows, and ranges of columns
 
-    // Of the rows of a stage that begins with `unit`. Those of the gate and of up alternate in groups of 8.
+    // The weight row in row `row` of a stage that begins with `unit`. Rows of gate and up alternate in groups of 8.
     __device__ __forceinline__ int weight_row(int unit, int row) const {
         if (!GATED) return min(unit * kOutputs + row, out - 1);
         return min(unit * kOutputs + row / 16 * 8 + row % 8, out - 1) + (row % 16 >= 8 ? out : 0);
     }
 };
 
-// Which units a block computes: its own ones, and then those that it takes.
+// The units that a block computes: first its fixed range, then those that it takes from the common counter.
 struct Units {
-    int all, own;   // of all tiles, and of every block
-    int* taken;     // by all blocks, in steps of kTaken
+    int all, own;   // units of all tiles; units in the fixed range of each block
+    int* taken;     // the common counter; it grows in steps of kTaken
     int next, end;  // the current range
 
     __device__ __forceinline__ Units(int all, int* taken) : all(all), taken(taken) {
@@ -115,7 +118,7 @@ struct Units {
         end = next + own;
     }
 
-    // For a whole warp. The next group has no units if there are none left.
+    // Called by a whole warp. Returns a group of 0 units if none are left.
     __device__ __forceinline__ Group take(const Sizes& sizes) {
         if (next == end) {
             int before = 0;
@@ -201,15 +204,15 @@ __device__ __forceinline__ void copy_weights(
     }
 }
 
-// Add the sums of all warps, and store the results.
+// Adds the sums of all warps and stores the results.
 __device__ __forceinline__ void store_sums(
     Shared& shared, const float (&sums)[kUnits][4], int units, const Tile& tile, Bits* out, int first, int out_size
 ) {
-    sync_threads<1, 32 * kWarps>();  // the sums before have been read
+    sync_threads<1, 32 * kWarps>();  // the previous sums have been read
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) shared.sums[warp()][sum][lane()] = sums[sum / 4][sum % 4];
     sync_threads<1, 32 * kWarps>();
-    constexpr int kStored = GATED ? 2 : 4;  // of four sums; with a gate, the last two are of up
+    constexpr int kStored = GATED ? 2 : 4;  // results of four sums; with a gate, the last two sums belong to up
     for (int number = warp(); number < units * kStored; number += kWarps) {
         const int i = number % kStored, unit = number / kStored;
         const int row = i % 2 ? tile.results[1] : tile.results[0];
@@ -287,7 +290,7 @@ __device__ __forceinline__ void multiply_whole_rows(
     Tile tile;
     Row<kMostWholeColumns> row;
     float factors[2];
-    float next_scales[kMostBlocks][2];  // of the unit that probably follows
+    float next_scales[kMostBlocks][2];  // prefetched, of the unit that probably follows
     int next_unit = -1;
     const auto load_scales = [&](int unit) {
 #pragma unroll

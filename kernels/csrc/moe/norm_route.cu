@@ -1,4 +1,4 @@
-// What comes before the experts of very few tokens, in one kernel of one cluster, for Hopper:
+// Residual sum, norm, router and selection of experts for very few tokens, in one kernel of one cluster, for Hopper:
 //
 //     total    =  x + y, rounded
 //     normed   =  rms_norm(total)                                                            linear/rms_norm.py
@@ -6,9 +6,9 @@
 //     experts  =  those with the PER_TOKEN largest logits, the lowest of equal ones; weights by softmax
 //                                                                                            moe/router/selection.py
 //
-// Each block has some experts. It copies their rows of the router to shared memory before the previous kernel has
-// ended, and x and y after it. All blocks compute the norms of all tokens; the warps of a block divide the columns of
-// products among them. The first block gets the logits of all, and each of its first warps selects for a token.
+// Each thread block computes the logits of some experts. It copies their router rows to shared memory before the
+// previous kernel has ended, and reads x and y after it. Every block computes the norms of all tokens; its warps divide
+// the columns of the products. All blocks send their logits to the first block, where one warp per token selects.
 //
 // Constants: CLUSTER blocks of WARPS warps; HIDDEN; EXPERTS; PER_TOKEN; NORMALISED; BIAS, 1 if there is one; HALF, 1
 // for float16, 0 for bfloat16.
@@ -21,10 +21,10 @@ namespace {
 
 constexpr int kThreads = 32 * WARPS, kMostTokens = 4;
 constexpr int kOwn = (EXPERTS + CLUSTER - 1) / CLUSTER;          // experts of a block
-constexpr int kTiles = (kOwn + 15) / 16, kRows = 16 * kTiles;    // of products: with rows that do not exist
-constexpr int kPieces = HIDDEN / 8;                              // 16 bytes of a row
-constexpr int kPerThread = (kPieces + kThreads - 1) / kThreads;  // pieces
-constexpr int kRowBytes = 2 * HIDDEN, kPitch = kRowBytes + 16;   // 8 adjacent rows are in different banks
+constexpr int kTiles = (kOwn + 15) / 16, kRows = 16 * kTiles;    // of products, with padding rows
+constexpr int kPieces = HIDDEN / 8;                              // pieces of 16 bytes in a row
+constexpr int kPerThread = (kPieces + kThreads - 1) / kThreads;  // pieces of a thread
+constexpr int kRowBytes = 2 * HIDDEN, kPitch = kRowBytes + 16;   // padded: 8 adjacent rows are in different banks
 constexpr unsigned kAll = 0xffffffffu;
 static_assert(HIDDEN % 64 == 0, "products have 32 columns at a time, of rows whose banks differ");
 static_assert(kMostTokens <= WARPS && PER_TOKEN <= 32 && PER_TOKEN <= EXPERTS && EXPERTS < 0xffff, "a lane has a choice");
@@ -33,11 +33,11 @@ struct __align__(16) Shared {
     char router[kRows][kPitch], normed[kMostTokens][kPitch];
     float sums[WARPS][kRows][kMostTokens];
     float squares[WARPS][kMostTokens];
-    unsigned keys[kMostTokens][EXPERTS];  // of the first block
-    unsigned long long copied, received;  // barriers: of the router's rows, and of `keys`
+    unsigned keys[kMostTokens][EXPERTS];  // used in the first block only
+    unsigned long long copied, received;  // barriers: the router's rows are copied; all `keys` are received
 };
 
-// Larger logits have larger keys, and lower experts of equal ones. No logit has the key 0.
+// A larger logit has a larger key; of equal logits, the lower expert has the larger key. No logit has the key 0.
 __device__ __forceinline__ unsigned key_of(Bits logit, int expert) {
     const unsigned ordered = logit & 0x8000u ? ~logit & 0xffffu : logit | 0x8000u;
     return ordered << 16 | (0xffffu - expert);
@@ -55,7 +55,7 @@ __device__ __forceinline__ float sum_of_warp(float number) {
     return number;
 }
 
-// 8 elements, of 16 bytes.
+// 8 elements, 16 bytes.
 union Piece {
     uint4 words;
     Bits elements[8];
@@ -73,7 +73,8 @@ __device__ __forceinline__ void store(Bits* row, int i, const Piece& piece) {
     if (piece_of(i) < kPieces) reinterpret_cast<uint4*>(row)[piece_of(i)] = piece.words;
 }
 
-// The residual sums and their norms, of all tokens. Blocks store different warps' parts of them.
+// Computes the residual sums of all tokens and their norms. Each block stores the parts of some of its warps to global
+// memory.
 __device__ __forceinline__ void add_norms(
     Shared& shared, const Bits* x, const Bits* y, const Piece (&scales)[kPerThread], float eps, int tokens, Bits* total,
     Bits* normed
@@ -127,10 +128,11 @@ __device__ __forceinline__ void add_norms(
     }
 }
 
-// Each warp's part of the logits of this block's experts.
+// Computes each warp's part of the logits of this block's experts.
 __device__ __forceinline__ void multiply_rows(Shared& shared, int tokens) {
-    // Lane l has the address of line l % 8 of matrix l / 8. Of the router: rows 0 to 7 and 8 to 15, then the same in the
-    // next 8 columns. Of x: adjacent groups of 8 columns; instead of a token that does not exist, the last one.
+    // Lane l has the address of line l % 8 of matrix l / 8. The matrices of the router are rows 0 to 7, rows 8 to 15,
+    // and the same rows in the next 8 columns. Those of x are adjacent groups of 8 columns; lines after the last token
+    // repeat it.
     const unsigned rows = shared_address(shared.router) + lane() % 16 * kPitch + lane() / 16 * 16;
     const unsigned x = shared_address(shared.normed) + min(lane() % 8, tokens - 1) * kPitch + lane() / 8 * 16;
     float sums[kTiles][2][4] = {};
@@ -204,7 +206,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         expect_bytes(received, tokens * EXPERTS * 4);
     }
     __syncthreads();
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // the first block has its barrier before others send
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // the first block inits its barrier before others send
     for (int row = thread; row < own; row += kThreads)
         copy_bulk_async(
             shared_address(shared.router[row]),

@@ -1,13 +1,15 @@
-// The experts of few tokens: selects them from the router's logits (kernels/moe/router/selection.py), and sorts the tokens by
-// expert, in tiles (kernels/moe/router/routing.py). The CLUSTER blocks are one cluster: they share the tokens, and the first
-// one sorts them.
+// Selects the experts of few tokens from the router's logits (kernels/moe/router/selection.py), and sorts the tokens by
+// expert into tiles (kernels/moe/router/routing.py). The grid is one cluster of CLUSTER thread blocks: they divide the
+// tokens, and the first block sorts them.
 //
-// A warp selects the experts of a token, one maximum after the other, the lowest of equal ones; a lane has adjacent
-// experts. Then a thread has an expert, and a mask of its tokens, which has their number and order. The next kernel may
-// start only when experts are selected: its blocks would take the room of others that run meanwhile.
+// One warp selects the experts of a token, one maximum after another; of equal ones it takes the lowest. A lane has
+// adjacent experts. To sort, a thread has one expert and a bit mask of its tokens, which gives their number and order.
+// The next kernel is allowed to start only after the selection: earlier, its blocks would take room on multiprocessors
+// from kernels that run at the same time.
 //
-// Constants: CLUSTER; EXPERTS; GROUPS of them, GROUPS_PER_TOKEN; PER_TOKEN; NORMALISED; SOFTMAX, 1 if there is no bias;
-// TILE_ROWS; FLOAT, 1 if logits are float32; HALF, 1 if they are float16, 0 if they are bfloat16.
+// Constants: CLUSTER; EXPERTS; GROUPS of them, GROUPS_PER_TOKEN; PER_TOKEN; NORMALISED; SOFTMAX, 1 for softmax scores,
+// 0 for sigmoid scores and a bias; TILE_ROWS; FLOAT, 1 if logits are float32; HALF, 1 if they are float16, 0 if they
+// are bfloat16.
 
 #include "linear/elements.cuh"
 #include "warps.cuh"
@@ -76,7 +78,7 @@ __device__ __forceinline__ int best_lane(unsigned key) {
     return __ffs(__ballot_sync(kAll, key == __reduce_max_sync(kAll, key))) - 1;
 }
 
-// Set the keys of experts in other groups than the best to 0.
+// Sets the keys of all experts outside the best groups to 0.
 __device__ __forceinline__ void keep_best_groups(unsigned (&keys)[kOwn]) {
     unsigned most = 0, second = 0;
 #pragma unroll
@@ -207,7 +209,7 @@ select_route(
     unsigned size = 0;
     if (thread < count) size = __popc(shared.tokens[thread][0]) + __popc(shared.tokens[thread][1]);
     const unsigned tiles = (size + TILE_ROWS - 1) / TILE_ROWS;
-    const unsigned both = sum_up_to(size | tiles << 16, shared.sums);  // numbers in the lower half, tiles in the upper
+    const unsigned both = sum_up_to(size | tiles << 16, shared.sums);  // tokens in the lower half, tiles in the upper
     const int end = both & 0xffff, tiles_end = both >> 16;
     if (thread < count) {
         shared.starts[thread] = end - size;

@@ -1,9 +1,10 @@
-// Keeps the weights of the fewest tokens, best first, that hold a given mass; the others become 0: see keep_top_p.py.
+// Keeps the weights of the best tokens, as few as reach a given mass, and sets all others to 0: see keep_top_p.py.
 //
-// One block has one row. The token at which the mass is reached is found digit by digit: a histogram of weights gives
-// its bin, and the next histogram has only the tokens of that bin. The first digit divides the range of the logits
-// evenly, because their bits do not: hundreds of threads would add to the same few bins. The other digits are the bits
-// of the logit (11, 11 and 10), so that the result is exact. Of tokens with the same logit the lower ids are kept.
+// One thread block processes one row. The token at which the mass is reached is found digit by digit: a histogram of
+// weights gives its bin, and the next histogram has only the tokens of that bin. The first digit divides the range of
+// the logits evenly. The upper bits of the logits would not: hundreds of threads would add to the same few bins. The
+// other digits are the bits of the logit (11, 11 and 10), so that the result is exact. Of tokens with equal logits, the
+// lower ids are kept.
 
 namespace {
 
@@ -25,13 +26,13 @@ struct Shared {
     int bin;
 };
 
-// Better logits have smaller keys; 0 and -0 have the same.
+// A better logit has a smaller key; 0 and -0 have the same key.
 __device__ unsigned key_of(float logit) {
     const int bits = __float_as_int(logit + 0.0f);
     return ~static_cast<unsigned>(bits ^ ((bits >> 31) | static_cast<int>(0x80000000u)));
 }
 
-// The evenly divided digit: 0 for the best. Monotonic in the logit in spite of rounding.
+// The first digit, which divides the range evenly: 0 for the best logit. It is monotonic in spite of rounding.
 __device__ int even_bin(float logit, float best, float scale) {
     return min(static_cast<int>((best - logit) * scale), kBins - 1);
 }

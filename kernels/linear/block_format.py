@@ -3,9 +3,9 @@
     weight[i, j]  =  values[i, j] * scales[i // row_group, j // 128]       a scale per block: DeepSeek-V3.2 and GLM-5
     weight[i, j]  =  values[i, j] * scales[i, 0]                           a scale per row: compressed-tensors, fbgemm
 
-In a checkpoint blocks have 128 rows. `row_group` is smaller if the parts of a fused matrix do not begin at multiples of
-128 rows: then the scales of a block are repeated. Blocks of columns are always those of the checkpoint. A scale per
-row has `row_group` 1; a checkpoint's scale of a whole matrix is repeated.
+In a checkpoint, blocks have 128 rows. `row_group` is smaller if the parts of a fused matrix do not begin at multiples
+of 128 rows; then the scales of a block are repeated. Blocks of columns are always those of the checkpoint. With a scale
+per row, `row_group` is 1. If a checkpoint has one scale for a whole matrix, that scale is repeated for every row.
 """
 
 import math

@@ -4,13 +4,13 @@
     triton      quantise(x) @ weight.T + bias    fp8 products; sums of 128 columns are scaled and added in float32
     cublas      the same by torch's scaled_mm    for whole blocks of 128 on Hopper, without a bias
     rowwise     quantise(x, by_row) @ ...        by torch's scaled_mm, for weights with a scale per row: activations
-                                                 have one per token, as these checkpoints intend; bfloat16 only
+                                                 have a scale per token, as these checkpoints intend; bfloat16 only
 
 Shapes: x [rows, in], or QuantisedRows; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x,
 rounded once.
 
-Lower bounds: with few rows the weights read once, so that exact activations cost nothing; the tensor cores take as long
-at about 100 rows of bf16. With many rows, 2 * rows * out * in operations at the fp8 rate, twice that of bf16.
+Lower bounds: with few rows, reading the weights once, so exact activations cost no time. At about 100 rows of bf16, the
+tensor cores take as long as that. With many rows, 2 * rows * out * in operations at the fp8 rate, twice that of bf16.
 """
 
 from typing import Literal
@@ -37,7 +37,7 @@ _ROWWISE_ALIGNMENT = 16
 def choose_method(
     rows: int, weight: BlockScaled, *, biased: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> Method:
-    """The method for a number of rows in `dtype`: the only place that decides it."""
+    """The method for a number of rows in `dtype`. Only this function chooses a method."""
     if rows <= FEW_ROWS:
         return "exact"
     if _fits_rowwise(weight, dtype):
@@ -61,7 +61,7 @@ def block_scaled_linear(
     method: Method | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """A linear layer; see the module docstring. Rows that are quantised already are not computed by "exact"."""
+    """A linear layer; see the module docstring. The method "exact" does not take rows that are already quantised."""
     method = method or _method_for(x, weight, bias)
     _check(x, weight, bias, method)
     if not use_triton(impl, weight.values.device):

@@ -1,13 +1,14 @@
-"""Triton kernel for few rows and fp8 weights, or plain ones of experts: reads the weights once.
+"""Triton kernel for few rows of x and fp8 weights, or the plain weights of experts; it reads the weights once.
 
-A program has a block of weight rows, a tile of rows of x, and a range of columns. The weights are the left operand of
-the matrix product, so that the rows of x are its narrow side. Where there are too few blocks to keep the GPU busy,
-several programs divide the columns (backends/split_sums_triton.py).
+A program computes a block of weight rows for a tile of rows of x, over a range of columns. The weights are the left
+operand of the matrix product, so that the few rows of x are its narrow side. If there are too few blocks to keep the
+GPU busy, several programs divide the columns (split-K, backends/split_sums_triton.py).
 
-The products of fp8 weights take one of two forms. Linear layers convert the weights to the dtype of x in registers.
-Experts write x as the sum of two fp8 values and multiply each: converting weights takes longer than reading them where
-every multiprocessor is busy, and the rows of x are fewer. The two values have all bits of a bfloat16 (`_two_parts`);
-tensor cores add the products of 128 columns with about 14 bits, as for many rows.
+fp8 weights are multiplied in one of two ways. Linear layers convert the weights to the dtype of x in registers. With
+experts, every multiprocessor is busy, and converting the weights would take longer than reading them. There x, which
+has fewer rows, is split into the sum of two fp8 values, and each is multiplied with the fp8 weights. The two values
+keep all bits of a bfloat16 (`_two_parts`); tensor cores add the products of 128 columns with about 14 bits, as in
+many_rows_triton.py.
 
 With experts, a tile has rows of one expert (moe/router/routing.py says which): `gather` reads the tokens of x in the
 order of experts, `scatter` writes results in the order of tokens.
@@ -27,13 +28,13 @@ from .row_tiles import RowTiles
 
 _BLOCK = tl.constexpr(BLOCK)
 _WEIGHT_ROWS, _STAGE_BYTES = 64, 90 << 10
-"""Rows of the weights of a program, and its shared memory for loads in flight: two programs fit a multiprocessor."""
+"""Weight rows of a program, and its shared memory for loads in flight: two programs fit on a multiprocessor."""
 _SPLIT_WEIGHT_ROWS, _SPLIT_STAGE_BYTES = 128, 60 << 10
 """The same where x is split into two parts."""
 _AHEAD = 512
 """Columns prefetched into L2 before the input is ready."""
 _LEAST_GROUPS = 4
-"""Groups of columns of a program, at least, if columns are divided."""
+"""The fewest groups of columns of a program, if programs divide the columns."""
 
 
 @triton.jit
@@ -59,8 +60,8 @@ def find_rows(
 
 @triton.jit
 def _converted(fp8, dtype: tl.constexpr):
-    """fp8 in another dtype. To bf16 by way of float32: from fp16 to bf16 a GPU converts 16 elements a cycle, fewer than
-    its memory delivers.
+    """fp8 in another dtype. The conversion to bf16 goes through float32: a GPU converts only 16 elements per cycle from
+    fp16 to bf16, fewer than its memory delivers.
     """
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -255,8 +256,8 @@ def launch_few_rows(
     tiles: RowTiles | None = None,
     gather: bool = False,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, at most 64, or those of `tiles`, which have no bias; `gather` is
-    that of RowTiles.
+    """Fill `out` [rows, outputs]: for all rows of x, at most 64, or for the rows of `tiles`, without a bias. RowTiles
+    describes `gather`.
     """
     if isinstance(weight, BlockScaled):
         values, row_group = weight.values, weight.row_group
@@ -317,6 +318,6 @@ def launch_few_rows(
 
 
 def _splits(blocks: int, groups: int, device: torch.device) -> int:
-    """Programs that divide the columns: enough for two programs per multiprocessor."""
+    """The number of programs that divide the columns: enough for two programs per multiprocessor."""
     wanted = 2 * multiprocessors(device) // blocks
     return max(1, min(wanted, groups // _LEAST_GROUPS))

@@ -4,8 +4,8 @@
 
 Shapes: x [rows, in]; weight [out, in] float32; result [rows, out] float32, sums in float32. For layers whose results
 rank tokens or experts, such as a router. cuBLAS would need several launches (a conversion, a split product, its sum)
-and multiplies float32 without tensor cores; the Triton kernel is one launch, and uses them for bfloat16 rows. On Hopper
-a CUDA kernel computes few rows in bfloat16 if the weights fit the shared memory of the GPU.
+and multiplies float32 without tensor cores. The Triton kernel is one launch, and uses tensor cores for bfloat16 rows.
+On Hopper a CUDA kernel computes few rows in bfloat16 if the weights fit in the shared memory of all multiprocessors.
 """
 
 import torch
@@ -21,8 +21,8 @@ def float_linear_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") -> torch.Tensor:
-    """A linear layer in float32; see the module docstring. `auto` is Triton on CUDA, but `linear` for many rows that
-    are not in bfloat16.
+    """A linear layer in float32; see the module docstring. On CUDA, `auto` selects Triton, but `linear` for many rows
+    that are not in bfloat16.
     """
     if weight.dtype != torch.float32 or x.ndim != 2 or x.shape[1:] != weight.shape[1:]:
         raise ValueError(f"x {list(x.shape)} and {weight.dtype} weight {list(weight.shape)} are not rows and float32")

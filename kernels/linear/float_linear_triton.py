@@ -1,10 +1,10 @@
 """Triton kernels of float_linear.py.
 
-Up to 8 rows of x, a program has one row of weights, and sums columns last. For more, it has a block of weight rows, a
-tile of rows of x, and a range of columns; where there are too few blocks to keep the GPU busy, several programs divide
-the columns (backends/split_sums_triton.py). Tensor cores multiply bfloat16: a float32 weight is the sum of three of
-them, which together have all of its 24 bits, so every product is exact and is added in float32. Other x are multiplied
-in float32, without tensor cores.
+For up to 8 rows of x, a program computes one row of weights, and adds the columns at the end. For more rows, it
+computes a block of weight rows for a tile of rows of x, over a range of columns. If there are too few blocks to keep
+the GPU busy, several programs divide the columns (split-K, backends/split_sums_triton.py). x in bfloat16 is multiplied
+on tensor cores: each float32 weight is split into three bfloat16 whose sum has all its 24 bits, so every product is
+exact, and products are added in float32. Other x are multiplied in float32, without tensor cores.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

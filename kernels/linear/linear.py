@@ -1,4 +1,4 @@
-"""Linear layers. For few rows, where the time is that of reading the weights, with kernels of our own.
+"""Linear layers. Few rows, where reading the weights takes all the time, have their own kernels.
 
     linear(x)        =  x @ weight.T + bias
     gated_linear(x)  =  swiglu(linear(x))          the rows of `weight` are those of gate, then those of up; with `gelu`
@@ -7,9 +7,9 @@
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out], of gated_linear [rows, out / 2]. Sums
 are float32 and rounded once, as in cuBLAS; swiglu reads the rounded values.
 
-Lower bound: the weights read once. With few rows cuBLAS takes 1.1 times that for the large matrices of a layer and 1.7
-times for the small ones (H200), mostly between the end of one kernel and the first loads of the next. These kernels
-start, and prefetch their first weights, while the previous kernel ends.
+Lower bound: the weights read once. With few rows, cuBLAS takes 1.1 times as long for the large matrices of a layer and
+1.7 times for the small ones (H200). Most of the difference is between the end of one kernel and the first loads of the
+next. These kernels start, and prefetch their first weights, while the previous kernel still runs.
 
 On CUDA, csrc/linear/plain_linear.cu computes very few rows and Triton a few more. On Hopper, csrc/linear/gemv.cu
 computes up to 4 short rows.
@@ -36,16 +36,16 @@ from .block_scaled import block_scaled_gated_linear, block_scaled_linear
 from .swiglu import swiglu, swiglu_reference
 
 FEW_ROWS = 32
-"""Up to this many rows our kernels are faster, alone and in a graph (H200)."""
+"""Up to this many rows, the kernels of this project are faster than cuBLAS, alone and in a CUDA graph (H200)."""
 
 FEW_CPU_ROWS = 16
 """The same on a CPU: with AVX-512 on two cores, half the time of torch for 8 rows, three quarters for 16."""
 
 CUDA_COLUMNS = 64
-"""Of a step of csrc/linear/plain_linear.cu."""
+"""Columns of a step of csrc/linear/plain_linear.cu."""
 CUDA_FORMAT = Format("plain_linear", OUTPUT_TILE * CUDA_COLUMNS * 2)
 _CUDA_BYTES = 256 << 20
-"""Weights up to this size are multiplied by it. Triton reads larger ones, such as lm_head, at the copy rate."""
+"""plain_linear.cu multiplies weights up to this size. Triton reads larger ones, such as lm_head, at the copy rate."""
 
 
 def gated_linear_reference(
@@ -55,8 +55,8 @@ def gated_linear_reference(
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
-    """A linear layer; see the module docstring. For few rows `auto` is a kernel of ours for 16 bits on CUDA, Numba for
-    float32 on the CPU, else torch.
+    """A linear layer; see the module docstring. For few rows, `auto` selects a kernel of this project for 16 bits on
+    CUDA, and Numba for float32 on the CPU. Otherwise it selects torch.
     """
     if isinstance(weight, BlockScaled):
         return block_scaled_linear(x, weight, bias, impl=impl)

@@ -1,9 +1,9 @@
 """Triton kernel of linear.py: a program processes a block of weight rows, column block by column block.
 
 The weights are the left operand of the matrix product, so that the few rows of x are its narrow side. Layers with few
-outputs and many columns are left to few_rows_triton.py, where several programs divide the columns: on an H200 that
-takes 3.5 us instead of 4.8 for 128 x 2,048 weights, 8.0 instead of 9.3 for 2,048 x 4,096 and 11.4 instead of 17.9 for
-1,536 x 8,960, with up to 16 rows.
+outputs and many columns are computed by few_rows_triton.py, where several programs divide the columns (split-K). With
+up to 16 rows on an H200, that takes 3.5 us instead of 4.8 for 128 x 2,048 weights, 8.0 instead of 9.3 for 2,048 x 4,096
+and 11.4 instead of 17.9 for 1,536 x 8,960.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -19,8 +19,8 @@ from .swiglu_triton import activate
 _WEIGHT_ROWS = 64
 _COLUMNS = 128
 _DIVIDED_ROWS, _DIVIDED_COLUMNS, _DIVIDED_SHARE = 16, 2048, 4
-"""Columns are divided for at most so many rows, from so many columns on, if otherwise at most one of so many
-multiprocessors had a program.
+"""Several programs divide the columns (few_rows_triton.py) if there are at most `_DIVIDED_ROWS` rows and at least
+`_DIVIDED_COLUMNS` columns, and if otherwise at most one of `_DIVIDED_SHARE` multiprocessors would have a program.
 """
 _AHEAD = 512  # columns prefetched into L2 before the input is ready: 64 KiB per program
 

@@ -1,8 +1,8 @@
-"""Triton kernel for many rows and fp8 weights, dense or of experts: fp8 products of quantised rows.
+"""Triton kernel for many rows of x and fp8 weights, dense or of experts: multiplies quantised rows in fp8.
 
-A program has a tile of rows and 128 outputs, or 64 if these share a scale. The product of 128 columns is scaled by its
-row and block in float32 and added: the tensor cores' own sums of fp8 products are less precise than float32, and are
-used for 128 columns only. Weights with a scale per row are scaled after the last columns.
+A program computes a tile of rows and 128 outputs, or 64 if these share a scale. Tensor cores add fp8 products with less
+precision than float32, so they add only 128 columns at a time. That sum is scaled, by the scales of its row and block,
+and added in float32. Weights with a scale per row are scaled after the last columns.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -123,8 +123,8 @@ def launch_many_rows(
     tiles: RowTiles | None = None,
     gather: bool = False,
 ) -> None:
-    """Fill `out` [rows, outputs]: all rows of x, or those of `tiles`, which have no bias; `gather` is that of
-    RowTiles.
+    """Fill `out` [rows, outputs]: for all rows of x, or for the rows of `tiles`, without a bias. RowTiles describes
+    `gather`.
     """
     *_, out_size, in_size = weight.shape
     outputs = 64 if weight.row_group == 64 else 128

@@ -4,9 +4,10 @@
     by_row                           with  s[t, 0] = max |x[t]| / 448
     swiglu_quantise(x)  =  quantise(swiglu(x))     in one pass; swiglu is rounded to the dtype of x first
 
-Shapes: x [rows, columns] (of swiglu_quantise [rows, 2 * columns]), contiguous. q and s have rows of zeros behind those
-of x up to a multiple of 4, which cuBLAS needs; s is stored column by column. A group of zeros has the smallest scale.
-Checkpoints with `scale_fmt` ue8m0 are treated alike: scales of activations are not rounded to powers of two on Hopper.
+Shapes: x [rows, columns] (for swiglu_quantise [rows, 2 * columns]), contiguous. q and s are padded with rows of zeros
+to a multiple of 4 rows, which cuBLAS needs; s is stored column by column. A group of zeros has the smallest scale.
+Checkpoints with `scale_fmt` ue8m0 are treated in the same way: on Hopper, scales of activations are not rounded to
+powers of two.
 
 Lower bound: x read and q written once.
 """
@@ -32,7 +33,7 @@ class QuantisedRows:
     values: torch.Tensor  # [padded rows, columns] float8_e4m3fn
     scales: torch.Tensor  # [padded rows, groups, or 1] float32, strides (1, padded rows)
     rows: int
-    dtype: torch.dtype  # that of the rows before, and of products
+    dtype: torch.dtype  # of the rows before they were quantised, and of products
 
     @property
     def by_row(self) -> bool:
@@ -72,8 +73,8 @@ def quantise(x: torch.Tensor, *, by_row: bool = False, impl: Impl = "auto") -> Q
 def swiglu_quantise(
     gate_up: torch.Tensor, *, by_row: bool = False, live_rows: torch.Tensor | None = None, impl: Impl = "auto"
 ) -> QuantisedRows:
-    """Gate and quantise each row; see the module docstring. `live_rows` (on the device, one integer; not with
-    `by_row`): rows from there on are not read, and their results are undefined.
+    """Gate and quantise each row; see the module docstring. `live_rows` is an integer on the device (not with
+    `by_row`): rows from this number on are not read, and their results are undefined.
     """
     assert live_rows is None or not by_row, "experts have a scale per group"
     if not use_triton(impl, gate_up.device):

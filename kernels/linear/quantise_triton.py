@@ -1,5 +1,5 @@
-"""Triton kernels of quantise.py: a program has one group of columns of a few rows or, with a scale per row, one row,
-which stays in registers between its maximum and its division.
+"""Triton kernels of quantise.py. A program quantises one group of columns of a few rows or, with a scale per row, one
+row. It keeps the values in registers between computing their maximum and dividing them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -13,7 +13,7 @@ from .quantise import SMALLEST_SCALE
 
 _ROWS = 32
 _WARP_ELEMENTS = 1024
-"""Of a row per warp: 32 for each thread, so that registers suffice for gate and up."""
+"""Elements of a row per warp: 32 for each thread, so that gate and up fit in registers."""
 _MOST_WARPS = 32
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -23,7 +23,7 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _gated(gate, up):
-    """swiglu of stored numbers, in float32 but rounded as it."""
+    """swiglu of 16-bit numbers, in float32 but with the same roundings as swiglu.py."""
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
     return (silu * up.to(tl.float32)).to(gate.dtype).to(tl.float32)

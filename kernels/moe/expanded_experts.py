@@ -1,17 +1,17 @@
-"""Experts with 4-bit weights and many tokens: weights are expanded for torch's grouped product.
+"""Experts with 4-bit weights and many tokens: expands the weights to 16 bits for torch's grouped product.
 
     result[t]  =  round(down[e]) @ gate(round(gate_up[e]) @ rows[t] + gate_up_bias[e])  +  down_bias[e]
 
-Shapes: rows [N, hidden], sorted by expert; ends [E] int32, the end of each expert's rows, as of routing.py; gate_up
+Shapes: rows [N, hidden], sorted by expert; ends [E] int32, the end of each expert's rows, from routing.py; gate_up
 [E, 2 * size, hidden]; down [E, hidden, size]; biases [E, outputs]; result [N, hidden], in the order of the rows. Rows
-from ends[-1] on may have any value, and their results are undefined. Nothing waits for the device.
+from ends[-1] on may have any value, and their results are undefined. The host does not wait for the device.
 
-Expanded weights take at most about 512 MiB at a time: of all experts, as many outputs as fit, but not fewer than 128
-(896 MiB for the 256 experts of DeepSeek-R1). Parts by expert would need to know on the host where the rows of an expert
-begin.
+Expanded weights take at most about 512 MiB at a time. Each part has the weights of some outputs of all experts: as many
+outputs as fit, but not fewer than 128 (896 MiB for the 256 experts of DeepSeek-R1). To expand some experts at a time
+instead, the host would have to know where the rows of an expert begin.
 
-Lower bound: the products at the rate of the dtype of the rows, and for each weight about 2.5 bytes of traffic to expand
-it. So a grouped product of expanded weights is faster than packed_experts_triton.py from some rows per expert on.
+Lower bound: the products at the rate of the dtype of the rows, plus about 2.5 bytes of traffic per weight to expand it.
+So with enough rows per expert, this is faster than packed_experts_triton.py.
 """
 
 import torch
@@ -24,16 +24,17 @@ from .expert_gate import expert_gate
 from .grouped_product import grouped_without_wait
 
 EXPANDED_ROWS = 128
-"""Rows per expert on average from which weights are expanded. On an H200, from the times of both products and of the
-traffic, the point where both take as long is 140 rows for Qwen3-30B-A3B, 120 for Mixtral-8x7B, 60 for gpt-oss-20b.
+"""Weights are expanded from this many rows per expert on average. On an H200, computed from the times of both products
+and of the traffic, both ways take the same time at 140 rows for Qwen3-30B-A3B, 120 for Mixtral-8x7B and 60 for
+gpt-oss-20b.
 """
 SCRATCH_BYTES = 512 << 20
-"""Expanded weights at a time, if that suffices for OUTPUT_STEP outputs of all experts."""
+"""The most memory for expanded weights, unless OUTPUT_STEP outputs of all experts need more."""
 
 
 def expansion_pays(numbers: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `num_experts` experts have so many rows on average, `numbers` together, that weights are expanded, and
-    torch's grouped product does not wait for the device.
+    """Whether `num_experts` experts with `numbers` rows in total have enough rows on average for expanded weights to be
+    faster, and torch's grouped product does not wait for the device.
     """
     return numbers >= EXPANDED_ROWS * num_experts and device.type == "cuda" and grouped_without_wait(dtype, device)
 
@@ -77,7 +78,9 @@ def expanded_results(
 def _products(
     rows: torch.Tensor, ends: torch.Tensor, weight: GroupScaled, ranges: list[slice], impl: Impl
 ) -> torch.Tensor:
-    """Products with some rows of every expert's matrix. The expanded ones are freed, so that the next part has them."""
+    """Products with some rows of every expert's matrix. The expanded weights are freed, so the next part reuses their
+    memory.
+    """
     outputs = sum(each.stop - each.start for each in ranges)
     expanded = rows.new_empty(len(weight), outputs, weight.columns)
     first = 0

@@ -1,9 +1,9 @@
-"""What follows a product of rows that are sorted by expert: the bias of the row's expert, and the gate.
+"""Adds biases and applies the gate after a product of rows that are sorted by expert.
 
     out[t, first + i]  =  gate(products[t] + bias[e])[i]       with  e = the expert of row t: ends[e - 1] <= t < ends[e]
 
-The gate is that of swiglu.py or, with `limit`, of clamped_gate.py; without `gated` there is none. The products may be
-those of some of the outputs: `out` and `bias` are whole, and `first` is the first output.
+The gate is that of swiglu.py or, with `limit`, that of clamped_gate.py; without `gated` only the bias is added. The
+products may cover only some of the outputs, from output `first` on; `out` and `bias` have all of them.
 
 Shapes: products [rows, width], gated [rows, 2 * width]; ends [experts] int32; bias [experts, size], gated
 [experts, 2 * size]; out [rows, size]. Rows from ends[-1] on are undefined. `out` may be `products` if not gated.

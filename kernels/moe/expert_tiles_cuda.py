@@ -13,11 +13,11 @@ _MOST_AVERAGE = 4
 """Tokens per expert, on average, up to which the kernel is used: most experts then have one tile."""
 _THREADS, _SHARED_BYTES, _BLOCKS_PER_PROCESSOR = 288, 113 << 10, 2
 _WHOLE_COLUMNS = 256
-"""Weight rows of up to so many columns are multiplied by one warp each."""
+"""With up to this many columns, one warp multiplies whole weight rows (WHOLE_ROWS)."""
 
 
 def suits_expert_tiles(x: torch.Tensor, gate_up: Weight, down: Weight, average: int) -> bool:
-    """Whether the kernel supports these tensors, and so many tokens per expert on `average`."""
+    """Whether the kernel supports these tensors with `average` tokens per expert."""
     if not x.is_cuda or x.dtype.itemsize != 2 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
     if not (isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled) and 1 <= average <= _MOST_AVERAGE):
@@ -36,7 +36,7 @@ def launch_expert_tiles(
     tiles: RowTiles,
 ) -> None:
     """Fill `gated` [numbers, size] and `results` [numbers, hidden], for tensors that `suits_expert_tiles` accepts and
-    tiles of TILE_ROWS. Both launches together: the second one reads the tiles while the first one runs.
+    tiles of TILE_ROWS. One function launches both kernels, because the second one reads the tiles while the first runs.
     """
     _launch(x, gate_up, gated, tiles, gated=True)
     _launch(gated, down, results, tiles, gated=False)

@@ -1,27 +1,33 @@
-"""The routed experts of a mixture: every token through the gated MLPs of its experts, weighted and added.
+"""The routed experts of a mixture-of-experts layer: computes the gated MLPs of each token's experts, and adds the
+weighted results.
 
     result[t]  =  sum_j weights[t, j] * mlp_{experts[t, j]}(x[t])  [+ shared[t]]       over the experts of this rank
     mlp_e(x)   =  swiglu(x @ gate_up[e].T) @ down[e].T
 
 Shapes: x [T, hidden]; weights, experts [T, k]; gate_up [E, 2 * size, hidden]; down [E, hidden, size]; result
-[T, hidden]. This rank has the E experts from number `first` on; the others contribute nothing. Products and swiglu are
-rounded to the dtype of x; the sum is in the order of a token's experts, independent of the rest of the batch. `shared`,
-the result of an expert that all tokens have, is added last.
+[T, hidden]. This rank has the E experts from number `first` on, and skips all others. Products and swiglu are rounded
+to the dtype of x. Results are added in the order of a token's experts, independent of the rest of the batch. `shared`,
+the result of the shared expert, is added last.
 
-Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens, and
-with quantised ones otherwise, as in linear/block_scaled.py; with exact ones also if only one matrix is block-scaled. On
-CUDA tokens are sorted by expert (router/routing.py), and one kernel computes the tiles of all experts; nothing waits
-for the device. 4-bit weights (int4/group_format.py) take the same path with a kernel of their own, and other weights in
-16 bits if experts have few tokens. If they have many, rows are copied into the order of experts for torch's grouped
-product, and 4-bit weights are expanded for it (expanded_experts.py). On Hopper, fp8 experts with few tokens have a CUDA
-kernel (expert_tiles_cuda.py). Up to 4 tokens are not sorted: two kernels compute all (token_experts_cuda.py), which do
-not round the results of experts before they are added, and whose order of sums depends on the number of tokens.
+On CUDA, tokens are sorted by expert (router/routing.py), and one kernel computes the tiles of all experts; the host
+does not wait for the device. The kernel depends on the weights:
+
+- Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens or
+  if only one of the matrices is block-scaled, and otherwise with quantised activations, as in linear/block_scaled.py.
+  On Hopper, experts with few tokens have a CUDA kernel (expert_tiles_cuda.py).
+- 4-bit weights (int4/group_format.py) have a Triton kernel. If experts have many tokens, rows are copied into the order
+  of experts, and weights are expanded for torch's grouped product (expanded_experts.py).
+- 16-bit weights have a Triton kernel if experts have few tokens. Otherwise rows are copied into the order of experts
+  for torch's grouped product.
+
+Up to 4 tokens are not sorted: two kernels compute all their experts (token_experts_cuda.py). These kernels do not round
+the results of experts before they add them, and their order of additions depends on the number of tokens.
 
 Experts of gpt-oss have biases, `gate_up_bias` [E, 2 * size] and `down_bias` [E, hidden], which are added to the
-products, and with `limit` the gate of clamped_gate.py. Their weights are 4-bit ones, or plain ones in torch's grouped
-product.
+products, and a `limit`, which selects the gate of clamped_gate.py. Their weights have 4 bits, or are plain weights in
+torch's grouped product.
 
-Lower bounds: with few tokens, the weights of all experts that have any read once; with many, the products.
+Lower bounds: with few tokens, the weights of all experts that have tokens, read once; with many, the products.
 """
 
 from collections.abc import Callable
@@ -51,14 +57,12 @@ FEW_ROWS = 32
 
 
 def has_few_rows(numbers: int, num_experts: int) -> bool:
-    """Whether `num_experts` experts have few tokens each on average, `numbers` together: the only place that decides
-    how experts are computed.
-    """
+    """Whether `num_experts` experts have few tokens each on average; `numbers` is the total of all experts."""
     return numbers <= FEW_ROWS * num_experts
 
 
 def tile_rows(numbers: int, num_experts: int) -> int:
-    """Rows of a tile: twice the average of an expert, as far as one product can have them."""
+    """Rows of a tile: about twice the average of an expert if it has few tokens, at most 64; otherwise 64 or 128."""
     average = ceil_div(numbers, num_experts)
     if has_few_rows(numbers, num_experts):
         return 16 if average <= 8 else 32 if average <= 16 else 64
@@ -81,9 +85,10 @@ def grouped_experts(
     routing: RowTiles | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """The sum over the experts of this rank, plus what `shared` returns, [T, hidden]; see the module docstring. It is
-    called late, because it may wait for another stream. `num_experts` are those of all ranks, by default those of this
-    one. `routing` has the tokens in tiles of `routing_rows`, if the caller has them already.
+    """The sum over the experts of this rank, plus the result of `shared`, [T, hidden]; see the module docstring.
+    `shared` is called late, because it may wait for another stream. `num_experts` is the number of experts of all
+    ranks, by default of this rank. `routing` has the tokens in tiles of `routing_rows`, if the caller has sorted them
+    already.
     """
     num_experts = num_experts or len(gate_up)
     few, on_triton = has_few_rows(experts.numel(), num_experts), use_triton(impl, x.device)
@@ -136,8 +141,8 @@ def routing_rows(
     plain: bool = True,
     limit: float | None = None,
 ) -> int | None:
-    """The rows of tiles for which `grouped_experts` sorts tokens with `per_token` experts each, None if it does not.
-    `plain` says that experts have neither biases nor a limit.
+    """The rows of the tiles into which `grouped_experts` sorts tokens with `per_token` experts each; None if it does
+    not sort them. `plain` means that experts have neither biases nor a limit.
     """
     if isinstance(gate_up, torch.Tensor) and not _sorts_plain(x, limit, "auto"):
         return None
@@ -163,7 +168,7 @@ def _tile_rows_of(
 
 
 def _exact_results(x: torch.Tensor, routing: RowTiles, gate_up: Weight, down: Weight, _impl: Impl) -> torch.Tensor:
-    """Results [T * k, hidden] of all numbers of this rank; other rows are undefined."""
+    """Results [T * k, hidden] of all numbers (routing.py) of this rank's experts; other rows are undefined."""
     launch = launcher("linear.few_rows_triton", "launch_few_rows")
     numbers = len(routing.order)
     gated = x.new_empty(numbers, gate_up.shape[1] // 2)
@@ -254,7 +259,7 @@ def experts_reference(
     first: int,
     exact: bool,
 ) -> torch.Tensor:
-    """Expert by expert, with activations that are `exact` or quantised."""
+    """Computes one expert after another, with `exact` or quantised activations."""
 
     def product(rows: torch.Tensor, matrix: Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
         one = matrix[expert : expert + 1]
@@ -284,16 +289,16 @@ def plain_experts(
     *,
     first: int | None,
 ) -> torch.Tensor:
-    """With weights that are not quantised: one product of torch per expert over its tokens.
+    """Experts with weights that are not quantised, in torch: one product per expert over its tokens.
 
-    With `first`, this rank's experts start at this number, and others contribute nothing. Tokens are sorted by expert,
-    so that those of an expert are adjacent, and put back afterwards.
+    With `first`, this rank's experts start at this number, and all others are skipped. Tokens are sorted by expert, so
+    that the tokens of an expert are adjacent, and put back in order afterwards.
     """
     per_token, elsewhere = experts.shape[1], None
     if first is not None:
         experts = experts - first
         elsewhere = (experts < 0) | (experts >= len(gate_up))
-        experts.masked_fill_(elsewhere, len(gate_up))  # sorted behind all experts of this rank, and not computed
+        experts.masked_fill_(elsewhere, len(gate_up))  # sorted after all experts of this rank, and skipped
     sorted_experts, order = experts.flatten().sort(stable=True)
     numbers = torch.arange(len(gate_up), device=x.device)
     ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)  # end of each expert's tokens

@@ -1,4 +1,4 @@
-"""Where torch's grouped product reads the ends of groups on the device."""
+"""Tells where torch's grouped product reads the ends of groups on the device."""
 
 import torch
 

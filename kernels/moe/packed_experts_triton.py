@@ -1,10 +1,10 @@
 """Triton kernel for experts with 4-bit weights (int4/group_format.py), for any number of tokens.
 
-A program has a block of weight rows (outputs) of one expert, a tile of its tokens (routing.py), and a range of columns.
-A step of its loop reads the bytes of one pair of groups and computes two products, which it scales: of the low halves
-with the columns of the first group, and of the high halves with those of the second. Where there are few programs,
-several divide the columns (backends/split_sums_triton.py). Weights are never expanded in memory: with many tokens, each
-tile expands them again in registers, and the tiles of an expert find them in L2.
+A program computes a block of weight rows (outputs) of one expert for a tile of its tokens (routing.py), over a range of
+columns. A step of its loop reads the bytes of one pair of groups, and computes and scales two products: the low halves
+of the bytes with the columns of the first group, and the high halves with the columns of the second. If there are few
+programs, several divide the columns (split-K, backends/split_sums_triton.py). Weights are never expanded in memory:
+each tile unpacks them again in registers, and the later tiles of an expert read them from the L2 cache.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -113,7 +113,7 @@ def _packed_experts(
     )
     index = tl.arange(0, OUTPUTS)
     if GATED:
-        # one program has both rows of a pair of gate and up, side by side; clamped ones alternate in memory too
+        # rows of gate and up alternate in a program; with the clamped gate they alternate in memory, too
         half: tl.constexpr = OUTPUTS // 2
         output = tl.program_id(0) * half + tl.arange(0, half)
         pair = tl.program_id(0) * half + index // 2
@@ -149,7 +149,7 @@ def _packed_experts(
         else:
             left = block * (2 * GROUP) + GROUP < in_size
             high_x = tl.load(first + GROUP, mask=exists[:, None] & left, other=0.0)
-        # those of the next step, or of this one again: their latency passes while the products are computed
+        # prefetch the scales of the next step (of this one in the last step) while the products are computed
         group = 2 * tl.minimum(block + 1, end - 1) * weight_rows + number
         next_low_scales, next_high_scales = tl.load(scales_ptr + group), tl.load(scales_ptr + group + weight_rows)
         if MXFP4:
@@ -210,8 +210,8 @@ def launch_packed_experts(
     tiles: RowTiles,
     gather: bool,
 ) -> None:
-    """Fill the rows of `tiles`, of at most 64 each, in `out` [rows, outputs]; `gather` is that of RowTiles. `gated`:
-    the gate follows; with `limit` it is that of clamped_gate.py.
+    """Fill the rows of `tiles`, at most 64 each, in `out` [rows, outputs]; RowTiles describes `gather`. With `gated`,
+    the gate is applied to the products; with `limit`, it is that of clamped_gate.py.
     """
     if len(out) == 0:
         return
@@ -267,7 +267,7 @@ def launch_packed_experts(
 
 
 def _column_splits(blocks: int, pairs: int, device: torch.device) -> int:
-    """Programs that divide the columns: enough to keep all multiprocessors busy, each with columns."""
+    """The number of programs that divide the columns: enough to keep all multiprocessors busy, but each has columns."""
     wanted = _PROGRAMS * multiprocessors(device) // blocks
     splits = max(1, min(wanted, pairs // _LEAST_BLOCKS))
     return ceil_div(pairs, ceil_div(pairs, splits))

@@ -1,7 +1,7 @@
 """Launcher of csrc/linear/token_experts.cu: the experts of very few tokens, in two kernels.
 
-Of a single token, every expert has one row: there is nothing to sort, and a kernel that adds the results of experts
-would only wait for the one before.
+With so few tokens, sorting them by expert gains nothing, and a third kernel that adds the results of experts would only
+wait for the previous one.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
 from ..linear.linear import CUDA_COLUMNS, CUDA_FORMAT
 
 MOST_TOKENS, MOST_CHOICES = 4, 32
-"""Of more tokens, many choose the same experts."""
+"""Limits of the kernels. Of more tokens, many choose the same experts, whose weights would be read several times."""
 _PLAIN_FORMAT = replace(CUDA_FORMAT, warps=(16, 16, 8), stages=(4, 5, 4))
-"""Three blocks of `expert_gates` fit a multiprocessor of Hopper, and for one token a block of `expert_sums` beside the
-last of them: it copies its first weights while they end.
+"""With these sizes, three thread blocks of `expert_gates` fit on a multiprocessor of Hopper. For one token, a block of
+`expert_sums` also fits beside the last of them, so that it copies its first weights while `expert_gates` ends.
 """
 
 
 class _Matrices(NamedTuple):
-    """The matrices of all experts, for the kernels."""
+    """The matrices of all experts, as arguments of the kernels."""
 
     form: Format
     number: int  # of the format
@@ -37,7 +37,7 @@ class _Matrices(NamedTuple):
 
 
 def suits_token_experts(x: torch.Tensor, per_token: int, gate_up: Weight, down: Weight) -> bool:
-    """Whether the kernels take these tensors, and so few tokens with `per_token` experts each."""
+    """Whether the kernels support these tensors, and the number of tokens in x with `per_token` experts each."""
     if not x.is_cuda or x.dtype.itemsize != 2 or not can_run(x.device):
         return False
     if not 1 <= len(x) <= MOST_TOKENS or len(x) * per_token > MOST_CHOICES:
@@ -48,7 +48,7 @@ def suits_token_experts(x: torch.Tensor, per_token: int, gate_up: Weight, down: 
 
 
 def _suits(weight: Weight, dtype: torch.dtype) -> bool:
-    """Whether rows have whole steps, and 16 bytes can be copied at a time; of 4-bit weights also 8 adjacent scales."""
+    """Whether rows are whole steps and can be copied 16 bytes at a time; of 4-bit weights, also 8 scales at a time."""
     rows, columns = weight.shape[-2:]
     if isinstance(weight, torch.Tensor):
         return weight.dtype == dtype and columns % CUDA_COLUMNS == 0 and _aligned(weight)
@@ -66,7 +66,7 @@ def _aligned(*tensors: torch.Tensor) -> bool:
 
 
 def _matrices(weight: Weight, rows: int) -> _Matrices:
-    """For so many rows of x."""
+    """The matrices, for a kernel that reads `rows` rows of x."""
     if isinstance(weight, BlockScaled):
         values, scales = weight.values, weight.scales
         sizes = weight.row_group, scales.stride(-2), 0 if weight.by_row else 1
@@ -95,7 +95,9 @@ def launch_token_experts(
     first: int,
     shared: Callable[[], torch.Tensor] | None,
 ) -> None:
-    """Fill `out` [tokens, hidden]; for tensors that `suits_token_experts` accepts. `shared` returns one like it."""
+    """Fill `out` [tokens, hidden]; for tensors that `suits_token_experts` accepts. `shared` returns a tensor of the
+    same shape, which is added.
+    """
     gated = x.new_empty(experts.numel(), down.shape[-1])
     numbers = experts.data_ptr()
     _launch("expert_gates", x, gate_up, (numbers, gated.data_ptr()), experts, gated.shape[1], first, bias=0)

@@ -1,5 +1,5 @@
-"""Triton kernels of experts.py: one copies the rows of tokens into the order of experts, several per program; the other
-adds the weighted results of a token's experts.
+"""Triton kernels of experts.py. One copies the rows of tokens into the order of experts, several rows per program. The
+other adds the weighted results of a token's experts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -110,8 +110,9 @@ def launch_weighted_sum(
     place: torch.Tensor | None = None,
     shared: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out` [T, hidden] from `results` [T * k, hidden], of which only rows of this rank's experts are read. They
-    are in the order of numbers or, with `place`, where that says. `shared` [T, hidden] is added to the rounded sum.
+    """Fill `out` [T, hidden] from `results` [T * k, hidden]; only the rows of this rank's experts are read. The result
+    of number i (routing.py) is in row i or, with `place`, in row place[i]. `shared` [T, hidden] is added to the rounded
+    sum.
     """
     tokens, size = out.shape
     if tokens == 0:

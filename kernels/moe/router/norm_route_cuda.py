@@ -9,10 +9,10 @@ from .selection import SelectionRule
 
 _MOST_TOKENS, _MOST_EXPERTS = 4, 1024
 _MOST_HIDDEN = 8192
-"""A thread has its part of all tokens in registers."""
+"""A thread keeps its part of all tokens in registers, which limits the hidden size."""
 _CLUSTER, _WARPS = 8, 8
 _STEP = 64
-"""Columns of a row are a multiple of it."""
+"""The hidden size is a multiple of this."""
 _PAD = 16
 """Bytes after a row in shared memory."""
 
@@ -70,7 +70,7 @@ def launch_norm_route(
     weights: torch.Tensor,
     experts: torch.Tensor,
 ) -> None:
-    """Fill the last four, for tensors that `suits_norm_route` accepts."""
+    """Fill `total`, `normed`, `weights` and `experts`, for tensors that `suits_norm_route` accepts."""
     constants = (
         ("CLUSTER", _CLUSTER),
         ("WARPS", _WARPS),

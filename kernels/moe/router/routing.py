@@ -1,12 +1,12 @@
 """Sorts tokens by expert and divides each expert's tokens into tiles, which a grouped product computes one by one.
 
-    number    =  token * k + choice                    of every pair of a token and one of its k experts
+    number    =  token * k + choice                    for every pair of a token and one of its k experts
     order     =  the numbers of this rank's experts, by expert, then ascending
-    place     =  where each number is in `order`
+    place     =  the index of each number in `order`
     tiles     =  ranges of at most `rows` of `order` within one expert
 
-Shapes: experts [T, k] int64. Nothing waits for the device: the number of tiles is the largest possible one, and unused
-tiles have the expert -1.
+Shapes: experts [T, k] int64. The host does not wait for the device: tensors have room for the largest possible number
+of tiles, and unused tiles have the expert -1.
 """
 
 import torch
@@ -18,7 +18,7 @@ from .selection import SelectionRule, check_logits, empty_selection, select_expe
 
 
 def most_tiles(numbers: int, experts: int, rows: int) -> int:
-    """Tiles of `rows` that suffice for any distribution of `numbers` among experts."""
+    """The most tiles of `rows` rows that any distribution of `numbers` among the experts needs."""
     busy = min(numbers, experts)
     return busy + (numbers - busy) // rows
 
@@ -61,8 +61,8 @@ def route_tokens(experts: torch.Tensor, first: int, count: int, rows: int, *, im
 def select_and_route(
     logits: torch.Tensor, bias: torch.Tensor | None, rule: SelectionRule, first: int, count: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, RowTiles]:
-    """The weights and experts of each token, as `select_experts` returns them, and the tiles of `route_tokens`: of few
-    tokens on a GPU in one kernel.
+    """The weights and experts of each token, as `select_experts` returns them, and the tiles of `route_tokens`. On a
+    GPU, one kernel computes both for few tokens.
     """
     check_logits(logits, bias)
     if not suits_select_route(logits, rule):
@@ -76,7 +76,7 @@ def select_and_route(
 
 def _empty_tiles(experts: torch.Tensor, count: int, rows: int) -> RowTiles:
     numbers, tiles = experts.numel(), most_tiles(experts.numel(), count, rows)
-    # not parts of one allocation: Triton compiles kernels again for pointers that are aligned differently
+    # separate allocations: for pointers of a different alignment, Triton would compile its kernels again
     sizes = numbers, numbers, count, tiles, tiles, 3
     order, place, ends, expert, first, counts = (
         torch.empty(size, dtype=torch.int32, device=experts.device) for size in sizes

@@ -1,5 +1,5 @@
-"""Triton kernels of routing.py. A program has a chunk of the numbers; with several chunks, a first kernel counts how
-many numbers of each expert a chunk has, so that the second one can place them without waiting for other programs.
+"""Triton kernels of routing.py. A program sorts a chunk of the numbers. With several chunks, a first kernel counts the
+numbers of each expert in each chunk, so that the second kernel can place them without waiting for other programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,7 +15,7 @@ _CHUNK = 256
 
 @triton.jit
 def _local_experts(experts_ptr, number, numbers, first, count):
-    """Experts of numbers, counted from the first one of this rank; `count` for all others."""
+    """The experts of some numbers, counted from this rank's first expert; `count` for experts of other ranks."""
     expert = tl.load(experts_ptr + number, mask=number < numbers, other=-1).to(tl.int32) - first
     return tl.where((number < numbers) & (expert >= 0) & (expert < count), expert, count)
 
@@ -82,13 +82,13 @@ def _place(
             before += tl.sum(tl.where(other < chunk, counted, 0), 0)
     sizes = tl.where(bins < count, sizes, 0)
     ends = tl.cumsum(sizes, 0)
-    # where this chunk's part of each expert begins; through memory, since a program cannot index its registers
+    # where this chunk's part of each expert begins; stored to memory, because a program cannot index its registers
     starts_ptr += chunk * BINS
     tl.store(starts_ptr + bins, ends - sizes + before)
     tl.debug_barrier()
     start = tl.load(starts_ptr + expert, mask=expert < count, other=0)
     rank = tl.zeros([CHUNK], tl.int32)
-    # equal experts before each number of the chunk; unrolled, so that the loads do not wait for one another
+    # counts equal experts before each number of the chunk; unrolled, so that the loads do not wait for one another
     for begin in tl.static_range(0, CHUNK, 32):
         at = begin + tl.arange(0, 32)
         other = _local_experts(experts_ptr, chunk * CHUNK + at, numbers, first, count)

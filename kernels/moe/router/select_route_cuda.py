@@ -10,7 +10,7 @@ from .selection import SelectionRule
 MOST_TOKENS = 64
 _LEAST_THREADS, _MOST_EXPERTS = 256, 1024
 _CLUSTER = 8
-"""Blocks on Hopper: a multiprocessor would need more time for all tokens."""
+"""Thread blocks on Hopper: a single multiprocessor would take longer for all tokens."""
 
 
 def suits_select_route(logits: torch.Tensor, rule: SelectionRule) -> bool:

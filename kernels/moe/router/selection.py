@@ -1,8 +1,8 @@
 """Selects the experts of each token from the router's logits.
 
     s          =  sigmoid(logits) or, without a bias, softmax(logits)                             float32
-    selection  =  the best experts by s + bias, within the groups whose two best have the largest sum
-    weights    =  s of the selected, divided by their sum if `normalised`, times `scale`
+    selection  =  the best experts by s + bias, within the groups whose two best experts have the largest sum
+    weights    =  s of the selected experts, divided by their sum if `normalised`, times `scale`
 
 Shapes: logits [T, E] in any float type, contiguous; bias [E] float32 or None; results [T, k]: weights in float32,
 experts in int64, in no particular order. Groups are equal parts of the experts. In torch this takes a dozen launches,

@@ -1,4 +1,4 @@
-"""Triton kernel of selection.py: a program has one token, and finds one maximum after the other."""
+"""Triton kernel of selection.py: a program selects for one token, one maximum after another."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import torch

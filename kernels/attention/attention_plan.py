@@ -29,13 +29,13 @@ TILE_QUERIES = 128
 """Queries of one sequence in a tile."""
 
 LEAST_PART_BLOCKS = 8
-"""Blocks of keys of a part: fewer would not be worth the combination."""
+"""The fewest blocks of keys of a part: with fewer, combining the results would cost more than the division saves."""
 
 COPY_TOKENS = 128
 """Sequences that are copied out of their pages start at multiples of this, zero-padded."""
 
 FEW_KEYS = 8192
-"""Up to this many keys of every sequence, few sequences are attended by one kernel (rope_attention.py)."""
+"""If every sequence has at most this many keys, one kernel computes few sequences (rope_attention.py)."""
 
 PIECES_PER_SM = 4
 """Enough to hide latency and to balance the last wave; more only adds partial results."""
@@ -43,8 +43,8 @@ PIECES_PER_SM = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of queries, all int32. Where few queries see many keys, the keys of a tile are divided among several
-    entries, its parts, whose results are combined.
+    """Tiles of queries, all int32. If few queries see many keys, the keys of a tile are divided among several entries,
+    its parts, whose results are combined (split-K).
     """
 
     tiles: torch.Tensor  # [5, M]: sequence, first query, first block of keys, end of its blocks, part (-1: alone)
@@ -113,13 +113,13 @@ def has_few_keys(kv_len: int, window: int | None) -> bool:
 
 
 def num_parts(num_heads: int, device: torch.device) -> int:
-    """Maximum number of parts of all tiles: as many as the GPU runs at once, for `num_heads` query heads each."""
+    """Maximum number of parts of all tiles: as many as the GPU runs at the same time with `num_heads` query heads."""
     return multiprocessors(device) // num_heads if device.type == "cuda" else 4
 
 
 def cut_copies(query_lens: IntArray, kv_lens: IntArray, window: int | None = None) -> tuple[IntArray, IntArray]:
-    """Copies [2, k] and copy_starts [B] of sequences of these lengths; one without queries is not copied, nor are
-    blocks before the window of the first query. `copy_starts` does not depend on the window.
+    """Copies [2, k] and copy_starts [B] of sequences of these lengths. Sequences without queries are not copied, and
+    neither are blocks before the window of the first query. `copy_starts` does not depend on the window.
     """
     padded = _padded(query_lens, kv_lens)
     copies = _blocks(padded, COPY_TOKENS)

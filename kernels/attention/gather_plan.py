@@ -165,8 +165,8 @@ def make_gather_plan(
 
 
 def _before_window(first_position: int, page_size: int, window: int | None) -> tuple[int, int]:
-    """What the query at `first_position`, and all after it, do not see: the number of whole pages, and the keys of the
-    next page.
+    """The keys before the window of the query at `first_position`: the number of whole pages, and of keys in the next
+    page. Later queries do not see them either.
     """
     return divmod(0 if window is None else max(0, first_position - window + 1), page_size)
 

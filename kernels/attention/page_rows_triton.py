@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: reads rows of a sequence from its pages, adds sinks to a running softmax."""
+"""Common parts of the attention kernels: read rows of a sequence from its pages, add sinks to an online softmax."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def add_sinks(acc, top, total, sink_ptrs, mask):
-    """The end of a running softmax over scores in base 2, with one more score per row and no value."""
+    """Finish an online softmax over scores in base 2 with the sink of each row: one more score, without a value."""
     sink = tl.load(sink_ptrs, mask=mask, other=0.0) * 1.4426950408889634  # log2(e)
     new_top = tl.maximum(top, sink)
     shrink = tl.exp2(top - new_top)

@@ -5,8 +5,9 @@ query at row r of sequence i is at position p = kv_lens[i] - query_lens[i] + r a
 
     out[i, r, h] = sum_{j <= p} softmax_j(scale * query[i, r, h] . key[i, j, g]) value[i, j, g],   g = h // (Hq / Hkv)
 
-With a sliding window W it sees only (p - W, p], and pages that hold only earlier keys are not read. With `sinks`, [Hq]
-float32, softmax_j has one more term in its denominator, exp(sinks[h]): a key with this score and the value 0.
+With a sliding window W, the query sees only the keys (p - W, p], and pages that hold only earlier keys are not read.
+With `sinks`, [Hq] float32, softmax_j has one more term in its denominator, exp(sinks[h]), like a key with this score
+and the value 0.
 
 Shapes: query [tokens, Hq, D], the sequences' rows one after another; key_pages, value_pages [pages, Hkv, page_size, D],
 any strides (a layer of a page-major pool), token j of a sequence is in its page j // page_size at j % page_size;
@@ -45,7 +46,7 @@ def plan_attention(
     impl: Impl = "auto",
 ) -> AttentionPlan:
     """Plan a batch for `impl`, for layers with this sliding `window`. `pages[i]` may be longer than kv_lens[i] needs.
-    `num_heads` are the query heads; the default is as many as KV heads. It only matters for speed.
+    `num_heads` is the number of query heads, by default that of KV heads; it affects only the speed.
     """
     used = used_pages(query_lens, kv_lens, pages, page_size)
     if impl != "numba" and use_triton(impl, device):
@@ -179,8 +180,8 @@ def _attend_prefill(
 def _with_sink(
     key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [B, H, n, D] with a zero row at the end, and a mask of scores to add in which that row has the
-    score of `sinks`, of the mask's dimensions.
+    """Keys and values [B, H, n, D] with a zero row appended, and a mask that is added to the scores: it gives the
+    appended row the score of `sinks`.
     """
     key, value = (torch.nn.functional.pad(rows, (0, 0, 0, 1)) for rows in (key, value))
     seen = torch.ones(1, 1, 1, key.shape[2] - 1, dtype=torch.bool, device=key.device) if mask is None else mask
@@ -266,7 +267,7 @@ def check_attention(
     plan: AttentionPlan,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Refuse tensors that do not fit each other and the plan."""
+    """Raise ValueError if the tensors do not fit each other or the plan."""
     _, kv_heads, page_size, head_dim = key_pages.shape
     if value_pages.shape != key_pages.shape or page_size != plan.page_size or kv_heads != plan.num_kv_heads:
         raise ValueError(

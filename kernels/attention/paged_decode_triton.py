@@ -1,8 +1,8 @@
 """Triton kernels of paged_attention.py for sequences with one query.
 
 A program processes one piece of one sequence's keys for one KV head. Its query heads are the rows of the matrix
-products, so keys and values are read once for all of them. A sequence of one piece is complete then; with several, each
-stores its partial result and log-sum, which `_decode_combine` combines.
+products, so keys and values are read once for all of them. If a sequence has several pieces (split-K), each program
+stores a partial result and its log-sum, and `_decode_combine` combines them.
 
 Lower bound: the keys and values in use, read once: 2 * sum(kv_lens) * Hkv * D elements.
 """
@@ -19,7 +19,7 @@ from .attention_plan import PIECE_TOKENS, WorkPlan
 from .page_rows_triton import add_sinks, load_page_rows
 
 _COMBINED_ELEMENTS = 8192
-"""Of partial results that are combined at a time: as many as registers hold."""
+"""Elements of partial results that are combined at a time: as many as registers hold."""
 
 
 @triton.jit(do_not_specialize=["pieces_stride"])
@@ -62,7 +62,7 @@ def _decode_pieces(
     sequence = tl.load(piece)
     number = tl.load(piece + 3 * pieces_stride)
     if start >= end:
-        if OVERLAP and tl.program_id(1) == 0:  # all programs are here: the kernel must not end before the previous one
+        if OVERLAP and tl.program_id(1) == 0:  # the kernel must not end before the previous one, even if it is empty
             wait_for_previous()
         return
     alone = tl.load(piece_starts_ptr + sequence + 1) - tl.load(piece_starts_ptr + sequence) == 1

@@ -1,8 +1,8 @@
 """Launcher of csrc/attention/prefill_attention.cu: attention of tiles of queries, for heads of 128 16-bit elements on
 Hopper.
 
-Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies them out of their pages. A block has the
-layout that matrix products read from shared memory, so one bulk copy without a tensor map brings it there.
+Keys and values are in blocks of 128 tokens, as paged_prefill_triton.py copies them out of their pages. A block already
+has the swizzled layout that warpgroup products read from shared memory, so one bulk copy without a tensor map loads it.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations. The kernel does 628 TFLOP/s for a prompt of
 8,192 tokens (H200; Triton's 482).

@@ -1,11 +1,11 @@
 """Kernels of paged_attention.py for sequences with several queries.
 
 Keys and values are first copied out of their pages into one contiguous tensor per head, in the dtype of the queries.
-This takes a few percent of the time, and lets the tensor memory accelerator (TMA) feed the matrix units, which is 30%
-faster (H200). Then the CUDA kernel of paged_prefill_cuda.py attends, where it supports the geometry, or the Triton
-kernel of this file. A program of the latter processes a tile of queries (half a tile if rows are wide) and one query
-head: first the keys at the start of the window, if there is one, then the keys that all its queries see, then the
-diagonal. The CUDA kernel has no windows and no sinks.
+This takes a few percent of the time, and allows attention to load keys and values with the tensor memory accelerator
+(TMA), which is 30% faster (H200). Then the CUDA kernel of paged_prefill_cuda.py computes attention if it supports the
+geometry; it supports neither windows nor sinks. Otherwise the Triton kernel of this file does. Its program processes a
+tile of queries (half a tile if rows are wide) and one query head: first the keys at the start of the window, if there
+is one, then the keys that all its queries see, then the diagonal.
 
 Lower bound: 4 * D * Hq * (pairs of a query and a visible key) operations.
 """
@@ -179,7 +179,7 @@ def _prefill_tiles(
     base = (head // GROUP) * copied_tokens + tl.load(copy_starts_ptr + sequence)
 
     number = first_query + tl.arange(0, ROWS)
-    # rows past the end compute what the last query does, and are not stored
+    # rows after the last query repeat it, and are not stored
     position = kv_len - query_len + tl.minimum(number, query_len - 1)
     column = tl.arange(0, BLOCK_D)
     inside = (number < query_len)[:, None] & (column < D)[None, :]

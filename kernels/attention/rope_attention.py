@@ -3,8 +3,8 @@
     query  =  rope_kv_write(qkv)        writes the keys and values of the batch into pages
     out    =  paged_attention(query)
 
-On a Hopper GPU, one CUDA kernel computes both for few sequences that have one query and at most `FEW_KEYS` keys. Three
-kernels take about 10 us, most of which each waits for the one before.
+On a Hopper GPU, one CUDA kernel computes both for few sequences that have one query and at most `FEW_KEYS` keys.
+Otherwise there are three kernels, which take about 10 us; most of that time, each waits for the previous one.
 
 Lower bound: that of paged_attention.py.
 """
@@ -37,9 +37,9 @@ def rope_attention(
     last_only: bool = False,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Attention of a batch [tokens, heads, D]; the arguments are those of `rope_kv_write` and `paged_attention`. The
-    places in `page_ids` and `offsets` are those of each sequence's last tokens in the pages of `plan`. What a call
-    writes for one sequence, no other may read in the same call.
+    """Attention of a batch [tokens, heads, D]; the arguments are those of `rope_kv_write` and `paged_attention`.
+    `page_ids` and `offsets` must be the places of each sequence's last tokens in the pages of `plan`. No sequence may
+    read keys or values that the same call writes for another one.
     """
     if not isinstance(plan, WorkPlan) or not _in_one_kernel(plan, key_pages, qkv, cos, signed_sin, q_norm, k_norm):
         query = rope_kv_write(

@@ -1,4 +1,4 @@
-"""Launcher of csrc/attention/rope_decode.cu: the attention of few sequences that have one query and not many keys."""
+"""Launcher of csrc/attention/rope_decode.cu: decode attention of few sequences with few keys."""
 
 import torch
 
@@ -7,17 +7,17 @@ from ..backends.occupancy import is_hopper_or_later, multiprocessors
 from .attention_plan import WorkPlan
 
 _CLUSTER, _WARPS, _KEYS, _HEADS = 8, 8, 16, 8
-"""Of the kernel: blocks of a cluster; warps with keys, and their keys at a time; most heads of a group."""
+"""Constants of the kernel: thread blocks of a cluster; key warps; keys of a warp in a round; most heads of a group."""
 _ALL_WARPS = _WARPS + 3
-"""With those that norm and rotate heads."""
+"""Key warps, and warps that normalise and rotate heads."""
 _PAD = 32
-"""Elements after a query in shared memory."""
+"""Padding elements after a query in shared memory."""
 
 
 def most_sequences(group: int, key_pages: torch.Tensor, dtype: torch.dtype) -> int:
-    """The sequences over such pages that the kernel attends at a time, with `group` query heads of `dtype` per KV head;
-    0 if it cannot. They have at most half of the GPU: with all of it, the other kernels were as fast or faster (H200, 2
-    sequences of Qwen3-8B and 4 of Qwen3-30B-A3B).
+    """The most sequences in such pages for which the kernel is used, with `group` query heads of `dtype` per KV head; 0
+    if it does not support them. They occupy at most half of the GPU: with more sequences, the separate kernels were at
+    least as fast (H200, 2 sequences of Qwen3-8B and 4 of Qwen3-30B-A3B).
     """
     device, (_, kv_heads, _, head_dim) = key_pages.device, key_pages.shape
     if not is_hopper_or_later(device) or dtype.itemsize != 2 or key_pages.dtype != dtype:
@@ -96,5 +96,5 @@ def _shared_bytes(head_dim: int, group: int) -> int:
     queries = _HEADS * 2 * (head_dim + _PAD)
     newest = 2 * 2 * head_dim
     softmaxes = (2 * _WARPS + 1) * _HEADS * 4
-    received = group * head_dim // 4 * (16 + 8)  # from each block, the results of this one
+    received = group * head_dim // 4 * (16 + 8)  # from each block of the cluster, the results that this one stores
     return values + queries + newest + softmaxes + received

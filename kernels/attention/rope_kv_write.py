@@ -1,4 +1,4 @@
-"""Converts the fused projection to attention inputs: norms and rotates q and k per head, writes k and v into pages.
+"""Converts the fused projection to attention inputs: normalises and rotates q and k, writes k and v into pages.
 
     q, k, v    =  the Hq, Hkv and Hkv heads of qkv[t]
     q, k       =  rms_norm(q, q_norm), rms_norm(k, k_norm)     where the model has these norms
@@ -101,7 +101,7 @@ def check_rope(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
 ) -> tuple[int, int]:
-    """The tokens and the query heads of arguments that fit each other."""
+    """The numbers of tokens and of query heads; raises ValueError if the arguments do not fit each other."""
     tokens, (_, kv_heads, _, head_dim) = qkv.shape[0], key_pages.shape
     q_heads = qkv.shape[-1] // head_dim - 2 * kv_heads
     if qkv.shape != (tokens, (q_heads + 2 * kv_heads) * head_dim) or q_heads < 1 or not qkv.is_contiguous():
@@ -127,7 +127,7 @@ def check_rope(
 def check_strides(
     cos: torch.Tensor, signed_sin: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
 ) -> None:
-    """Whether kernels can address these tensors."""
+    """Raise ValueError if kernels cannot address these tensors."""
     if cos.stride() != signed_sin.stride() or cos.stride(1) != 1:
         raise ValueError(f"cos has strides {cos.stride()}, signed_sin {signed_sin.stride()}: rows must be contiguous")
     if key_pages.stride() != value_pages.stride() or key_pages.stride(-1) != 1:

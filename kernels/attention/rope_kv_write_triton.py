@@ -50,7 +50,7 @@ def _rope_kv_write(
     if OVERLAP:
         start_next()
     token = tl.program_id(0).to(tl.int64)
-    # written before the first kernel of the step that overlaps another one, so read before the previous kernel ends
+    # complete before the first overlapping kernel of the step, so it can be read before the previous kernel ends
     slot = tl.load(page_ids_ptr + token).to(tl.int64) * page_stride + tl.load(offsets_ptr + token) * token_stride
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK_HALF)[None, :]

@@ -10,12 +10,12 @@ from .nvrtc import load_kernel
 from .occupancy import multiprocessors, shared_memory
 
 ROW_TILE, OUTPUT_TILE = 8, 16
-"""Rows of x and of the weights that one product has."""
+"""Rows of x and of the weights in one mma instruction."""
 MOST_ROWS = 32
-"""Rows of x of a block. Of more rows, each tile reads the weights again, mostly from the L2 cache."""
+"""Rows of x that a thread block computes at a time. With more rows, the weights are read again, mostly from L2."""
 
 LEAST_STAGES = 2
-"""Of a ring: one is filled while another is read."""
+"""Stages of a ring: one is filled while another is read."""
 
 
 @functools.cache
@@ -26,11 +26,11 @@ def can_run(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel divides its work; None: chosen by the launcher."""
+    """How a kernel divides its work; the launcher chooses what is None."""
 
-    outputs: int | None = None  # rows of the weights of a tile
+    outputs: int | None = None  # weight rows of a tile
     stages: int | None = None  # of a ring
-    warps: int | None = None  # that divide the columns of a tile
+    warps: int | None = None  # warps that divide the columns of a tile
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Format:
     """
 
     name: str  # of the kernel and of its source
-    step_bytes: int  # of a step of OUTPUT_TILE weight rows in shared memory
+    step_bytes: int  # shared memory for one step of OUTPUT_TILE weight rows
     x_rows: int = ROW_TILE  # rows of x of a product
     x_bytes: int = 0  # of x in shared memory
     warps: tuple[int, int, int] = (16, 16, 16)  # for few tiles, some, and many
@@ -60,7 +60,7 @@ def launch_few_rows(
     gated: bool,
     tiles: Tiles | None = None,
 ) -> None:
-    """Fill `out` [rows, outputs] from weights at these addresses, whose rows have so many `steps`."""
+    """Fill `out` [rows, outputs] from the weights at these addresses; a weight row has `steps` steps."""
     if len(x) == 0:
         return
     tiles = tiles or Tiles()
@@ -152,8 +152,8 @@ def _fit(
     processors: int,
     limit: int,
 ) -> tuple[int, int, int]:
-    """Warps, stages and bytes of shared memory of a block for `count` tiles. `limit` bytes exist. More than half of the
-    warps have a step of each tile.
+    """Warps, stages and bytes of shared memory of a thread block for `count` tiles, within `limit` bytes. More than
+    half of the warps get a step of each tile.
     """
     size = 0 if count <= processors else 1 if count < 4 * processors else 2  # few tiles, some, or many
     warps = tiles.warps or form.warps[size]

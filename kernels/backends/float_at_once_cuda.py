@@ -1,4 +1,4 @@
-"""Launcher of csrc/linear/float_at_once.cu: float32 linear layers whose weights fit the shared memory of the GPU."""
+"""Launcher of csrc/linear/float_at_once.cu: float32 linear layers whose weights fit in the shared memory of a GPU."""
 
 import torch
 
@@ -8,7 +8,7 @@ from .nvrtc import load_kernel
 from .occupancy import multiprocessors
 
 _CLUSTER, _ELEMENT_BYTES = 8, 4
-"""Blocks that divide the columns, and bytes of a weight."""
+"""Thread blocks that divide the columns, and bytes of a weight."""
 
 
 def _division(weight: torch.Tensor) -> Division:
@@ -16,7 +16,7 @@ def _division(weight: torch.Tensor) -> Division:
 
 
 def suits_float_at_once(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel supports these rows and float32 weights, and all its blocks run at once."""
+    """Whether the kernel supports these rows and float32 weights, and all its thread blocks run at the same time."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
     columns = weight.shape[1]

@@ -1,4 +1,4 @@
-"""Launcher of csrc/linear/fp8_at_once.cu: fp8 linear layers whose weights fit the shared memory of the GPU."""
+"""Launcher of csrc/linear/fp8_at_once.cu: fp8 linear layers whose weights fit in the shared memory of a GPU."""
 
 import functools
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from .occupancy import multiprocessors
 MOST_ROWS = 32
 """Rows of x that the kernel supports."""
 _ROW_TILE, UNIT = 8, 16
-"""Rows of x and of the weights that one product has."""
+"""Rows of x and of the weights in one mma instruction."""
 COLUMNS, MOST_BLOCKS = 128, 16
-"""Columns that a warp multiplies at a time, and how many such groups a block has at most."""
+"""Columns that a warp multiplies at a time, and the most such groups of a thread block."""
 _MOST_UNITS, _MOST_PRODUCTS = 6, 16
-"""Units of a block, and units times tiles of rows. More sums do not fit the registers of a thread."""
+"""The most units of a thread block, and the most units times row tiles: the registers of a thread hold no more sums."""
 _SMALL_BYTES, _FEW_COLUMNS = 8 << 20, 2048
-"""With up to 8 rows, layers of fewer bytes and fewer columns are faster with few_rows_cuda.py, or as fast."""
+"""With up to 8 rows, few_rows_cuda.py is at least as fast for layers with fewer bytes and fewer columns."""
 _LEAST_COLUMNS = 512
 WARPS, _PAD = 8, 64
 GPC = 16
-"""Multiprocessors of a GPC, at least: the blocks of a cluster run in one."""
+"""The fewest multiprocessors of a GPC; the thread blocks of a cluster run in one GPC."""
 
 
 class Division(NamedTuple):
-    """How blocks divide a layer."""
+    """How thread blocks divide a layer."""
 
-    units: int  # groups of 16 weight rows of a block
-    cluster: int  # blocks that divide the columns
-    tiles: int  # clusters
+    units: int  # groups of 16 weight rows in a tile
+    cluster: int  # blocks that divide the columns of a tile
+    tiles: int  # one cluster each
 
     def shared_bytes(self, columns: int, row_tiles: int, element_bytes: int = 1) -> int:
         own = ceil_div(columns // COLUMNS, self.cluster) * COLUMNS * element_bytes
@@ -40,7 +40,7 @@ class Division(NamedTuple):
 
 @functools.cache
 def divide(weight_rows: int, columns: int, sms: int) -> Division | None:
-    """A division in which all blocks run at once, one per multiprocessor; None if there is none."""
+    """A division in which all thread blocks run at the same time, one per multiprocessor; None if there is none."""
     blocks = columns // COLUMNS
     for cluster in (1, 2, 4):
         most = sms if cluster == 1 else sms // GPC * (GPC // cluster)
@@ -68,7 +68,7 @@ def suits_at_once(x: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def row_tiles_of(x: torch.Tensor) -> int:
-    """Tiles of 8 rows that have all of x, a power of two."""
+    """The number of tiles of 8 rows that hold all of x, rounded up to a power of two."""
     tiles = 1
     while tiles * _ROW_TILE < len(x):
         tiles *= 2

@@ -9,20 +9,20 @@ from .nvrtc import load_kernel
 from .occupancy import is_hopper_or_later, multiprocessors, shared_memory
 
 _UNIT_ROWS, _MOST_ROWS = 8, 4
-"""Weight rows that a block multiplies at a time, with at most so many rows of x."""
+"""Weight rows that a thread block multiplies at a time, and the most rows of x."""
 _STEP, _LEAST_COLUMNS, _MOST_COLUMNS = 64, 256, 512
-"""Columns of a chunk are a multiple of the first. Shorter copies would not keep the memory busy."""
+"""A chunk has a multiple of `_STEP` columns, within these bounds. Shorter copies would not keep the memory busy."""
 _MOST_X_BYTES = 16 << 10
-"""Of x, which every block has in shared memory; with more, too few weights are on their way at a time."""
+"""Bytes of x, which every block holds in shared memory. With more, the rings would hold too few weights in flight."""
 _WARPS = 8
-"""Of a multiprocessor."""
+"""Warps on a multiprocessor."""
 _PAD = 16
 """Bytes after a row in shared memory."""
 _RESERVED = 1 << 10
-"""Bytes of shared memory that every block needs besides its own."""
+"""Bytes of shared memory that the GPU reserves for every thread block."""
 _ALIGNMENT = 128
 _LEAST_SHARED_BYTES = 200 << 10
-"""Of a multiprocessor: Hopper's and those of later data-centre GPUs have more, the others not half of it."""
+"""Required on a multiprocessor: those of Hopper and later data-centre GPUs have more, all others less than half."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,22 @@ def launch_gemv(
 
 
 def divide(units: int, rows: int, columns: int, *, processors: int, limit: int) -> Division:
-    """For so many units, and x of so many rows and columns. A block has at most `limit` bytes of shared memory."""
+    """The division for `units` units and x of `rows` rows and `columns` columns. The thread blocks on a multiprocessor
+    share `limit` bytes of shared memory.
+    """
     chunk = _chunk_columns(columns)
     assert chunk is not None, "as suits_gemv found"
     chunks = columns // chunk
     warps = min(chunks, _WARPS)
-    at_a_time = _WARPS // warps  # blocks of a multiprocessor
-    turns = ceil_div(chunks, warps)  # of a warp in a unit
+    at_a_time = _WARPS // warps  # thread blocks on a multiprocessor
+    turns = ceil_div(chunks, warps)  # chunks of a warp in a unit
     x_bytes = rows * chunks * 2 * (chunk + _PAD)
     sum_bytes = 2 * warps * 32 * 4
     slot_bytes = warps * (_UNIT_ROWS * (2 * chunk + _PAD) + 8)  # with barriers
     available = limit // at_a_time - (at_a_time > 1) * _RESERVED
     most_slots = (available - x_bytes - sum_bytes - _ALIGNMENT) // slot_bytes
     per_block = ceil_div(units, at_a_time * processors)
-    if 1 < per_block <= most_slots // turns:  # all weights are copied at once: leave room for other kernels
+    if 1 < per_block <= most_slots // turns:  # rings can hold all weights: use fewer blocks
         per_block = most_slots // turns
     slots = min(most_slots, per_block * turns)
     own_bytes = ceil_div(slots * slot_bytes + sum_bytes, _ALIGNMENT) * _ALIGNMENT
@@ -99,7 +101,7 @@ def divide(units: int, rows: int, columns: int, *, processors: int, limit: int) 
 
 
 def _chunk_columns(columns: int) -> int | None:
-    """Columns of a chunk of rows of so many; None if they cannot be divided into chunks that are long enough."""
+    """Columns of a chunk of rows of `columns` columns; None if these cannot be divided into long enough chunks."""
     for chunk in range(_MOST_COLUMNS, _LEAST_COLUMNS - 1, -_STEP):
         if columns % chunk == 0:
             return chunk

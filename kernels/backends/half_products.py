@@ -1,8 +1,8 @@
 """Products of 16-bit matrices on CPUs.
 
-Where a processor has no instructions for the type, torch takes much longer than in float32: 80 to 270 times as long
-for 8 to 512 rows of bfloat16 on Neoverse-N1. There values are expanded to float32 and the results rounded once, as
-everywhere else.
+If a processor has no instructions for the type, torch takes much longer than in float32: 80 to 270 times as long for 8
+to 512 rows of bfloat16 on Neoverse-N1. On such processors, values are expanded to float32, and results are rounded
+once, as everywhere else.
 """
 
 import time
@@ -54,15 +54,15 @@ def computes_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def choose_products(dtype: torch.dtype, minimum: Callable[[int], int] = lambda fast: fast) -> None:
-    """Measure what `computes_in` returns. `minimum` is that over all ranks of a server: they round alike only if they
-    multiply alike, and each of them selects the experts of a token by products of its own.
+    """Measure once what `computes_in` will return. `minimum` returns the minimum over all ranks of a server: every rank
+    selects the experts of a token from its own products, so all ranks must round in the same way.
     """
     fast = dtype.itemsize != 2 or minimum(int(_is_fast(dtype)))
     _CHOICES[dtype] = dtype if fast else torch.float32
 
 
 def _is_fast(dtype: torch.dtype) -> bool:
-    """Measured on one thread: on a busy machine, two mostly wait for each other, in float32 as in 16 bits."""
+    """Measured on one thread: on a busy machine, several threads mostly wait for each other, for both dtypes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -51,9 +51,9 @@ class CudaKernel:
     ) -> None:
         """Enqueue on torch's current stream of the kernel's device. Arguments are not checked.
 
-        `overlap_previous` lets it start before the previous kernel has ended: only for a kernel that waits
-        (`griddepcontrol.wait`) before it touches memory that other kernels of a step write or read. It may read before
-        that what was complete when the previous kernel let it start, as csrc/linear/token_experts.cu does.
+        `overlap_previous` lets the kernel start before the previous one has ended. It is only for kernels that wait
+        (`griddepcontrol.wait`) before they touch memory that other kernels of a step write or read. Before the wait, a
+        kernel may read what was complete when the previous kernel let it start; csrc/linear/token_experts.cu does this.
         """
         config = self._core.LaunchConfig(
             grid=blocks,
@@ -78,8 +78,8 @@ def load_kernel(
 ) -> CudaKernel:
     """Kernel `name` of `kernels/csrc/<source>`, with `constants` as macros and up to `shared_bytes` of dynamic memory.
 
-    `device` has an index. `only_here` allows instructions that later architectures may lack
-    (sm_90a: wgmma). Raises RuntimeError where cuda-core is missing, or with the compiler's log.
+    `device` has an index. `only_here` allows instructions that later architectures may lack (sm_90a: wgmma). Raises
+    RuntimeError if cuda-core is missing or, with the compiler's log, if compilation fails.
     """
     core, driver = cuda_packages()
     major, minor = torch.cuda.get_device_capability(device)
@@ -123,7 +123,7 @@ def float_bits(number: float) -> int:
 
 
 def log2_scale_bits(scale: float) -> int:
-    """What attention kernels multiply scores with before exp2, as an argument."""
+    """The factor of scores before exp2, scale * log2(e), as an argument of attention kernels."""
     return float_bits(scale / math.log(2))
 
 

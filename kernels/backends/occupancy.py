@@ -1,4 +1,4 @@
-"""What a GPU can run at a time, and counters for programs that divide a sum."""
+"""Properties of a GPU that decide what runs at the same time, and counters for programs that divide a sum."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ _COUNTERS = 4096
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; on a CPU, a number for tests in Triton's interpreter."""
+    """The multiprocessors of a GPU; on a CPU, a number for tests in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 

@@ -1,8 +1,8 @@
 """Programmatic dependent launch (sm_90 and later): a kernel's programs start while the previous kernel still runs.
 
 A kernel that is launched with `overlap_options` must call `wait_for_previous` before it reads what earlier kernels
-write or writes what they read. It ends after all of them, so waiting for it waits for them too. `start_next` lets the
-next kernel start once every program of this one has called it.
+write or writes what they read. So it ends after all earlier kernels, and a kernel that waits for it waits for them,
+too. `start_next` lets the next kernel start once every program of this one has called it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,5 +1,5 @@
-"""Programs that divide the columns of a product: each stores its part of the sums, and the last one to finish adds all
-parts, always in the same order.
+"""Split-K: several programs divide the columns of a product. Each stores its part of the sums, and the last program to
+finish adds all parts in a fixed order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,12 +23,12 @@ def store_part(acc, sums_ptr, counters_ptr, block, part, parts, HEIGHT: tl.const
 @triton.jit
 def add_parts(sums_ptr, block, parts, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """The sum of all parts of a block, after `store_part` has returned true."""
-    at_once: tl.constexpr = max(1, min(8, 8192 // (HEIGHT * WIDTH)))  # as far as registers have room for them
+    at_once: tl.constexpr = max(1, min(8, 8192 // (HEIGHT * WIDTH)))  # as many as fit in registers
     total = tl.zeros([HEIGHT, WIDTH], tl.float32)
     for first in range(0, parts, at_once):
         for part in tl.static_range(at_once):  # unrolled, so that the loads do not wait for one another
             place = _elements(sums_ptr, block * parts + first + part, HEIGHT, WIDTH)
-            # not from the L1 cache: other multiprocessors have written them
+            # bypasses the L1 cache: other multiprocessors have written the parts
             total += tl.load(place, mask=first + part < parts, other=0.0, cache_modifier=".cg")
     return total
 

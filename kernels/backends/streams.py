@@ -1,5 +1,5 @@
-"""Every thread that uses a GPU enqueues its work on a stream of its own, never on the legacy default stream. It has a
-side stream for small kernels that can run concurrently with those of its own.
+"""Every thread that uses a GPU enqueues its work on its own stream, never on the legacy default stream. It also has a
+side stream, for small kernels that can run concurrently with those on its stream.
 
 Mooncake's CUDA IPC transport waits, before every write, for all work on the legacy default stream. A rank that computed
 on it would send the KV of one step only after the steps queued behind it. Streams made by torch do not synchronise with
@@ -44,8 +44,8 @@ def start_beside(device: torch.device, compute: Callable[[], _Result]) -> Callab
     """Enqueue the kernels of `compute` on the side stream: after all work of this thread so far, concurrent with what
     it enqueues next. Returns a function that orders later work after them, and returns the result.
 
-    It is for kernels that leave most of the GPU idle. Several computations run one after another. What they read must
-    be kept until their results are requested. A CUDA graph can capture them. On a CPU they are computed at once.
+    It is for kernels that leave most of the GPU idle. Several computations run one after another. The caller must keep
+    their inputs until it requests the results. A CUDA graph can capture them. On a CPU they are computed immediately.
     """
     if device.type != "cuda":
         result = compute()
@@ -72,7 +72,7 @@ def start_beside(device: torch.device, compute: Callable[[], _Result]) -> Callab
 
 def beside_if_few(x: torch.Tensor, compute: Callable[[], _Result]) -> Callable[[], _Result]:
     """`start_beside` if x has so few rows that their kernels leave most of the GPU idle. Otherwise the result is
-    computed when it is requested, so that copies which are started before that run meanwhile. Request it once.
+    computed when it is requested, so that it overlaps copies that were started before. Request it once.
     """
     return start_beside(x.device, compute) if len(x) <= _FEW_ROWS else compute
 

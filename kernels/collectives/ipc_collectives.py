@@ -32,7 +32,8 @@ THREADS = 512
 HALF_BYTES = 8 << 20
 """The most that one launch sums or gathers; larger tensors take several."""
 ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 512 << 10}
-"""Up to this size, reading the tensors of all ranks takes less time than meeting them twice; by number of ranks."""
+"""Up to this size, by number of ranks, one shot is faster: reading all tensors takes less time than a second barrier.
+"""
 ONE_SHOT_BYTES_OF_MANY = 256 << 10
 _ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _VECTOR_BYTES = 16
@@ -146,7 +147,8 @@ class IpcCollectives:
             tensor.copy_(aligned)
 
     def _copy(self, share: torch.Tensor, out: torch.Tensor | None, sources: range) -> None:
-        """Give `share` [rows, width], up to HALF_BYTES; get those of `sources` if `out` is given. Both are aligned.
+        """Write `share` [rows, width], up to HALF_BYTES, and read those of `sources` if `out` is given. Both are
+        aligned.
 
         The unit depends on the width alone: all ranks must divide the work among blocks in the same way.
         """
@@ -176,7 +178,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy if its address is not that of a vector: slices of larger tensors may be anywhere."""
+    """The tensor, or a copy if its address is not aligned to vectors: slices of larger tensors may be anywhere."""
     return tensor.clone() if tensor.data_ptr() % _VECTOR_BYTES else tensor
 
 

@@ -69,8 +69,8 @@ class IpcMemory:
         return driver
 
     def _allocate(self, size_bytes: int) -> int:
-        """With the driver itself: torch's allocator gives parts of larger allocations, or memory without a handle. In
-        whole blocks of the driver, because a handle is that of a block.
+        """Allocate with the driver: torch's allocator returns parts of larger allocations, or memory without a handle.
+        The size is in whole blocks of the driver, because a handle always covers whole blocks.
         """
         size_bytes = round_up(size_bytes, _BLOCK_BYTES)
         address = self._call("cuMemAlloc", size_bytes)
@@ -96,5 +96,5 @@ class IpcMemory:
 
 
 def _machine() -> bytes:
-    """The same in all processes under one kernel, also in containers."""
+    """An id that is the same in all processes under one operating system kernel, also in containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

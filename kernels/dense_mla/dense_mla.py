@@ -9,8 +9,9 @@ one after another; pages [P, S, D], any strides with contiguous rows (a layer of
 value_dim] in query's dtype. The plan (tile_plan.py) says which queries, pages and keys there are. Scores, softmax and
 sums are float32; the fast kernels round weights to query's dtype before they multiply them with values.
 
-On a GPU there are two kernels. The CUDA one is for rows of 512 + 64 elements in 16 bits on Hopper (dense_mla_cuda.py)
-and takes half the time of the Triton one, which takes every geometry. `auto` uses it where it can.
+On a GPU there are two kernels. The CUDA kernel supports rows of 512 + 64 elements in 16 bits on Hopper
+(dense_mla_cuda.py), and takes half the time of the Triton kernel, which supports every geometry. `auto` uses the CUDA
+kernel if it supports the tensors.
 
 Lower bound: every row read once, or 2 * H * (D + value_dim) operations for each query and key, whichever takes longer:
 in a decode step with H = 128 the two are about equal on an H200.

@@ -1,9 +1,9 @@
 """Triton kernels of dense_mla.py.
 
-A program has a piece of a tile's keys and up to 64 of its rows: a row is a head of a query. The rows of the products
-share the keys, so a cache row is read once for all of them, and those of 128 heads, in two programs, find it in the L2
-cache. A row's first `value_dim` elements are loaded once and used twice, as key and as value. A tile of several pieces
-stores partial results and log-sums, which `_combine` combines.
+A program processes one piece of a tile's keys and up to 64 rows of the tile, where a row is one head of one query. All
+rows share the keys, so a cache row is read once for all of them; with 128 heads, the second program reads it from the
+L2 cache. A cache row's first `value_dim` elements are loaded once and used twice, as key and as value. If a tile has
+several pieces (split-K), the programs store partial results and log-sums, and `_combine` combines them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -83,7 +83,7 @@ def _attend(
     key = start + tl.arange(0, BLOCK)
     next_page = tl.load(page_ids_ptr + key // PAGE, mask=key < end, other=0)
     for first in range(start, end, BLOCK):
-        # one iteration ahead, outside the chain of loads that Triton pipelines: that would need another buffer
+        # loaded one iteration ahead, outside Triton's pipelined loads, which would need another buffer for it
         key = first + tl.arange(0, BLOCK)
         place = pages_ptr + next_page.to(tl.int64) * page_stride + (key % PAGE).to(tl.int64) * slot_stride
         next_page = tl.load(page_ids_ptr + (key + BLOCK) // PAGE, mask=key + BLOCK < end, other=0)
@@ -94,7 +94,7 @@ def _attend(
             rest = tl.load(place[:, None] + rest_column[None, :], mask=exists[:, None] & in_rest[None, :], other=0.0)
             score += tl.dot(query_rest, tl.trans(rest), input_precision=PRECISION) * scale_log2
         score = tl.where(key[None, :] < limit[:, None], score, -float("inf"))
-        # Always true; sparse_mla_triton.py says why.
+        # Always true; see the same condition in sparse_mla_triton.py.
         if first < end:
             new_top = tl.maximum(top, tl.max(score, 1))
             shrink = tl.exp2(top - new_top)

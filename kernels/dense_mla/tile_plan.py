@@ -1,8 +1,8 @@
 """The work of dense latent attention in one step, as device arrays: planned once, used by every layer.
 
-A tile is a few consecutive queries of one sequence with all heads. Where few tiles see many keys, the keys of a tile
-are cut into pieces, whose results are combined. All lengths are in device memory, and only the sizes of these arrays
-determine a launch: a captured CUDA graph computes what the arrays hold when it is replayed.
+A tile is a few consecutive queries of one sequence with all heads. If few tiles see many keys, the keys of a tile are
+cut into pieces, whose results are combined (split-K). All lengths are in device memory, and only the sizes of these
+arrays determine a launch: a captured CUDA graph computes what the arrays hold when it is replayed.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ TILE_ROWS = 64
 BLOCK_KEYS = 64
 """Keys that a program processes at a time; pieces start at multiples of it."""
 LEAST_PIECE_KEYS = 128
-"""A piece has at least this many keys: fewer would not be worth the combination."""
+"""The fewest keys of a piece: with fewer, combining the results would cost more than the division saves."""
 MOST_ROUNDS = 4
-"""The most pieces of a step: one for every tile, and this many for each tile that the GPU processes at once."""
+"""A step has at most one piece for every tile, plus this many pieces for each tile that the GPU processes at once."""
 PIECE_COST_KEYS = 192
-"""What a program costs beside its keys (its queries, its partial result), in keys."""
+"""The fixed cost of a program (its queries, its partial result), in keys."""
 REFERENCE_TILE_TOKENS = 512
 """Queries of a tile on the CPU, where a tile is one product of torch."""
 PIECE_FIELDS, SPLIT_FIELDS = 7, 4
@@ -38,7 +38,7 @@ PIECE_FIELDS, SPLIT_FIELDS = 7, 4
 class TilePlan:
     """A ragged batch; arrays are int32, on the device.
 
-    A piece without tokens is unused. A piece without keys gives zeros: it is that of padded rows.
+    A piece without tokens is unused. A piece without keys belongs to padded rows, and its result is zeros.
     """
 
     tokens: int
@@ -117,8 +117,8 @@ def cut_tiles(
 
 
 def _piece_length(keys: IntArray, at_once: int) -> int:
-    """Keys of a piece, of one round of programs or more: whichever should end first. Few pieces have few partial
-    results, many divide the work evenly.
+    """The keys of a piece with the lowest estimated cost, among divisions into one or more rounds of programs. With few
+    pieces there are few partial results; with many pieces the work is divided evenly.
     """
     longest, total = int(keys.max(initial=0)), int(keys.sum())
     best, least_cost = max(longest, 1), np.inf

@@ -4,15 +4,15 @@
     others, few rows of x     Numba: multiplied as they are read or, for several rows, unpacked into the cache
     others, many rows of x    some rows of the weights at a time are unpacked for torch's product
 
-All are x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
-Weights are not rounded. For interleaved blocks, x is: each 32 elements to 16-bit integers with a common scale
-(`round_x`), an error of at most 1.6e-5 of the largest of them. Otherwise results differ from those of expanded weights
-by the order of sums only.
-`gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
+All compute x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
+Weights are not rounded. For interleaved blocks, x is rounded: each 32 elements become 16-bit integers with a common
+scale (`round_x`), with an error of at most 1.6e-5 of the largest of them. For other blocks, results differ from those
+of expanded weights only by the order of additions. With `gated`, swiglu is applied: `weight` has the rows of gate, then
+those of up, and the result is [rows, out / 2].
 
-Lower bound for a row: the packed weights read once, a seventh of float32 for Q4_0. The arithmetic takes 13 vector
-instructions for 32 weights of Q4_1 in AVX-512, of which two can start per cycle; for interleaved blocks, 3.5, and 8 in
-NEON.
+Lower bound for one row: the packed weights read once, a seventh of float32 for Q4_0. In AVX-512, the arithmetic takes
+13 vector instructions for 32 weights of Q4_1, of which two can start per cycle; for interleaved blocks it takes 3.5,
+and 8 in NEON.
 """
 
 from collections.abc import Callable
@@ -65,8 +65,8 @@ def gguf_linear(
 def gguf_gated_linear(
     x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
 ) -> torch.Tensor | None:
-    """swiglu(gguf_linear(x)) in one kernel; None if there is none: for many rows and blocks that are not interleaved,
-    and for gate and up of two types.
+    """swiglu(gguf_linear(x)) in one kernel. Returns None if no kernel can: for many rows with blocks that are not
+    interleaved, and if gate and up have different types.
     """
     rows = x.shape[0]
     if (

@@ -1,5 +1,5 @@
-"""Blocks of 16 rows side by side, for processors with AVX or NEON: a register then has the same columns of 16 rows
-(NEON: four), their products need no sum across lanes, and their scales are converted at once.
+"""Interleaves the blocks of 16 rows, for processors with AVX or NEON. A register then holds the same columns of 16 rows
+(NEON: four), so products need no sum across lanes, and one instruction converts the scales of all rows.
 
 Weights keep their bits and take the same memory. A tile has 32 columns of a group of 16 rows:
 
@@ -21,15 +21,15 @@ TILE_COLUMNS = 32
 HALVES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}
 """Float16 values at the beginning of a block of the types that can be interleaved; the integers follow."""
 SMALLEST = 1e-34
-"""Of 32 elements of x: if all are smaller, they count as 0."""
+"""If 32 elements of x are all smaller, they count as 0."""
 LARGEST = 127 * 256 + 127 if NEON else 32767
-"""Of the integers that x is rounded to. With NEON they consist of two signed bytes."""
+"""The largest integer that x is rounded to. With NEON an integer consists of two signed bytes."""
 _CHUNK_GROUPS = 64
 """Groups that are rearranged at a time, to limit temporary memory."""
 
 
 def interleaves(type_name: str, rows: int) -> bool:
-    """Whether so many rows of a type are to be stored interleaved on this machine."""
+    """Whether `rows` rows of a type are stored interleaved on this machine."""
     fits = type_name in HALVES and rows > 0 and rows % GROUP_ROWS == 0
     return fits and has_interleaved_kernels() and numba_computes()
 

@@ -1,8 +1,8 @@
 """One matrix product per head: out[t, h] = x[t, h] @ weight[h].
 
 Shapes: x [T, H, K] and out [T, H, N] with contiguous last dimensions; weight [H, K, N], of which the second or the last
-is contiguous. Sums are float32. On a GPU, few tokens have a Triton kernel, which loads the weights while the kernel
-before it still runs.
+is contiguous. Sums are float32. On a GPU, a Triton kernel computes few tokens; it loads the weights while the previous
+kernel still runs.
 
 Lower bound: the weights read once.
 """
@@ -13,9 +13,9 @@ from ..backends.dispatch import Impl, use_triton
 from ..backends.half_products import computes_in
 
 MOST_TOKENS = 64
-"""Of the Triton kernel."""
+"""The most tokens for the Triton kernel."""
 _MOST_COLUMN_BYTES = 1024
-"""Of a head of x, for the Triton kernel: a program has all columns at once."""
+"""The most bytes of a head of x for the Triton kernel: a program loads all columns at once."""
 
 
 def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, impl: Impl = "auto") -> None:

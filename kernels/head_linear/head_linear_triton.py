@@ -1,6 +1,6 @@
-"""Triton kernel of head_linear.py: a program has a head, some of its outputs and some tokens, and all columns.
+"""Triton kernel of head_linear.py: a program computes some outputs of a head for some tokens, over all columns.
 
-It loads its weights before its input is ready: no earlier kernel writes them.
+It loads its weights before its input is ready, because no earlier kernel writes them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -1,9 +1,9 @@
 """Launches csrc/hisparse/swap_in.cu and copy_misses.cu. Blocks and threads depend on geometry and device, not counts.
 
-PCIe is saturated with about 300 KB in flight, 264 rows of 1,152 bytes; half of that was 6 % slower, and no way of
-loading was faster than one row per warp (H200, PCIe 5). One row per warp on half of the multiprocessors is enough, and
-leaves room for the planning blocks, for which copying blocks wait. More blocks would only slow down other work:
-copy_misses runs beside the layers.
+About 300 KB in flight (264 rows of 1,152 bytes) saturate PCIe 5 of an H200. Half of that was 6 % slower, and no way of
+loading was faster than one row per warp. So one row per warp on half of the multiprocessors is enough. It leaves room
+for the planning blocks, for which the copying blocks wait. More blocks would only slow down other work, because
+copy_misses runs concurrently with the layers.
 """
 
 import torch

@@ -8,9 +8,9 @@ Values are 0 to 15. A byte has the values of two columns that are `group` apart:
 
     packed[i, b * group + j]  =  value[i, 2 * b * group + j]  +  16 * value[i, (2 * b + 1) * group + j]
 
-So the low halves of `group` adjacent bytes are one whole group and the high halves are the next one: a kernel takes
-both apart without moving values between threads, and scales sums instead of weights. An odd number of groups is padded
-with one whose scales are 0.
+So the low halves of `group` adjacent bytes are one whole group, and the high halves are the next group. A kernel
+unpacks both without moving values between threads, and scales sums instead of weights. An odd number of groups is
+padded with a group whose scales are 0.
 """
 
 import math
@@ -133,8 +133,8 @@ def supports_int4(device: torch.device) -> bool:
 
 
 def group_in_memory(group: int, columns: int, first_column: int = 0) -> int | None:
-    """Columns that share a scale in memory, for the columns of a rank in a checkpoint with groups of `group` columns;
-    None if its part begins or ends where no group in memory can: at a multiple of fewer than 32 columns.
+    """Columns of a group in memory, for a rank that has `columns` columns from `first_column` on of a checkpoint with
+    groups of `group` columns; None if its part does not begin and end at multiples of at least 32 columns.
     """
     found = math.gcd(group, columns, first_column, LARGEST_GROUP)
     return found if found >= SMALLEST_GROUP else None

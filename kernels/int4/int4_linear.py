@@ -1,14 +1,14 @@
 """Linear layers with 4-bit weights (group_format.py), computed in one of two ways:
 
-    cuda        x @ weight.T + bias          expands values in registers, scales the sums of a group; few 16-bit rows
+    cuda        x @ weight.T + bias          unpacks values in registers, scales the sums of a group; few 16-bit rows
     expand      x @ round(weight).T + bias   expands the weights to the dtype of x, some rows at a time, for cuBLAS
 
 Shapes: x [rows, in]; weight [out, in]; bias [out] or None; result [rows, out] in the dtype of x, rounded once.
-`gated` is swiglu of that: the rows of `weight` are those of gate, then those of up, and the result is [rows, out / 2].
+With `gated`, swiglu is applied: `weight` has the rows of gate, then those of up, and the result is [rows, out / 2].
 
-Lower bounds: with few rows, the packed weights read once: with groups of 128 columns 4.25 bits each, so for Qwen3-8B's
-layers 3.69 GB or 0.87 ms of an H200 (4.25 TB/s), where bfloat16 takes 3.27 ms. With many rows, 2 * rows * out * in
-operations at the bfloat16 rate; `expand` adds about 4.5 bytes of traffic per weight.
+Lower bounds: with few rows, the packed weights read once. With groups of 128 columns a weight has 4.25 bits, so the
+layers of Qwen3-8B have 3.69 GB, which take 0.87 ms on an H200 (4.25 TB/s); in bfloat16 they take 3.27 ms. With many
+rows, 2 * rows * out * in operations at the bfloat16 rate; `expand` adds about 4.5 bytes of traffic per weight.
 """
 
 from collections.abc import Iterator
@@ -26,19 +26,20 @@ from .int4_linear_cuda import launch_int4_linear_cuda, suits_cuda
 Method = Literal["cuda", "expand"]
 
 CUDA_ROWS = 96
-"""Up to this many rows, the CUDA kernel is used where it can run. The linear layers of a layer of Qwen3-8B take 244 us
-with it for 96 rows, expanded 261; for 112 rows 297 and 268 (H200).
+"""Up to this many rows, the CUDA kernel is used where it can run. With 96 rows, the linear layers of a decoder layer of
+Qwen3-8B take 244 us with it and 261 us with expanded weights; with 112 rows, 297 and 268 us (H200).
 """
 SCRATCH_BYTES = 64 << 20
 """Expanded weights in memory at a time, about as much as the L2 cache holds."""
 OUTPUT_STEP = 128
-"""Outputs that are computed at a time are multiples of this. In ranges of 2,730 and 1,366, whose rows are not aligned,
-`down` of Qwen3-8B took 3.4 ms for 8,192 rows; cuBLAS multiplies them with the whole matrix in 1.15 (H200).
+"""The number of outputs that are computed at a time is a multiple of this. With ranges of 2,730 and 1,366 outputs,
+whose rows are not aligned, `down` of Qwen3-8B took 3.4 ms for 8,192 rows; cuBLAS takes 1.15 ms for the whole matrix
+(H200).
 """
 
 
 def choose_method(x: torch.Tensor, weight: GroupScaled) -> Method:
-    """The only place that decides it."""
+    """The method for these tensors. Only this function chooses a method."""
     return "cuda" if len(x) <= CUDA_ROWS and suits_cuda(x, weight) else "expand"
 
 
@@ -90,7 +91,7 @@ def int4_gated_linear(
 
 
 def output_parts(outputs: int, output_bytes: int, scratch_bytes: int) -> Iterator[slice]:
-    """Ranges of about equal size of `outputs`, whose expanded weights take `output_bytes` each."""
+    """Ranges of about equal size of `outputs`; the expanded weights of one output take `output_bytes`."""
     most = max(OUTPUT_STEP, scratch_bytes // output_bytes // OUTPUT_STEP * OUTPUT_STEP)
     step = round_up(ceil_div(outputs, ceil_div(outputs, most)), OUTPUT_STEP)
     for first in range(0, outputs, step):

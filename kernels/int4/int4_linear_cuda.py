@@ -1,7 +1,7 @@
 """Launcher of csrc/int4/int4_linear.cu, for x of few rows in 16 bits.
 
-Where x is short, each block turns it into integers of 8 bits: their products take fewer instructions, which limit the
-kernel more than memory does.
+If x is small, each thread block converts it to 8-bit integers. Products of integers take fewer instructions, and
+instructions limit the kernel more than memory does.
 """
 
 import torch
@@ -10,9 +10,9 @@ from ..backends.few_rows_cuda import OUTPUT_TILE, Format, Tiles, launch_few_rows
 from .group_format import GroupScaled
 
 INTEGER_ROWS = 4
-"""Rows of x of a product of integers: each of them takes two of its 8 rows."""
+"""Rows of x in one mma instruction of integers: each of them takes two of its 8 rows."""
 MOST_INTEGER_BYTES = 32 << 10
-"""Of x as integers in shared memory; with more, too few weights are on their way at a time."""
+"""Bytes of x as integers in shared memory. With more, the rings would hold too few weights in flight."""
 
 
 def launch_int4_linear_cuda(
@@ -42,16 +42,16 @@ def launch_int4_linear_cuda(
 
 
 def integer_bytes(group: int, steps: int, rows: int) -> int | None:
-    """Shared memory for rows of x as integers, of so many pairs of groups (csrc/int4/byte_format.cuh); None if
-    they are too long.
+    """Shared memory for `rows` rows of x as integers, with `steps` pairs of groups each (csrc/int4/byte_format.cuh);
+    None if they are too long.
     """
-    rounded = 1 << (rows - 1).bit_length()  # so that few sizes of shared memory, and kernels, exist
+    rounded = 1 << (rows - 1).bit_length()  # limits the number of shared memory sizes, and so of compiled kernels
     found = rounded * (2 * (2 * steps * group + min(group, 64)) + 2 * steps * 8)
     return found if found <= MOST_INTEGER_BYTES else None
 
 
 def cuda_format(group: int, x_bytes: int | None) -> Format:
-    """The kernel for groups of so many columns, and for x as integers of so many bytes, or as it is."""
+    """The kernel for groups of `group` columns, and for x as integers that take `x_bytes`, or not converted if None."""
     step_bytes = OUTPUT_TILE * group + 8 * OUTPUT_TILE  # values; scales and zeros of two groups
     constants = (("GROUP", group),)
     if x_bytes is None:

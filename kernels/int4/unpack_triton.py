@@ -1,12 +1,12 @@
-"""Takes 4-bit values out of bytes, in Triton: integers, and E2M1 numbers of MXFP4."""
+"""Unpacks 4-bit values from bytes in Triton: integers, and E2M1 numbers of MXFP4."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
 
-# A byte below a constant high byte is a 16-bit float whose last bit is worth 1: 128 + value in bfloat16 (0x43),
-# 1024 + value in float16 (0x64). So `prmt`, which composes bytes, converts two values; an integer conversion takes
-# longer than reading the values from memory. Subtracting 128 + zero (or 1024 + zero) is exact.
+# With a constant high byte, a value in the low byte is a 16-bit float: 128 + value in bfloat16 (0x43), 1024 + value in
+# float16 (0x64). So one `prmt`, which composes bytes, converts two values; integer conversions would take longer than
+# reading the values from memory. Subtracting 128 + zero (or 1024 + zero) is exact.
 _ASM = """{{
     .reg .b32 low, high, one;
     mov.b32 one, {one};
@@ -65,7 +65,8 @@ _E2M1_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r")
 
 @triton.jit
 def unpack(packed, low_zeros, high_zeros):
-    """The values in the low and in the high halves of bytes [m, n], minus zeros [n] of each, in the dtype of these."""
+    """The values in the low and in the high halves of bytes [m, n], minus their zeros [n], in the dtype of the zeros.
+    """
     dtype: tl.constexpr = low_zeros.dtype
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -121,7 +122,7 @@ def unpack_e2m1(packed, dtype: tl.constexpr):
 
 @triton.jit
 def factors(scales, MXFP4: tl.constexpr):
-    """Scales in float32. Those of MXFP4 are the exponents of float32; 0 is zero instead of 2^-127."""
+    """Scales in float32. A scale of MXFP4 is the exponent of a float32; 0 becomes 0.0 instead of 2^-127."""
     if MXFP4:
         return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:  # noqa: RET505 - the other branch is not compiled
@@ -130,7 +131,7 @@ def factors(scales, MXFP4: tl.constexpr):
 
 @triton.jit
 def _e2m1(value):
-    """Numbers in float32, from their number of halves."""
+    """E2M1 numbers in float32, computed as a multiple of 0.5."""
     bits = value.to(tl.int32)
     mantissa, exponent = bits & 1, (bits >> 1) & 3
     halves = tl.where(exponent > 0, (2 + mantissa) << tl.maximum(exponent - 1, 0), mantissa)

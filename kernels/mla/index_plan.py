@@ -1,4 +1,4 @@
-"""Which tokens the queries of a batch see, and the selection of the best by score."""
+"""The tokens that the queries of a batch see, and the selection of the best tokens by score."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class IndexPlan:
     page_table: torch.Tensor  # [B, max_pages] page ids; any valid id beyond a sequence's end
     sequence: torch.Tensor  # [T] the row of page_table that each token reads
     visible: torch.Tensor  # [T] how many tokens it sees, itself included; 0 for a padded row
-    num_pages: int | None = None  # at most so many pages are in use by all sequences together; None if not known
+    num_pages: int | None = None  # maximum pages in use by all sequences together; None if not known
 
     @classmethod
     def build(

@@ -87,8 +87,8 @@ def index_topk(
     meanwhile: Callable[[], None] | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Select k positions for every token; see the module docstring. `meanwhile` is called when all scores are enqueued:
-    what it enqueues on another stream can run beside the selection, which leaves most of the GPU idle.
+    """Select k positions for every token; see the module docstring. `meanwhile` is called when all scores are enqueued.
+    What it enqueues on another stream can run concurrently with the selection, which leaves most of the GPU idle.
     """
     tokens, heads, dim = query.shape
     if tokens != plan.tokens or weights.shape != (tokens, heads) or weights.dtype != torch.float32:

@@ -1,17 +1,18 @@
 """The fast implementation of index_topk.py: scores by Triton into a buffer, then the k best of each row by CUDA.
 
-Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program has
-four adjacent ones and every n-th block of the keys that they see (`_index_scores`): a block is read once for all
-tokens of a sequence. Two programs fit on an SM: one multiplies while the other sums over heads. In a decode step,
-blocks are numbered across the batch, and every program has an equal share, of one token or a few adjacent ones
-(`_index_scores_of_few`): 50 instead of 57 us for 20 tokens that see 34,500 keys each, of which 42 are the time to read
-them (H200, bfloat16).
+Work is distributed over the GPU without the host knowing the lengths of sequences. With many tokens, a program
+processes four adjacent tokens and every n-th block of the keys that they see (`_index_scores`); it reads a block once
+for all its tokens of a sequence. Two programs fit on an SM: one multiplies while the other adds over heads. In a decode
+step, blocks are numbered across the batch, and every program gets an equal share of them, of one token or of a few
+adjacent tokens (`_index_scores_of_few`). For 20 tokens that see 34,500 keys each, this takes 50 us instead of 57;
+reading the keys alone takes 42 us (H200, bfloat16).
 
-Keys are the rows and heads the columns of the matrix products, so that the sum over heads stays within a few threads.
-The buffer, 4 bytes per key of 256 (of 132 in fp8), mostly stays in the L2 cache between the two kernels.
+Keys are the rows of the matrix products and heads the columns, so that the sum over heads stays within a few threads.
+The buffer has 4 bytes for each key of 256 bytes (132 bytes in fp8), and mostly stays in the L2 cache between the two
+kernels.
 
-Scales of fp8 keys are read one block ahead and the page ids that locate them two blocks ahead: products never wait for
-them. Those of fp8 queries are multiplied with the weights once per program.
+Scales of fp8 keys are read one block ahead, and the page ids that locate them two blocks ahead, so products never wait
+for them. Scales of fp8 queries are multiplied with the weights once per program.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -31,7 +32,9 @@ from .index_plan import IndexPlan, IndexScales, select_top_reference
 
 
 class ScoreShape(NamedTuple):
-    """A program of scores: its tokens, for which a block of keys is read once, the keys of a block, and how it runs."""
+    """The size of a program that computes scores: tokens that share a block of keys, keys of a block, and Triton's
+    warps and stages.
+    """
 
     tokens: int
     keys: int
@@ -40,11 +43,11 @@ class ScoreShape(NamedTuple):
 
 
 CHUNK_SHAPES = {1: ScoreShape(4, 64, 4, 5), 2: ScoreShape(4, 64, 4, 3), 4: ScoreShape(1, 128, 4, 2)}
-"""By bytes of an element. Five stages load two blocks ahead, three one block, because the page ids are loaded first.
-float32 products take many registers.
+"""By bytes of an element. Because page ids are loaded first, five stages load two blocks ahead, and three load one
+block ahead. float32 products take many registers.
 """
 _STAGES_OF_FEW = {1: 5, 2: 3, 4: 2}
-"""An fp8 block has half the bytes: more of them must be on their way."""
+"""An fp8 block has half the bytes, so more blocks must be in flight."""
 _KEYS_AT_ONCE = 128
 _PROGRAMS_PER_SM = 8  # two run at a time; more balance sequences of different lengths
 _FEW_TOKENS = 64

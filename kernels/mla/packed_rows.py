@@ -14,10 +14,10 @@ Shapes: rows [T, K] int32: page * page_size + slot, -1 for none; unpacked [T * K
 in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. sources [N] and count [1] int32; unpacked
 [N, page_size, R + P]. Other elements are left uninitialised.
 
-Attention over packed pages has two ways. If several queries share their rows, as in a chunk of a prompt, all pages of
-the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of each
-query, in memory or in registers: in csrc/mla/packed_mla.cu for the geometry of DeepSeek-V3.2 on Hopper, in Triton for
-others.
+There are two ways to attend to packed pages. If several queries share their rows, as in a chunk of a prompt, all pages
+of the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of
+each query, in memory or in registers: in csrc/mla/packed_mla.cu for the geometry of DeepSeek-V3.2 on Hopper, and in
+Triton for others.
 
 Lower bound: every packed row read once, every unpacked row written once.
 """
@@ -31,10 +31,10 @@ from .sparse_mla import SparseMlaImpl, check_rows, check_strides, sparse_mla
 from .sparse_mla_cuda import PACKED_HEADS, launch_packed_mla_cuda, unsuitable_packed
 
 _WORKSPACE_BYTES = 256 << 20
-"""Of unpacked rows."""
+"""The most memory for unpacked rows."""
 FUSED_HEADS = PACKED_HEADS
-"""With up to so many heads, sparse_mla_packed reads packed rows directly on a GPU: 23 us (Triton: 48) for 32 queries
-and 2,048 rows on an H200, instead of 28 to unpack the rows and 35 to attend to them.
+"""With up to this many heads, sparse_mla_packed reads packed rows directly on a GPU. For 32 queries and 2,048 rows on
+an H200, this takes 23 us (Triton: 48), instead of 28 us to unpack the rows and 35 us to attend to them.
 """
 
 
@@ -139,8 +139,8 @@ def sparse_mla_packed(
     impl: SparseMlaImpl = "auto",
     fused: bool | None = None,
 ) -> torch.Tensor:
-    """sparse_mla.py over packed pages. Unpacks rows into a workspace first, some tokens at a time, or, if `fused`, in
-    the registers of the kernel that attends to them; None if the number of heads decides.
+    """sparse_mla.py over packed pages. If `fused`, the attention kernel unpacks rows in registers. Otherwise rows are
+    first unpacked into a workspace, some tokens at a time. With None, the number of heads decides.
     """
     tokens, heads, dim = query.shape
     if impl == "cuda" or (use_triton(impl, query.device) and (heads <= FUSED_HEADS if fused is None else fused)):

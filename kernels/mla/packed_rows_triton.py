@@ -1,8 +1,9 @@
 """Triton kernels of packed_rows.py. `store_packed` is for kernels that write packed rows.
 
-To unpack rows, a program copies a few of them. To attend to packed rows, programs are as in sparse_mla_triton.py. While
-a block of rows is multiplied, the next one is loaded into registers, packed, and the row numbers of the one after that:
-Triton does not pipeline such loads by itself, because what they load is converted before it is multiplied.
+To unpack rows, a program copies a few of them. To attend to packed rows, programs divide the work as in
+sparse_mla_triton.py. While a program multiplies a block of rows, it loads the next block, still packed, into registers,
+and the row numbers of the block after that. Triton does not pipeline these loads by itself, because what they load is
+converted before it is multiplied.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,7 +18,7 @@ from .sparse_mla_triton import LOWEST, Tile, launch_attention
 
 _ROWS_PER_PROGRAM = 8
 _PROGRAMS_PER_SM = 8
-"""Of those that unpack pages."""
+"""Programs per SM that unpack pages."""
 FUSED_TILE = Tile(heads=16, rows=64, num_warps=8, num_stages=1)
 _FUSED_TILE_OF_FLOAT32 = Tile(heads=16, rows=16, num_warps=4, num_stages=1)
 
@@ -174,8 +175,8 @@ def launch_unpack_rows(
 def launch_unpack_pages(
     pages: torch.Tensor, sources: torch.Tensor, count: torch.Tensor, out: torch.Tensor, kv_rank: int
 ) -> None:
-    """Fill the first `count` pages of `out`. In a CUDA graph only the device knows how many those are, so that programs
-    take one part after the other.
+    """Fill the first `count` pages of `out`. In a CUDA graph only the device knows `count`, so each program loops over
+    parts of the pages.
     """
     rope_dim = out.shape[2] - kv_rank
     parts = out.shape[0] * triton.cdiv(out.shape[1], _ROWS_PER_PROGRAM)
@@ -236,7 +237,7 @@ def _attend_packed(
     everyone = start + tl.arange(0, BLOCK_SHARE)
     inside = (everyone < start + share) & (everyone < num_rows)
     chosen = tl.load(rows_ptr + everyone, mask=inside, other=-1)
-    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed behind the last row
+    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed after the last row
 
     value_column = tl.arange(0, BLOCK_V)
     rest_column = tl.arange(0, BLOCK_R)
@@ -251,7 +252,7 @@ def _attend_packed(
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     number = start + tl.arange(0, BLOCK)
-    # all loads ahead are masked: behind the last row there is nothing to read
+    # all loads ahead are masked: there is nothing to read after the last row
     row = tl.load(rows_ptr + number, mask=number < end, other=-1)
     place = _places(pages_ptr, row, page_stride, slot_stride, PAGE)
     fp8, scale, rest = _load_packed(place, row >= 0, VALUE, BLOCK_V, REST, BLOCK_R)

@@ -8,8 +8,8 @@ Shapes: query [T, H, D]; pages [P, S, D], any strides with contiguous rows (a la
 int32, -1 for none, at any position; out [T, H, value_dim] in query's dtype. A token without rows gets zeros. Scores,
 softmax and sums are float32; the fast kernels round weights to query's dtype before they multiply them with values.
 
-On a GPU there are two kernels. The CUDA one is for the geometry of DeepSeek-V3.2 on Hopper (sparse_mla_cuda.py); `auto`
-uses it, if possible, from 256 heads of all tokens on. The Triton one is for everything else.
+On a GPU there are two kernels. The CUDA kernel supports the geometry of DeepSeek-V3.2 on Hopper (sparse_mla_cuda.py);
+`auto` uses it, if possible, from 256 heads of all tokens together on. Otherwise it uses the Triton kernel.
 
 Lower bound: T * K * D elements read once, or 2 * T * K * H * (D + value_dim) operations, whichever takes longer: at
 H = 128 the two are about equal on an H200.

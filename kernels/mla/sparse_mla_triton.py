@@ -1,9 +1,9 @@
 """Triton kernels of sparse_mla.py.
 
-A program has a token, up to 64 of its heads, and a share of its rows. The heads are the rows of the matrix products, so
-a cache row is read once for all of them; the second half of 128 heads finds it in the L2 cache. A row's first
-`value_dim` elements are loaded once and used twice, as key and as value. With several shares, each stores a partial
-result and log-sum, which `_combine` combines.
+A program processes up to 64 heads of one token and a share of its selected rows. The heads are the rows of the matrix
+products, so a cache row is read once for all of them; with 128 heads, the second program reads it from the L2 cache. A
+row's first `value_dim` elements are loaded once and used twice, as key and as value. With several shares (split-K),
+each program stores a partial result and its log-sum, and `_combine` combines them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -66,7 +66,7 @@ def _attend(
     everyone = start + tl.arange(0, BLOCK_SHARE)
     inside = (everyone < start + share) & (everyone < num_rows)
     chosen = tl.load(rows_ptr + everyone, mask=inside, other=-1)
-    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed behind the last row
+    end = tl.max(tl.where(chosen >= 0, everyone + 1, start), 0)  # nothing is computed after the last row
 
     value_column = tl.arange(0, BLOCK_V)
     rest_column = VALUE + tl.arange(0, BLOCK_R)
@@ -93,7 +93,7 @@ def _attend(
     number = start + tl.arange(0, BLOCK)
     next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
     for first in range(start, end, BLOCK):
-        # one iteration ahead, outside the chain of loads that Triton pipelines: that would need another buffer
+        # loaded one iteration ahead, outside Triton's pipelined loads, which would need another buffer for it
         row = next_row
         number += BLOCK
         next_row = tl.load(rows_ptr + number, mask=number < end, other=-1)
@@ -106,8 +106,8 @@ def _attend(
             rest = tl.load(place[:, None] + rest_column[None, :], mask=exists[:, None] & in_rest[None, :], other=0.0)
             score += tl.dot(query_rest, tl.trans(rest), input_precision=PRECISION) * scale_log2
         score = tl.where(exists[None, :], score, -float("inf"))
-        # Always true. Without the condition, Triton would see that the scores are input of another product, and let
-        # every warpgroup compute all of them. For the same reason, scores are scaled before they are added.
+        # Always true. Without the condition, Triton would see that the scores are the input of another product, and
+        # make every warpgroup compute all of them. For the same reason, scores are scaled before they are added.
         if first < end:
             new_top = tl.maximum(top, tl.max(score, 1))
             shrink = tl.exp2(top - new_top)

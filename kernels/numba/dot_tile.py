@@ -2,9 +2,9 @@
 
     sums[i, j]  =  sum_k weight[i, k] * x[j, k]        for i < WEIGHT_ROWS, j < x_rows
 
-All sums stay in registers, and the next weights are prefetched into the cache meanwhile: otherwise memory is idle while
-the processor multiplies, and the reverse. Numba can express neither, and its code for plain loops takes up to twice as
-long.
+All sums stay in registers, and the next weights are prefetched into the cache at the same time. Otherwise memory is
+idle while the processor multiplies, and the processor is idle while it waits for memory. Numba can express neither, and
+its code for plain loops takes up to twice as long.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

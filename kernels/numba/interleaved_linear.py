@@ -13,7 +13,7 @@ from .swiglu import activate
 
 _FEW, _MANY = (2, 4) if AVX2 else (4, 8)
 _WEIGHT_ROWS = 4 if NEON else GROUP_ROWS
-"""Rows of weights that are multiplied at a time with several rows of x: as many as have their sums in registers."""
+"""Weight rows that are multiplied at a time with several rows of x: as many as their sums fit in registers."""
 _multiply_one = make_multiply(1, GROUP_ROWS)
 _multiply_few, _multiply_many = make_multiply(_FEW, _WEIGHT_ROWS), make_multiply(_MANY, _WEIGHT_ROWS)
 

@@ -254,7 +254,7 @@ def _add_products(builder: ir.IRBuilder, total: ir.Value, pairs: ir.Value, facto
 def _add_dot(builder: ir.IRBuilder, total: ir.Value, weights: ir.Value, factors: ir.Value, lane: int) -> ir.Value:
     """`total` plus, for each row, four products with the four bytes of a lane of `factors`."""
     kind = ir.FunctionType(_INT_SUMS, (_INT_SUMS, _BYTES, _BYTES))
-    # as assembly: LLVM aborts the process at its own function for it, if it does not know that this processor has it
+    # as assembly: LLVM's intrinsic aborts the process if LLVM does not know that this processor has the instruction
     code = f".arch_extension dotprod\nsdot $0.4s, $2.16b, $3.4b[{lane}]"
     return builder.asm(kind, code, "=w,0,w,w", (total, weights, factors), side_effect=False)
 

@@ -1,6 +1,6 @@
 """Numba kernel of ../layer_stack/layer_stack.py: one team of threads computes all layers, with barriers between steps.
 
-Every thread norms and packs all rows for itself: that takes less time than a barrier.
+Every thread normalises and packs all rows for itself, which takes less time than a barrier.
 """
 # mypy: allow-untyped-defs, allow-untyped-decorators
 

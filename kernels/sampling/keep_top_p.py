@@ -1,4 +1,4 @@
-"""Keeps the weights of the fewest tokens that hold a given mass, best first; sets the others to 0.
+"""Keeps the weights of the best tokens, as few as reach a given mass (top-p), and sets the others to 0.
 
     weights[r, t] = 0      unless sum of weights[r, u] over all u ranked before t < needed[r]
 

@@ -1,4 +1,6 @@
-// Fetch the rows of a plan for one more layer; see kernels/hisparse/swap_in.py. Constants: ROW_BYTES, PAGE_SIZE, TOP_K, THREADS.
+// Fetches the rows of a plan for one more layer; see kernels/hisparse/swap_in.py.
+//
+// Constants: ROW_BYTES, PAGE_SIZE, TOP_K, THREADS.
 
 #include "hisparse/copy_misses.cuh"
 

@@ -27,10 +27,11 @@ __device__ __forceinline__ unsigned inclusive_warp_scan(unsigned value) {
     return value;
 }
 
-// Copy the first count_of(t) misses of each batch row t, distributed over `blocks` blocks of which this is `block`. Warps
-// draw one miss after another, because some multiprocessors get rows from the host at twice the rate of others.
-// `count_of` is called once per batch row, by one warp; `ends` has room for `batch` integers. The two `counters` are zero
-// between calls. Returns true in the last block to finish, when no other block reads the counts any more.
+// Copies the first count_of(t) misses of each batch row t, distributed over `blocks` thread blocks; this is number
+// `block`. Warps take one miss after another from a counter, because some multiprocessors get rows from the host at
+// twice the rate of others. `count_of` is called once per batch row, by one warp; `ends` has room for `batch` integers.
+// The two `counters` are zero between calls. Returns true in the last block to finish, when no other block reads the
+// counts any more.
 template <typename CountOf>
 __device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const int* miss_sources, const int* miss_rows,
                                                      int batch, int block, int blocks, int* ends, int* counters,

@@ -1,13 +1,14 @@
 // Swap-in for sparse attention; kernels/hisparse/swap_in.py defines the result, and tests compare it with torch.
 //
-// The first `batch` blocks plan one batch row each. Hits are found through the inverse table, so a plan costs one pass
-// over TOP_K and one over the eviction order. The other blocks copy: they wait for the plans; `signals[t]` is the number
-// of misses (plus one) that batch row t leaves for them. So that PCIe is not idle meanwhile, every warp of a planning
-// block except the first fetches one of the first missing tokens before the plan is made (`fetch_early`); these are last
-// in the list of misses. Data that no other block waits for is written after the signal.
+// The first `batch` thread blocks plan one batch row each. Hits are found through the inverse table, so a plan costs
+// one pass over TOP_K and one over the eviction order. The other blocks copy. They wait for the plans: `signals[t]` is
+// the number of misses (plus one) that batch row t leaves for them. So that PCIe is not idle during that time, every
+// warp of a planning block except the first fetches one of the first missing tokens before the plan is made
+// (`fetch_early`); these come last in the list of misses. Data that no other block waits for is written after the
+// signal.
 //
-// Copying blocks always get their signals: they are fewer than the GPU's multiprocessors, so planning blocks can run, and
-// planning blocks wait for no other block. Signals are zero between calls.
+// Copying blocks always get their signals: there are fewer of them than multiprocessors, so planning blocks can run,
+// and planning blocks wait for no other block. Signals are zero between calls.
 //
 // Constants: TOP_K, HOT_ROWS, PAGE_SIZE, ROW_BYTES, THREADS, BUCKET_BITS (2^BUCKET_BITS >= 2 * TOP_K).
 

@@ -65,8 +65,7 @@ _E2M1_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r")
 
 @triton.jit
 def unpack(packed, low_zeros, high_zeros):
-    """The values in the low and in the high halves of bytes [m, n], minus their zeros [n], in the dtype of the zeros.
-    """
+    """The values in the low and in the high halves of bytes [m, n], minus their zeros [n], in the zeros' dtype."""
     dtype: tl.constexpr = low_zeros.dtype
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool copy_misses_of_batch(const Pools& pools, const i
         int before = 0;
         for (int first = 0; first < batch; first += 32) {
             const int sum = inclusive_warp_scan(first + lane < batch ? count_of(first + lane) : 0);
-            if (first + lane < batch) ends[first + lane] = before + sum;  // end of its misses, numbered across the batch
+            if (first + lane < batch) ends[first + lane] = before + sum;  // end of its misses, counted over the batch
             before += __shfl_sync(~0u, sum, 31);
         }
     }

@@ -28,7 +28,7 @@ static_assert(BUCKETS >= 2 * TOP_K && HOT_ROWS >= TOP_K && HOT_ROWS < 32768, "se
 
 // kernels/hisparse/slot_tables.py adds up the same fields: plan_shared_bytes.
 struct Shared {
-    int first_of[BUCKETS];  // hash table of missing tokens: index of the first in top-k; later its rank among the misses
+    int first_of[BUCKETS];  // hash table of missing tokens: first index in top-k; later the rank among the misses
     int tokens[TOP_K];
     unsigned warp_sums[32];
     int found_counts[32];  // missing tokens of each warp, duplicates included

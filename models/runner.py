@@ -100,8 +100,8 @@ def _decoder(
 
 
 def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
-    """Bytes of all slots. Those of layers cover their weights: without `slots()`, which divides each expert, tens of
-    thousands in a large model.
+    """Bytes of all slots. The slots of layers cover all their weights, so the weights are counted: `slots()` would make
+    tens of thousands of slots in a large model, several for each expert.
     """
     outer = sum(slot.nbytes for slot in parameters.outer_slots().values())
     return outer + sum(weight.nbytes for weight in _weights(parameters.layers))
@@ -122,10 +122,10 @@ def _weights(part: object) -> Iterator[Weight]:
 class ModelRunner:
     """Owns the weights. The caller owns the KV cache and passes the pages of each sequence per call.
 
-    All ranks of a server make the same calls in the same order, each with its own cache. Pipeline stages send hidden
-    states to the next one: all but the last return no result, and do not wait for the next. With data-parallel
-    attention, ranks of a stage run different slices in a step, and each call has the tokens of all of them, `ranks`. A
-    rank without slices calls `assist`.
+    All ranks of a server make the same calls in the same order, each with its own cache. Each pipeline stage sends
+    hidden states to the next one; all stages but the last return no result, and do not wait for the next stage. With
+    data-parallel attention, the ranks of a stage run different slices in a step, and each call gets the numbers of
+    tokens of all ranks, `ranks`. A rank without slices calls `assist`.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class ModelRunner:
         return _held_bytes(self._decoder.parameters)
 
     def most_unpacked_rows(self, tokens: int) -> int:
-        """Rows of the cache that a step of so many tokens unpacks at most, if they are packed, otherwise 0."""
+        """The most rows of the cache that a step of `tokens` tokens unpacks; 0 if rows are not packed."""
         packed = self._decoder.packed if isinstance(self._decoder, DsaDecoder) else None
         return 0 if packed is None else packed.most_shared_rows(tokens)
 
@@ -257,7 +257,8 @@ class ModelRunner:
         )
 
     def capture_graphs(self, cache: KvCache, *, max_batch: int, max_context: int) -> DecodeGraphs | None:
-        """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used then. Takes seconds.
+        """Run decode steps over `cache` as CUDA graphs from now on; no other cache may be used after that. Takes
+        seconds.
 
         The logits of such a step are overwritten by the next one. All ranks of a stage call it at the same time.
         Returns None, and does nothing, if graphs are not possible: with tensor parallelism over gloo, and for mixtures
@@ -294,7 +295,7 @@ class ModelRunner:
         return self.parallel.capturable and self._decoder.capturable
 
     def release_graphs(self) -> None:
-        """Drop the graphs and their memory, if any; their cache can be freed then."""
+        """Free the graphs and their memory, if any. After that, their cache can be freed."""
         self._graphs.clear()
 
     @torch.inference_mode()

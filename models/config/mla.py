@@ -1,6 +1,6 @@
 """Latent attention (MLA) of the DeepSeek-V3 family (V3, R1, Kimi-K2) and of the families of dsa.py. No torch.
 
-Supported is what transformers 5.17 computes; a configuration that would change the result is refused.
+Supports what transformers 5.17 computes. A configuration with other options that would change the result is refused.
 """
 
 from dataclasses import dataclass

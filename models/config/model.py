@@ -135,8 +135,8 @@ class ModelConfig:
 
     @property
     def page_window(self) -> int | None:
-        """The sliding window if all layers have it: pages, which all layers share, are freed behind it. None for a
-        window of a single token, which sees no earlier page.
+        """The sliding window if all layers have it: then pages before the window, which all layers share, are freed.
+        None for a window of a single token, which sees no earlier page.
         """
         return self.window if self.windowed and all(self.windowed) and self.window != 1 else None
 

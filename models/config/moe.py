@@ -29,7 +29,7 @@ class MoeConfig:
 
     @property
     def biased(self) -> bool:
-        """Whether a bias per expert is added to the scores that select; the weights do not have it."""
+        """Whether a bias per expert is added to the scores for the selection; weights are computed without it."""
         return self.scoring == "sigmoid"
 
     @property
@@ -114,7 +114,7 @@ def read_softmax_moe(path: Path, raw: Json, *, mixtral: bool) -> MoeConfig:
 
 
 def read_gpt_oss_moe(path: Path, raw: Json) -> MoeConfig:
-    """gpt-oss: the softmax over the selected experts weighs, which is that over all experts, normalised."""
+    """gpt-oss: weights are the softmax over the selected experts, which is the normalised softmax over all experts."""
     return replace(read_softmax_moe(path, raw, mixtral=True), biases=True, limit=number(path, raw, "swiglu_limit", 7.0))
 
 

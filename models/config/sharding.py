@@ -1,8 +1,9 @@
 """Which part of a model a rank holds. Integer arithmetic, no torch.
 
 Ranks of a server are numbered stage by stage: rank = stage * tp_size + tp_rank. Stages hold consecutive layers; within
-a stage, tensor-parallel ranks share heads, the feed-forward width and the vocabulary. With data-parallel attention, the
-ranks of a stage share only MLPs and experts: each has attention and the vocabulary whole, and requests of its own.
+a stage, tensor-parallel ranks divide heads, the feed-forward width and the vocabulary. With data-parallel attention,
+the ranks of a stage divide only MLPs and experts: each has all of attention and of the vocabulary, and its own
+requests.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ class Shard:
     tp_size: int = 1
     stage: int = 0
     stages: int = 1
-    whole_experts: bool = False  # it holds some experts whole, instead of a part of each one's width
+    whole_experts: bool = False  # it holds some whole experts, instead of a part of every expert's width
     dp_attention: bool = False  # it computes attention of its own requests, with all heads
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The forward pass of a decoder with full or windowed attention over a paged KV cache: one rank's share of it.
 
 The order of operations and of roundings is that of transformers 5.17, so that greedy tokens agree in every dtype: norms
-in float32 with the weight applied after the cast back, cos and sin rounded to the model's dtype. Several ranks sum
-parts that are rounded first; in float32 that changes the last digits only.
+are in float32 with the weight applied after the cast back, cos and sin are rounded to the model's dtype. With several
+ranks, each rounds its part before the parts are summed; in float32 this changes only the last digits.
 """
 
 import torch
@@ -87,7 +87,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the KV of all tokens into `cache`; returns the output of the stage's last layer, [T, hidden], for
         `logits` or for the next stage, which gets it as `hidden`. The first stage gets None. With `last_only`, returns
-        only the `last_rows` of the batch: the last layer then computes nothing but KV for the others.
+        only the `last_rows` of the batch; for the other rows, the last layer then computes only KV.
 
         `live_rows` (on the device, one integer) is the number of valid rows of a padded batch: the others write
         nothing, and their results are undefined.

@@ -83,9 +83,9 @@ class DsaDecoder(LatentDecoder):
     def make_hisparse_cache(
         self, num_pages: int, page_size: int, *, hot_pages: int, slots: int, hot_rows: int, max_context: int
     ) -> HiSparseCache:
-        """A cache with its latent rows in host memory. `hot_pages` hot pages, and as many more as overlap the keys
-        (memory/hisparse/shared_pool.py), serve up to `slots` requests of `max_context` tokens, `hot_rows` rows each.
-        Raises StartupError for incompatible sizes.
+        """A cache with its latent rows in host memory. Up to `slots` requests of `max_context` tokens have hot buffers
+        of `hot_rows` rows each, in `hot_pages` hot pages and in those that overlap the keys
+        (memory/hisparse/shared_pool.py). Raises StartupError for incompatible sizes.
         """
         shard = self.parameters.shard
         of_stages = [self._overlay(num_pages, replace(shard, stage=stage)) for stage in range(shard.stages)]
@@ -145,7 +145,7 @@ class DsaDecoder(LatentDecoder):
         return len(self._layers(plane, shard)) * (row_size * dtype.itemsize + scale_bytes)
 
     def _layers(self, plane: str, shard: Shard) -> range:
-        """A rank's part of a plane: layers of the model, or indexers."""
+        """The layers of a plane that a rank has: layers of the model, or indexers."""
         return self._dsa.stage_indexers(shard) if plane == "indexer" else self._dsa.stage_layers(shard)
 
     def _row(self, plane: str) -> tuple[int, torch.dtype]:

@@ -1,4 +1,4 @@
-"""What all decoders with latent attention (MLA) have in common: one rank's weights, rotations, MLPs and logits."""
+"""Base class of the decoders with latent attention (MLA): one rank's weights, rotations, MLPs and logits."""
 
 from collections.abc import Sequence
 

@@ -10,8 +10,9 @@ from .dense_parameters import DecoderParameters, LayerParameters
 
 
 def make_layer_stack(parameters: DecoderParameters, kv_dtype: torch.dtype, scale: float) -> LayerStack | None:
-    """The layers for decode steps on the CPU, if their weights are interleaved GGUF blocks; None if one of them is not,
-    and for architectures with windows, sinks, mixtures, GELU or norms of results. `scale` is that of attention scores.
+    """The layers for decode steps on the CPU, if all their weights are interleaved GGUF blocks. None if a weight is
+    not, and for architectures with windows, sinks, mixtures of experts, GELU or post-norms. `scale` is that of
+    attention scores.
     """
     config = parameters.config
     if config.window is not None or config.sinks or config.gelu or config.post_norms or kv_dtype != torch.float32:

@@ -1,11 +1,13 @@
 """The weights of one rank's MLPs and experts, and the checkpoint tensors that fill them.
 
 Tensor parallelism divides the width of MLPs and of every expert or, with expert parallelism, distributes whole experts.
-Every rank has the router whole. Matrices that a checkpoint stores in fp8 stay fp8 with their scales
-(kernels/linear/block_format.py), except those with a scale per block of which a rank's columns begin or end inside a
-block: they are expanded. 4-bit matrices stay in 4 bits (kernels/int4/group_format.py) if a rank's columns are groups of
-at least 32; of experts both, or neither. Matrices in GGUF blocks (kernels/gguf/blocks.py) stay so if a rank's columns
-are whole blocks.
+Every rank has the whole router.
+
+Matrices that a checkpoint stores in fp8 stay in fp8 with their scales (kernels/linear/block_format.py). With a scale
+per block, a matrix is expanded if a rank's columns begin or end inside a block. 4-bit matrices stay in 4 bits
+(kernels/int4/group_format.py) if a rank's columns are groups of at least 32 columns; of experts, both matrices stay in
+4 bits or neither does. Matrices in GGUF blocks (kernels/gguf/blocks.py) stay in blocks if a rank's columns are whole
+blocks.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -101,7 +103,7 @@ class WeightMemory:
         kept = [(rows, found) for rows, found in types if found and fits_blocks(found, columns, first_column)]
         if len(kept) < len(parts):
             return None
-        # a rank of several may have padding rows, where groups of interleaved rows would not begin with a tensor
+        # one of several ranks may have padding rows; then groups of interleaved rows would not begin with a tensor
         alone = self.shard.tp_size == 1
         return GgufBlocks.allocate(kept, columns, device=self.device, interleave=alone)
 
@@ -117,7 +119,7 @@ class WeightMemory:
         """Columns of a group of a matrix in 4 bits; None if it is not to be kept so or cannot be divided."""
         if self.config.int4 is None or not self.in_int4(names):
             return None
-        # a scale per row is that of any number of columns
+        # a scale per row is valid for any number of columns
         return group_in_memory(self.config.int4.group or BLOCK, columns, first_column)
 
     def mlp(self, layer: str) -> MlpParameters:

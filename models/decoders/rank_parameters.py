@@ -1,4 +1,4 @@
-"""The weights of one rank of a decoder: what all families have in common."""
+"""The weights of one rank of a decoder: base classes of all families."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -105,8 +105,8 @@ class RankParameters(ABC, Generic[LayerT]):
         return self.layers[0].input_norm.device
 
     def slots(self) -> dict[str, Slot]:
-        """Hugging Face tensor name to the slot that it fills. Together the slots cover every used element once; the
-        padding rows of the vocabulary are not used.
+        """Maps Hugging Face tensor names to the slots that they fill. Together the slots cover every used element once;
+        the padding rows of the vocabulary are not used.
         """
         slots = self.outer_slots()
         for index, layer in zip(self.layer_range, self.layers, strict=True):

@@ -12,7 +12,7 @@ from ...kernels.linear.block_format import BLOCK, BlockScaled, Weight
 
 @dataclass(frozen=True)
 class Slot:
-    """`target` is filled with the part of a checkpoint tensor of `shape` that begins at index `start`."""
+    """A `target` in memory, and the part that fills it of a checkpoint tensor of `shape`, from index `start` on."""
 
     target: torch.Tensor
     shape: tuple[int, ...]

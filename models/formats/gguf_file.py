@@ -42,7 +42,7 @@ class GgufTensor:
 
 
 def open_gguf(path: Path) -> "GgufFile":
-    """As `GgufFile`. While it starts, a process of a server needs the header several times, and parses it once."""
+    """A cached `GgufFile`: a process needs the header several times while it starts, and parses it only once."""
     try:
         found = path.stat()
     except OSError:

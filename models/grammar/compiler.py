@@ -96,8 +96,9 @@ class Vocabulary:
         return tokens
 
     def _tokenize(self, text: bytes) -> list[int]:
-        """By the tokenizer, or by greedy matching if the tokenizer changes the text: some put a space before it. So it
-        does if a part of the text looks like a special token, or like a token that the model does not have.
+        """The tokens from the tokenizer, or from greedy matching if the tokenizer changes the text. Some tokenizers put
+        a space before a text; a tokenizer also changes a text if a part of it looks like a special token, or like a
+        token that the model does not have.
         """
         tokens = self._encode(text.decode(errors="replace"))
         written = b"".join(self.tokens[token] for token in tokens if token < self.size and token not in self._special)

@@ -105,7 +105,7 @@ class GrammarMasks:
         return -(-self.compiler.vocabulary.size // 32)
 
     def compute(self, rows: Sequence[MaskRow], masks: Bitmask) -> None:
-        """Fill a mask per row. A row without one allows everything and has its `problem` set."""
+        """Fill a mask per row. If a mask cannot be computed, it allows everything, and the row's `problem` is set."""
         masks.fill(-1)
         running = [(row.state.matcher, at) for at, row in enumerate(rows) if not row.state.ended]
         if len(running) == 1:
@@ -120,7 +120,7 @@ class GrammarMasks:
 
 
 def _allow_ends(mask: npt.NDArray[np.int32], row: MaskRow) -> None:
-    """Allow end tokens exactly where the grammar may end. If nothing else can follow, they stay."""
+    """Allow end tokens exactly where the grammar may end. If nothing else can follow, they stay allowed."""
     state, matcher = row.state, row.state.matcher
     if matcher.is_error():
         row.problem = f"the grammar cannot be continued: {matcher.get_error().strip()}"

@@ -4,8 +4,9 @@ A graph is captured per size and kind of step. All inputs that change from step 
 pages, the attention plan) are in one device buffer, which one copy fills before a replay. A step runs in the smallest
 graph that holds it; padded rows write no KV and are not returned.
 
-With tensor parallelism a graph has the collectives of the stage. All ranks of the stage capture and replay the same
-graphs in the same order. With pipeline parallelism a stage has its own graphs; hidden states travel between replays.
+With tensor parallelism a graph includes the collectives of the stage. All ranks of the stage capture and replay the
+same graphs in the same order. With pipeline parallelism each stage has its own graphs; hidden states are sent between
+replays.
 """
 
 import bisect
@@ -45,8 +46,8 @@ def graph_batch_sizes(max_batch: int) -> list[int]:
 
 
 def graph_token_counts(max_tokens: int) -> list[int]:
-    """16, 32, 64, then every 128, and `max_tokens` itself: matrix products compute tiles of 128 rows, and few rows take
-    as long as reading the weights.
+    """16, 32, 64, then every 128, and `max_tokens` itself: matrix products compute tiles of 128 rows, and with few rows
+    the time is that of reading the weights.
     """
     sizes = (16, 32, 64, *range(128, max_tokens, 128))
     return [*(size for size in sizes if size < max_tokens), max_tokens]
@@ -55,11 +56,11 @@ def graph_token_counts(max_tokens: int) -> list[int]:
 class GraphedStep(Protocol):
     """The part that depends on the architecture: the inputs of a step, at fixed addresses, and the step.
 
-    Steps of a size have several kinds, numbered from 0, which launch different kernels.
+    A size may have several kinds of steps, numbered from 0, which launch different kernels.
     """
 
     def num_kinds(self, size: int, /) -> int:
-        """Of steps of this size."""
+        """The number of kinds of steps of this size."""
 
     def size(self, slices: Sequence[SequenceSlice]) -> int | None:
         """The least size of a graph for this batch, in rows of the forward pass; None if no graph can run it."""
@@ -97,8 +98,8 @@ class StepGraphs:
         always_logits: bool,
         parallel: Parallel = ALONE,
     ) -> None:
-        """With `always_logits` they are part of every graph. Otherwise they have graphs of their own: only the last
-        chunk of a prompt needs them.
+        """With `always_logits`, logits are part of every graph. Otherwise they have separate graphs: only the last
+        chunk of a prompt needs logits.
         """
         self._decoder = decoder
         self._step = step
@@ -136,11 +137,13 @@ class StepGraphs:
         logits: bool = True,
         size: int | None = None,
     ) -> torch.Tensor | None:
-        """Start one step of a batch that `size_for` accepts. Returns its float32 logits [len(slices), vocab], which
-        overwrite those of the last step, on the sampling rank, and None on the others. Does not wait for the device,
-        but may wait for the previous stage. `token_ids` on the device replace those of slices of a single token, if
-        given: the step can start before the host knows the tokens. Without `logits` the result is [0, vocab]. `size` is
-        that of `size_for`, if the caller has it.
+        """Start one step of a batch that `size_for` accepts. On the sampling rank, returns float32 logits
+        [len(slices), vocab], which overwrite those of the last step; on other ranks, None. Does not wait for the
+        device, but may wait for the previous stage.
+
+        `token_ids` on the device, if given, replace those of slices of a single token, so that the step can start
+        before the host knows the tokens. Without `logits` the result is [0, vocab]. `size` is the result of `size_for`,
+        if the caller has it.
         """
         size = size or self.size_for(slices)
         assert size is not None, "the batch fits"
@@ -172,7 +175,7 @@ class StepGraphs:
     def _capture(self) -> None:
         """Largest first: the smaller graphs then share the memory of the largest."""
         memory = torch.cuda.graph_pool_handle()
-        # a step without sequences: it writes no KV, and compiles every kernel, which a capture would forbid
+        # a step without sequences, which writes no KV: it compiles every kernel, which is not allowed during a capture
         for size in reversed(self._sizes):
             self._step.fill([], size)
             for kind in range(self._step.num_kinds(size)):
@@ -238,8 +241,8 @@ class DecodeGraphs(StepGraphs):
 class ChunkGraphs(StepGraphs):
     """Steps of prompt chunks, of `max_tokens` tokens and `max_slices` sequences together at most.
 
-    With `decode_rows`, slices of a single token are attended by the decode kernel of dense models: for decode tokens
-    beside chunks.
+    With `decode_rows`, the decode kernel of dense models computes slices of a single token: for steps with decode
+    tokens and chunks.
     """
 
     def __init__(

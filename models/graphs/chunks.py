@@ -26,8 +26,8 @@ from .inputs import fill_table, pages_in_use, token_batch
 from .steps import ChunkLimits, Chunks
 
 COPIED_TOKENS = 32768
-"""Room for keys and values that attention copies out of their pages. Over longer contexts a step takes so long that a
-graph saves little.
+"""Room for keys and values that attention copies out of their pages, in tokens. With longer contexts a step takes so
+long that a graph saves little.
 """
 _KEY_SECTIONS = ("kv_lens", "page_starts", "copy_starts")
 """Sections with one element per slice, beside those of inputs.py."""
@@ -42,7 +42,7 @@ _NO_TILE = 1 << 30
 class ChunkStep(Chunks):
     """Steps of chunks of a dense decoder over one cache; see capture.GraphedStep.
 
-    With `decode_rows`, the decode kernel attends slices of a single token, otherwise the prefill kernel does.
+    With `decode_rows`, the decode kernel computes slices of a single token; otherwise the prefill kernel does.
     """
 
     def __init__(self, decoder: Decoder, cache: KvCache, limits: ChunkLimits, *, decode_rows: bool) -> None:
@@ -114,7 +114,7 @@ class ChunkStep(Chunks):
         )
 
     def _tiled(self, piece: SequenceSlice) -> bool:
-        """Whether the prefill kernel attends this slice."""
+        """Whether the prefill kernel computes this slice."""
         return not self._decode_rows or len(piece.token_ids) > 1
 
     def _slices(self, size: int) -> int:

@@ -16,8 +16,8 @@ from .steps import SingleTokens
 
 
 class DenseStep(SingleTokens):
-    """Steps of a dense decoder over one cache; see capture.GraphedStep. With few sequences there is a
-    second kind of step, in which none has many keys.
+    """Steps of a dense decoder over one cache; see capture.GraphedStep. With few sequences there is a second kind of
+    step, for sequences that all have few keys (rope_attention.py).
     """
 
     def __init__(self, decoder: Decoder, cache: KvCache, *, max_batch: int, max_pages: int) -> None:

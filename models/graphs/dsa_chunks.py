@@ -1,5 +1,5 @@
-"""The prefill step of a sparse-attention decoder for CUDA graphs. Every token selects for itself, so chunks and single
-tokens are treated alike: only what each token sees changes from step to step.
+"""The prefill step of a sparse-attention decoder for CUDA graphs. Every token has its own selection, so chunks and
+single tokens are computed in the same way: only the tokens that each token sees change from step to step.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from .inputs import pages_in_use, token_batch
 from .steps import ChunkLimits, Chunks
 
 LARGEST_STEP = 1024
-"""Tokens of a step. In larger steps the GPU is slower than the host that launches."""
+"""Maximum tokens of a step. In larger steps, the GPU takes longer than the host takes to launch without a graph."""
 LONGEST_CONTEXT = 32768
-"""Index scores have room for so many tokens. Over longer contexts a step takes so long that a graph saves little."""
+"""Index scores have room for this many tokens. With longer contexts a step takes so long that a graph saves little."""
 _SIGHT_SECTIONS = ("sequence", "visible", "hot_slots")
 """Sections with one element per token: what it sees."""
 
 
 class DsaChunkStep(Chunks):
     """Steps of chunks of a sparse-attention decoder over one cache; see capture.GraphedStep. Over a HiSparse cache, all
-    sequences are fully resident. If latent rows are packed there are two kinds of steps: 1 unpacks whole pages
-    (layers/unpacked_pages.py), and 0 is for sequences that have too many of them.
+    sequences are fully resident. If latent rows are packed, there are two kinds of steps: kind 1 unpacks whole pages
+    (layers/unpacked_pages.py), and kind 0 is for sequences that have too many pages for that.
     """
 
     def __init__(self, decoder: DsaDecoder, cache: KvCache, limits: ChunkLimits) -> None:
@@ -57,7 +57,7 @@ class DsaChunkStep(Chunks):
         return int(sum(used) <= self._most_shared_pages(size))
 
     def _most_shared_pages(self, size: int) -> int:
-        """Of the sequences of a step of kind 1; -1 if there is none."""
+        """The most pages of all sequences in a step of kind 1; -1 if there is no such kind."""
         if self._decoder.packed is None:
             return -1
         return self._decoder.packed.most_shared_rows(size) // self._cache.page_size

@@ -28,8 +28,8 @@ from .steps import ChunkLimits, Chunks, SingleTokens
 
 
 class _PlanSections:
-    """The sections of an input buffer that hold a TilePlan. Row i of a page table of rows of `max_pages` ids is that of
-    sequence i.
+    """The sections of an input buffer that hold a TilePlan. In the page table, sequence i has row i, of `max_pages`
+    ids.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MlaChunkStep(Chunks):
 
     def hidden(self, size: int, _kind: int = 0, received: torch.Tensor | None = None, /) -> torch.Tensor:
         parts, last_rows = self._inputs.device, self._last_rows(size)
-        # the last tile of each slice may be short, and so may that of the padding
+        # the last tile of each slice, and of the padding, may be short
         tiles = min(ceil_div(size, self._plan.tile_tokens) + len(last_rows) + 1, size)
         return self._decoder.hidden(
             token_batch(parts, size, last_rows=last_rows),

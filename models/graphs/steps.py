@@ -1,4 +1,4 @@
-"""What the steps of all architectures have in common (capture.GraphedStep): their inputs, and which batches fit."""
+"""Base classes of the steps of all architectures (capture.GraphedStep): their inputs, and which batches fit."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class SingleTokens:
 
     def _fill_tokens(self, slices: Sequence[SequenceSlice], size: int) -> None:
         """Wait until the inputs of the previous step are uploaded, then fill the sections that do not depend on the
-        architecture, but for `pages`.
+        architecture, except `pages`.
         """
         self._inputs.wait()
         self._inputs.host["live_rows"][0] = len(slices)

@@ -117,8 +117,8 @@ class ForwardBatch:
 
 
 def token_rows(slices: Sequence[SequenceSlice], page_size: int) -> npt.NDArray[np.int64]:
-    """[3, T]: the id, the position and the page of every token. Reads only the pages of these tokens: a step of long
-    sequences has many thousands of others.
+    """[3, T]: the id, the position and the page of every token. It reads only the entries of these tokens in the page
+    lists, which have many thousands of other pages in a step of long sequences.
     """
     if all(len(piece.token_ids) == 1 for piece in slices):
         own_ids = [piece.token_ids[0] for piece in slices]

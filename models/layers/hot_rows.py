@@ -7,10 +7,10 @@
     finish     the new rows are in host memory
 
 Fetches run on a side stream, concurrently with the step: with the queries of the layer, or with whole layers.
-Write-back runs there too, and starts when the last layer has placed its rows. The side stream joins that of the step
-before its end, so that afterwards the rows of all its tokens are in host memory: for the next step, which may evict or
-fetch them, and for a later owner of freed pages. Nothing that is enqueued depends on values that only the host knows,
-and all memory stays at fixed addresses, so that a CUDA graph can capture a step.
+Write-back runs there too, and starts when the last layer has placed its rows. At its end, the step waits for the side
+stream. So after a step the rows of all its tokens are in host memory: the next step may evict or fetch them, and freed
+pages may get another owner. Nothing that is enqueued depends on values that only the host knows, and all memory stays
+at fixed addresses, so that a CUDA graph can capture a step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ from .unpacked_pages import PackedFormat, UnpackedPages
 
 
 class HotLatentRows:
-    """LatentRows of one step. A step of fully resident sequences may have any number of tokens of each, as in chunks
-    of prompts. Any other step has one token per sequence: an evicting sequence has one slot for its new token.
+    """LatentRows of one step. If all sequences are fully resident, each may have any number of tokens, as in chunks of
+    prompts. Otherwise each has one token, because an evicting sequence has one slot for its new token.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class HotLatentRows:
     ) -> None:
         """`new_rows` [T] are the host rows of the new tokens, `hot_slots` [T] int32 the slots of their requests.
 
-        Padding sees no tokens in `plan`, its row is -1 and its slot any valid one. If all sequences are fully resident
-        there is nothing to fetch, and their hot pages serve as a page table. `packed` says how the rows are packed, if
-        they are.
+        Padding sees no tokens in `plan`; its row is -1, and its slot is any valid one. If all sequences are fully
+        resident, nothing is fetched, and their hot pages serve as the page table. `packed` is the format of packed
+        rows, or None.
         """
         if not all_resident and len(plan.page_table) != plan.tokens:
             raise ValueError(
@@ -100,7 +100,7 @@ class HotLatentRows:
                 cache.hot_bytes[:, layer],
             )
             self._record_fetched(layer)
-            # the plan must not change until all layers of the group have their rows
+            # the plan must not change before all layers of the group have their rows
             for follower, group in enumerate(cache.groups):
                 if follower > layer and group == cache.groups[layer]:
                     copy_misses(swaps, cache.host_bytes[:, follower], cache.hot_bytes[:, follower])
@@ -137,7 +137,7 @@ class HotLatentRows:
             self._fetched[layer] = self._cache.side_stream.record_event()
 
     def _write_back(self) -> None:
-        """New rows are not evicted in their own step, so there are no conflicting accesses."""
+        """Start the write-back. New rows are not evicted in their own step, so no access conflicts with it."""
         cache = self._cache
         hot_rows = HotRows(self._hot_rows[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)

@@ -2,10 +2,10 @@
 
     score(t, s)  =  sum_h weights[t, h] * relu(query[t, h] . key[s])
 
-One key per token, in a cache of its own: in the model's dtype or, like the queries then, in fp8
-(kernels/mla/fp8_rows.py). The first `rope_dim` dimensions of queries and keys are rotated (in MLA, the last); mla.py
-computes both together with its own. It is small: every tensor-parallel rank computes all of it from the same hidden
-state, so that they select the same tokens without communication.
+There is one key per token, in a separate cache. Queries and keys are in the model's dtype, or both in fp8
+(kernels/mla/fp8_rows.py). Their first `rope_dim` dimensions are rotated (in MLA, the last); mla.py computes them
+together with its own queries and rows. The indexer is small: every tensor-parallel rank computes all of it from the
+same hidden state, so that all ranks select the same tokens without communication.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ...kernels.linear.float_linear import float_linear
 
 @dataclass(frozen=True)
 class IndexerParameters:
-    """The same on every rank. The matrices of keys and queries are part of those of mla.py."""
+    """The same on every rank. The matrices of keys and queries are parts of the matrices of mla.py."""
 
     key_norm: torch.Tensor  # [index_dim]
     key_norm_bias: torch.Tensor  # [index_dim]

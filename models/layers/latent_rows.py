@@ -1,8 +1,8 @@
-"""The rows that sparse attention reads and writes: where a batch's new rows go, and where selected rows are.
+"""The rows that sparse attention reads and writes: the places of a batch's new rows, and of the selected rows.
 
-This is the interface to the memory hierarchy: a layer writes its rows and requests the selected ones, which are in the
-pages of a pool, as here, or in a hot buffer (hot_rows.py). In a CUDA graph the calls are made once, at capture: results
-must stay at fixed addresses, and launches must not depend on values that only the host knows.
+This is the interface to the memory hierarchy: a layer writes its new rows and requests the selected rows. These are in
+the pages of a pool (in this module) or in a hot buffer (hot_rows.py). In a CUDA graph the calls are made once, at
+capture, so results must stay at fixed addresses, and launches must not depend on values that only the host knows.
 """
 
 from typing import NamedTuple, Protocol
@@ -36,12 +36,13 @@ def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor 
 class LatentRows(Protocol):
     """The latent rows of one batch's sequences; `layer` counts the layers of this rank.
 
-    Per layer, in order: `place`; `select`, if it selects; `selected`. Placed rows count as written by then. After the
-    last layer: `finish`. Work between `select` and `selected` runs concurrently with fetches.
+    Calls per layer, in order: `place`; `select`, if the layer selects; `selected`. The caller writes the placed rows
+    before it calls `selected`. After the last layer: `finish`. Work between `select` and `selected` runs concurrently
+    with fetches.
     """
 
     rows_of: IndexPlan | None
-    """Whose page table has all rows. None if they have to be fetched."""
+    """The plan whose page table has all rows; None if rows have to be fetched."""
 
     def place(self, layer: int) -> RowPlaces:
         """Where to write the new tokens' rows [T]."""
@@ -52,8 +53,8 @@ class LatentRows(Protocol):
         """
 
     def selected(self, layer: int) -> RowPlaces:
-        """Where the selected rows [T, K] of this layer are; valid until the next `select`. If a step shares packed
-        pages (unpacked_pages.py), they are unpacked here.
+        """The places of the selected rows [T, K] of this layer; valid until the next `select`. If the queries of a step
+        share packed pages (unpacked_pages.py), the pages are unpacked here.
         """
 
     def finish(self) -> None:
@@ -64,7 +65,7 @@ class PagedLatentRows:
     """All rows are in the pages of a pool: only a lookup in the page table is needed."""
 
     def __init__(self, pool: KvPool, plan: IndexPlan, new_rows: KvRows, packed: PackedFormat | None = None) -> None:
-        """`packed` says how the rows are packed, if they are."""
+        """`packed` is the format of packed rows, or None."""
         self._pool = pool
         self._unpacked: UnpackedPages | None = None
         if packed is not None and packed.shares_pages(plan):

@@ -5,8 +5,8 @@
     result_h   =  up_value_h @ (attention of query_h over the rows, summing only their first part)
 
 Keys and values are not expanded per head: their matrices are absorbed into the queries and the result. This multiplies
-the same matrices in another order, for a whole prompt and a single token alike. The same two products also compute the
-keys and queries of a layer's indexer.
+the same matrices in another order, both for whole prompts and for single tokens. `compress` and `expand` also compute
+the keys and queries of a layer's indexer.
 """
 
 from dataclasses import dataclass
@@ -29,18 +29,19 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class MlaParameters:
-    """Attention's weights; `heads` are this rank's own, everything before them is the same on every rank.
+    """The weights of attention. `heads` are the heads of this rank; the weights before the heads are the same on every
+    rank.
 
     The rows of `compress` compute the queries' latent, the cache row and, with an indexer, its key; those of `expand`
-    compute the queries of the heads and of the indexer. `kv_b` is never fp8: it is absorbed into batched products per
-    head, and small.
+    compute the queries of the heads and of the indexer. `kv_b` is never fp8: it is small, and used in batched products
+    per head.
     """
 
     compress: Weight  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
     q_norm: torch.Tensor  # [q_rank]
     kv_norm: torch.Tensor  # [kv_rank]
     expand: Weight  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
-    kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: what expands keys, then what expands values
+    kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: expands keys, then values
     o: Weight  # [hidden, heads * value_dim]
 
 
@@ -71,7 +72,7 @@ def compress(
 def expand_head_queries(
     compressed: torch.Tensor, parameters: MlaParameters, config: MlaConfig, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> torch.Tensor:
-    """[T, heads, kv_rank + rope_dim]: queries whose product with a cache row equals that of the expanded ones."""
+    """[T, heads, kv_rank + rope_dim]: queries whose product with a cache row is that of expanded queries and keys."""
     rows = len(parameters.kv_b) * (config.nope_dim + config.rope_dim)
     query, _ = _expand(compressed, parameters.expand[:rows], parameters.kv_b, config, cos, signed_sin)
     return query

@@ -1,11 +1,11 @@
-"""The feed-forward part of a layer: a gated MLP, or a mixture of experts with a router that selects some per token.
+"""The feed-forward part of a layer: a gated MLP, or a mixture of experts whose router selects some experts per token.
 
     weights, selected  =  select_experts(x @ router.T)      kernels/moe/router/selection.py
     mixture(x)         =  sum over the selected e of weights[e] * mlp_e(x)  +  shared_mlp(x), if there is one
 
-With tensor parallelism a rank has a part of every expert's width or, with expert parallelism, whole experts; either way
-its result is a part of the sum. With experts in fp8, 4 bits or bfloat16 on CUDA, nothing here waits for the device, so
-a graph can capture it. For other dtypes torch's fallback of the grouped product waits.
+With tensor parallelism a rank has a part of every expert's width or, with expert parallelism, whole experts; in both
+cases its result is a part of the sum. On CUDA, with experts in fp8, 4 bits or bfloat16, the host does not wait for the
+device, so a CUDA graph can capture the computation. For other dtypes, torch's fallback of the grouped product waits.
 """
 
 import functools
@@ -42,8 +42,8 @@ class MlpParameters:
 
 @dataclass(frozen=True)
 class MoeParameters:
-    """The router of all E experts, this rank's experts, and the shared one, if any; `size` is the rank's part of an
-    expert's width. A router with a bias computes in float32, one without in the model's dtype.
+    """The router of all E experts, this rank's experts, and the shared expert, if any; `size` is the rank's part of an
+    expert's width. A router with a `router_bias` computes in float32, other routers in the model's dtype.
     """
 
     router: torch.Tensor  # [E, hidden]
@@ -106,7 +106,7 @@ def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
-    """x [T, hidden] through the selected experts and the shared one, which is computed beside them if T is small."""
+    """x [T, hidden] through the selected experts and the shared expert, which runs concurrently if T is small."""
     shared = None
     if parameters.shared is not None:
         shared = beside_if_few(x, functools.partial(mlp, x, parameters.shared))
@@ -143,7 +143,7 @@ def route(
     x: torch.Tensor, parameters: MoeParameters, config: MoeConfig
 ) -> tuple[torch.Tensor, torch.Tensor, RowTiles | None]:
     """The weights [T, k] float32 and numbers [T, k] of each token's experts, in no particular order; and the tokens
-    sorted by expert, if the experts are computed so.
+    sorted by expert, if the kernel of the experts needs them sorted.
     """
     logits, rule = router_logits(x, parameters.router, parameters.logit_bias), selection_rule(config)
     rows = _routed_rows(x, parameters, config)
@@ -154,7 +154,7 @@ def route(
 
 
 def _routed_rows(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> int | None:
-    """The rows of tiles into which the tokens are sorted; None if they are not."""
+    """The rows of the tiles into which the tokens are sorted; None if they are not sorted."""
     return routing_rows(
         x,
         config.experts_per_token,

@@ -145,7 +145,9 @@ class Parallel:
             self._stage.check()
 
     def start_serving(self) -> None:
-        """From now on, a rank that is late in a collective is lost. Called by all ranks when they are ready."""
+        """From now on, collectives have a short timeout, and a late rank counts as lost. Called by all ranks when they
+        are ready.
+        """
         if self._stage is not None:
             self._stage.start_serving()
 

@@ -1,4 +1,4 @@
-"""Collectives of the tensor-parallel ranks of one stage: how they are done, and which way is used.
+"""Collectives of the tensor-parallel ranks of one stage: their implementations, and the choice of one.
 
 - Ranks with a GPU each: NCCL; small tensors over CUDA IPC memory, if the ranks are on one machine.
 - Ranks that share a GPU: CUDA IPC memory.
@@ -47,7 +47,9 @@ class StageCollectives(Protocol):
         """Raise CollectiveTimeoutError if a call on the device has given up waiting for a rank."""
 
     def start_serving(self) -> None:
-        """From now on, a rank that is late is lost: the ranks have loaded and compiled everything."""
+        """From now on, timeouts are short, and a late rank counts as lost: all ranks have loaded and compiled
+        everything.
+        """
 
     def close(self) -> None: ...
 
@@ -83,7 +85,7 @@ class GroupCollectives:
 
 
 class IpcStage:
-    """Over CUDA IPC memory; with `large`, tensors above SMALL_BYTES go there."""
+    """Over CUDA IPC memory. With `large`, tensors above SMALL_BYTES use that implementation."""
 
     on_device = True
 

@@ -3,9 +3,9 @@
     gather   rank i sends its rows to every rank: all have the rows of all ranks, in the order of the ranks
     reduce   rank i sends rank j its partial results of j's rows: j adds them up
 
-Both are an all-to-all with numbers of rows that all ranks know before the step (RankTokens). They may differ and be
-zero, and nothing waits for the device. Sending a row only to the ranks of its experts would take fewer bytes, but
-its sizes depend on the router: the host would wait for them in every layer.
+Both are an all-to-all. All ranks know the numbers of rows before the step (RankTokens); these may differ and be zero,
+and the host does not wait for the device. Sending a row only to the ranks of its experts would take fewer bytes, but
+the numbers of rows would depend on the router, and the host would have to wait for them in every layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from .parallel import Parallel
 def over_all_ranks(
     compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, counts: Sequence[int], parallel: Parallel
 ) -> torch.Tensor:
-    """The sum over ranks of `compute` of these rows, [T, hidden]. `counts` are the numbers of rows of all ranks. Every
-    rank makes this call, also with no rows.
+    """The sum over all ranks of the results of `compute` for these rows, [T, hidden]. `counts` are the numbers of rows
+    of all ranks. Every rank makes this call, even without rows.
     """
     own, size = len(rows), len(counts)
     if counts[parallel.shard.tp_rank] != own:

@@ -1,8 +1,8 @@
-"""Packed latent rows of a step whose queries share them: all pages of its sequences are unpacked once per layer.
+"""Packed latent rows for a step whose queries share them: all pages of its sequences are unpacked once per layer.
 
 In a chunk of a prompt, neighbouring queries select mostly the same rows. Unpacking the rows of each query separately,
-as kernels/mla/packed_rows.py does, takes as long as attention. Pages are unpacked instead if that unpacks no more rows,
-and takes no more memory, than the other way.
+as kernels/mla/packed_rows.py does, takes as long as attention. So whole pages are unpacked, if these have no more rows
+than all queries select, and fit in the same memory.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class PackedFormat(NamedTuple):
     top_k: int
 
     def most_shared_rows(self, tokens: int) -> int:
-        """A step of so many tokens unpacks whole pages if those of its sequences have at most this many rows together:
-        as many as its tokens select, and as the workspace has room for.
+        """A step of `tokens` tokens unpacks whole pages if the pages of its sequences have at most this many rows: no
+        more than its tokens select, and no more than fit in the workspace.
         """
         return min(tokens * self.top_k, rows_at_once(self.dim, self.dtype))
 
@@ -38,8 +38,8 @@ class UnpackedPages:
     """
 
     def __init__(self, plan: IndexPlan, page_table: torch.Tensor, packed: PackedFormat) -> None:
-        """`page_table` [B, any] int32 says where the pages of the plan's sequences are. Together, they must not have
-        more than `plan.num_pages`.
+        """`page_table` [B, any] int32 has the pages of the plan's sequences. All sequences together must not have more
+        than `plan.num_pages` pages.
         """
         assert plan.num_pages is not None, "only a step that knows its number of pages shares them"
         self._packed = packed
@@ -50,7 +50,7 @@ class UnpackedPages:
         self.plan = IndexPlan(plan.page_size, copies, plan.sequence, plan.visible)
         """What the step's tokens see, in the copies."""
         self._count = ends[-1:]
-        # pages that are not in use go to one more element, which is then cut off
+        # unused pages are written to one extra element, which is then cut off
         target = copies.masked_fill(number >= used.unsqueeze(1), plan.num_pages).flatten().long()
         sources = torch.zeros(plan.num_pages + 1, dtype=torch.int32, device=used.device)
         self._sources = sources.scatter_(0, target, page_table.flatten())[:-1]

@@ -1,5 +1,5 @@
-"""Both ends of a decoder: token embedding and logits. Ranks of a stage divide the vocabulary,
-unless attention is data-parallel: then each has all of it.
+"""Both ends of a decoder: token embedding and logits. The ranks of a stage divide the vocabulary; with data-parallel
+attention, each rank has all of it.
 """
 
 import torch

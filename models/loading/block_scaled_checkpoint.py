@@ -1,4 +1,4 @@
-"""Checkpoints in block-scaled fp8, which is read or expanded; those of DeepSeek and GLM without unused tensors."""
+"""Reads checkpoints in block-scaled fp8: keeps or expands fp8, and skips unused tensors of DeepSeek and GLM."""
 
 import re
 
@@ -22,8 +22,8 @@ class BlockScaledCheckpoint:
 
     It is expanded, unless its slot is block-scaled too: then values and scales are copied.
 
-    Of DeepSeek and GLM, layers behind the model's own, for multi-token prediction, and indexers of layers that do not
-    select are left out, because nothing uses them.
+    In checkpoints of DeepSeek and GLM, nothing uses the extra layers for multi-token prediction and the indexers of
+    layers that do not select, so these are skipped.
     """
 
     def __init__(self, files: Checkpoint, config: ModelConfig) -> None:

@@ -1,9 +1,9 @@
 """Random weights instead of a checkpoint's, to benchmark a geometry without its files (`--load-format dummy`).
 
-An element depends only on its tensor's name, its position in it and the device type: all servers of a cluster have the
-same model, however each divides it among its ranks, and whether it keeps fp8 or 4 bits or expands them. Matrices are
-N(0, 1 / fan_in), so that activations stay of order 1 through any number of layers. Tensors in fp8 are drawn as fp8,
-with scales that differ by block, and no second copy of the model.
+An element depends only on its tensor's name, its position in the tensor and the device type. So all servers of a
+cluster have the same model, however each of them divides it among its ranks, and whether it keeps or expands fp8 and
+4-bit tensors. Matrices are N(0, 1 / fan_in), so that activations stay of order 1 through any number of layers. Tensors
+in fp8 are drawn as fp8, with scales that differ by block, without a second copy of the model.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Which tensors of a model are stored in fp8 with scales that kernels read, and what expanding them costs."""
+"""Finds the tensors of a model that are stored in fp8 with scales that kernels read, and logs the cost of expansion."""
 
 import functools
 import logging
@@ -39,12 +39,12 @@ def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
 
 
 def kept_in_fp8(stored: frozenset[str], device: torch.device) -> frozenset[str]:
-    """Those of the tensors that stay in fp8 on this device: all or none."""
+    """The tensors that stay in fp8 on this device: all of them, or none."""
     return stored if supports_fp8(device) else frozenset()
 
 
 def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: torch.device) -> None:
-    """Log what it costs that tensors of a rank are not in memory as they are stored."""
+    """Log the memory that it costs to expand tensors of a rank instead of keeping them as they are stored."""
     fp8 = {name: slot for name, slot in slots.items() if name in stored}
     expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
     if not expanded:

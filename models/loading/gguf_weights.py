@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file stay in its blocks, and what expanding them costs."""
+"""Finds the tensors of a GGUF file that stay in its blocks, and logs the cost of expanding the others."""
 
 import logging
 from collections import Counter
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def keeps_blocks(dtype: DtypeSetting, cpu_kernels: CpuKernelsSetting, device: torch.device) -> bool:
-    """Whether a server with these settings computes with the blocks of a GGUF file: only the Numba kernels read them,
-    and a dtype that the user names is that of the weights.
+    """Whether a server with these settings computes with the blocks of a GGUF file. Only the Numba kernels read blocks,
+    and if the user sets a dtype, the weights are converted to it.
     """
     return dtype == "auto" and device.type == "cpu" and numba_computes(cpu_kernels)
 
@@ -34,7 +34,7 @@ def gguf_types(source: ModelSource, load_format: LoadFormat) -> dict[str, str]:
 
 
 def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: torch.device, *, keep: bool) -> None:
-    """Log how much stays in blocks, and what it costs that other tensors do not. `keep`: those that can, stay."""
+    """Log how much stays in blocks, and the cost of expanding other tensors. `keep`: blocks are kept if possible."""
     matrices = {name: slot for name, slot in slots.items() if name in stored}
     kept = [slot for slot in matrices.values() if slot.gguf is not None]
     if kept:

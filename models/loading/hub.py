@@ -125,8 +125,8 @@ class HubModel:
 
 
 def find_on_hub(spec: str, revision: str | None) -> HubModel | None:
-    """Look up `org/name` or `org/name:file.gguf` on the Hub, or in the cache if the Hub cannot be reached. None for
-    what is, or can only be, on this machine. Raises StartupError.
+    """Look up `org/name` or `org/name:file.gguf` on the Hub, or in the cache if the Hub cannot be reached. None if
+    `spec` exists on this machine, or cannot be a name on the Hub. Raises StartupError.
     """
     named = _NAME.fullmatch(spec)
     local = spec == EMBEDDED_MODEL or Path(spec).expanduser().exists()
@@ -218,7 +218,7 @@ def _listed(names: list[str]) -> str:
 
 @contextlib.contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Turns errors of the Hub into StartupErrors, except that it cannot be reached: the cache may have the model."""
+    """Turns errors of the Hub into StartupErrors. Connection errors pass through: the cache may have the model."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -297,7 +297,7 @@ def _no_bars() -> Any:
 
 
 def _size_of(folder: Path) -> int:
-    """Of all files in a folder; one may be renamed meanwhile."""
+    """The size of all files in a folder; files may be renamed during the call."""
     size = 0
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):

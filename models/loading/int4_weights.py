@@ -1,4 +1,4 @@
-"""Which tensors of a model are stored in 4 bits, and what expanding them costs."""
+"""Finds the tensors of a model that are stored in 4 bits, and logs the cost of expanding them."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -29,12 +29,12 @@ def int4_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]
 
 
 def kept_in_int4(stored: frozenset[str], device: torch.device) -> frozenset[str]:
-    """Those of the tensors that may stay in 4 bits on this device: all or none."""
+    """The tensors that may stay in 4 bits on this device: all of them, or none."""
     return stored if supports_int4(device) else frozenset()
 
 
 def log_int4_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: torch.device) -> None:
-    """Log what it costs that tensors of a rank are not in memory as they are stored."""
+    """Log the memory that it costs to expand tensors of a rank instead of keeping them as they are stored."""
     all_targets = [slot for name, slot in slots.items() if name in stored]
     expanded = [slot.target for slot in all_targets if slot.int4 is None]
     if not expanded:

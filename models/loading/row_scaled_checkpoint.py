@@ -4,8 +4,8 @@ without a block size. They are read or expanded.
     weight[i, j]  =  stored[i, j] * scale[i]  or  stored[i, j] * scale
 
 A matrix `NAME` has a companion `NAME_scale` or `NAME_scale_inv`, of one element or one per row. Scales and limits of
-activations are not used, whether static or dynamic: products of few rows do not quantise activations, and those of
-many rows find the scale of each token themselves (kernels/linear/block_scaled.py).
+activations are not used, whether static or dynamic: products of few rows do not quantise activations, and products of
+many rows compute the scale of each token (kernels/linear/block_scaled.py).
 """
 
 from math import prod

@@ -17,7 +17,7 @@ DTYPE_NAMES = {
 }
 
 PROBE_BYTES = 1 << 10
-"""Size of the probe area behind the pages of a pool: peers write to it and read it back to test a transport."""
+"""Size of the probe area after the pages of a pool: peers write to it and read it back to test a transport."""
 
 SCALE_BYTES = torch.float32.itemsize
 
@@ -34,9 +34,9 @@ class KvPool:
     dim]`, which kernels read and write. `layers` and `heads` are the ranges of the model that this rank holds; in an
     indexer pool `layers` counts only the layers that have an indexer.
 
-    A pool may have a further plane with one float32 scale per token and head, behind the others: so rows and scales are
-    aligned, and a page is still contiguous. `data` is `[page, layer, plane, head, token, dim]`, or, with scales, uint8
-    `[page, layer, byte]`.
+    A pool may have one more plane, with one float32 scale per token and head. It follows the other planes, so that rows
+    and scales are aligned and a page is contiguous. `data` is `[page, layer, plane, head, token, dim]` or, with scales,
+    uint8 `[page, layer, byte]`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class KvPool:
 
     @property
     def dtype_name(self) -> str:
-        """The type of all planes but that of scales."""
+        """The type of all planes except the plane of scales."""
         return DTYPE_NAMES[self.dtype]
 
     @property
@@ -253,8 +253,8 @@ class KvCache:
 
 
 def zeroed(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """`size_bytes` zeros, and PROBE_BYTES behind them. Zeros because attention reads rows that were never written and
-    masks them out: NaN would survive the mask of dense attention.
+    """`size_bytes` zeros, and PROBE_BYTES after them. Attention reads rows that were never written and masks them out;
+    they must be zeros, because NaN would survive the mask of dense attention.
 
     Host memory comes from mmap, which zeroes it on first use; `torch.zeros` would touch all of it at start.
     """

@@ -16,7 +16,7 @@ ROOT = bytes(HASH_BYTES)
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a page with these tokens, behind a page with the hash `parent`."""
+    """The hash of a page with these tokens, which follows the page with the hash `parent`."""
     return _hash(parent, _as_bytes(tokens))
 
 

@@ -29,16 +29,17 @@ def pages_for(tokens: int, page_size: int) -> int:
 
 
 def pages_holding(pages: Sequence[int], page_size: int, token_start: int, token_end: int) -> tuple[list[int], int]:
-    """Of the pages of a sequence, those that hold these tokens, and the offset of the first token in the first page."""
+    """The pages of a sequence that hold these tokens, and the offset of the first token in the first of these pages."""
     first = token_start // page_size
     return list(pages[first : pages_for(token_end, page_size)]), token_start - first * page_size
 
 
 def first_visible_page(position: int, window: int | None, page_size: int) -> int:
-    """The first page that the token at `position`, or one before it in its page, sees if all layers have a sliding
-    `window`. Later tokens see no earlier page. 0 without a window.
+    """The first page that the first token of the page of `position` sees, if all layers have a sliding `window`; 0
+    without a window. Later tokens see no earlier page.
 
-    So pages are freed when a sequence enters a page: the full pages of a sequence are a prefix that can be continued.
+    So pages are freed only when a sequence enters a new page, and the full pages of a sequence are always a prefix that
+    can be continued.
     """
     return 0 if window is None else max(0, position - position % page_size - window + 1) // page_size
 
@@ -56,8 +57,8 @@ class PageLeakError(PdserveError):
 class PageGrant(Generic[PageT]):
     """The pages of one owner, in sequence order, and how many more it may take. Released exactly once.
 
-    It does not hold its first `freed` pages: these are behind the sliding window, and their ids are placeholders that
-    keep the others in place.
+    It does not hold its first `freed` pages. No token sees them through the sliding window any more; their ids are
+    placeholders that keep the index of the other pages.
     """
 
     owner: str
@@ -115,8 +116,8 @@ class PageAllocator(Generic[PageT]):
     def grant(
         self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
     ) -> PageGrant[PageT] | None:
-        """Hold `shared` pages too, take `pages` new ones behind them and reserve `reserve` more. `freed`
-        placeholders precede them. Returns None, and changes nothing, if there are not enough.
+        """A grant of `freed` placeholders, the `shared` pages and `pages` new ones, in this order, with `reserve` more
+        pages reserved. Returns None, and changes nothing, if there are not enough.
 
         New pages are ascending, and adjacent if the pool allows it: adjacent pages are transferred as one write.
         """
@@ -162,7 +163,7 @@ class PageAllocator(Generic[PageT]):
         if grant in self._loans:
             self._loans.remove(grant)
             self._lent -= len(grant.pages)
-        # Last page first: eviction takes a page before the pages that it builds on.
+        # last page first: eviction then takes a page before the earlier pages of its prefix
         for page in reversed(grant.held):
             self._let_go(page)
         grant.pages, grant.freed = [], 0

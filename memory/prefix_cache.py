@@ -5,8 +5,8 @@ they are not written again, so any number of requests may read them. The cache o
 keep pages after their last release, and drops them, least recently used first, when the allocator evicts them.
 
 If all layers of the model have a sliding window, a sequence releases its first pages before the others. When such a
-page is evicted, or was never cached, its node stays without a page, as long as pages behind it are cached. A prefix is
-found if the pages that the token behind it sees are cached.
+page is evicted, or was never cached, its node stays without a page, as long as later pages of a sequence are cached. A
+prefix is found if the pages that the token after it sees are cached.
 """
 
 import itertools
@@ -54,9 +54,9 @@ class _Node:
     parent: "_Node | None"
     children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
     hash: bytes = b""
-    """Of the page and those before it; empty while there is no listener."""
+    """Hash of the page and all pages before it; empty while there is no listener."""
     cached: bool = True
-    """Without it, `page` is a placeholder: only pages behind it are cached."""
+    """If False, `page` is a placeholder: only later pages are cached."""
     removed: bool = False
     """It is not in the tree any more."""
 
@@ -82,7 +82,7 @@ class PrefixCache:
     def __init__(
         self, pages: PageAllocator[KvPage], page_size: int, *, enabled: bool = True, window: int | None = None
     ) -> None:
-        """`window` is the sliding window that all layers have, if they do."""
+        """`window` is the sliding window if all layers have one."""
         self._pages = pages
         self._page_size = page_size
         self._window = window
@@ -112,8 +112,8 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], most_tokens: int, needed_from: int | None = None) -> list[KvPage]:
         """The pages of the longest cached prefix of at most `most_tokens` tokens, in order.
 
-        With a window, those that the token behind the prefix does not see are placeholders, except that pages from
-        number `needed_from` on are cached. The next grant may evict cached pages unless it shares them.
+        With a window, pages that the token after the prefix does not see are placeholders, but all pages from number
+        `needed_from` on are cached. The next grant may evict cached pages unless it shares them.
         """
         found: list[KvPage] = []
         children = self._roots
@@ -131,12 +131,12 @@ class PrefixCache:
         return found[:complete]
 
     def first_needed(self, prefix_pages: int, needed_from: int | None = None) -> int:
-        """The first page that the token behind `prefix_pages` pages sees, or `needed_from` if that is less."""
+        """The first page that the token after `prefix_pages` pages sees, or `needed_from` if that is less."""
         first = first_visible_page(prefix_pages * self._page_size, self._window, self._page_size)
         return first if needed_from is None else min(first, needed_from)
 
     def match_within(self, tokens: Sequence[int], prefix: Sequence[KvPage], most_tokens: int) -> PartialPage | None:
-        """A cached page that begins with the tokens behind `prefix`, the result of `match`; None if no page has enough
+        """A cached page that begins with the tokens after `prefix`, the result of `match`; None if no page has enough
         of them. It cannot be shared, because its other tokens differ, but its first rows can be copied.
         """
         start = len(prefix) * self._page_size
@@ -167,8 +167,8 @@ class PrefixCache:
         """Add the full pages among `pages`, which the caller holds and which have the KV of `tokens` (of those before
         `end`). Pages that `inserted` counts are skipped; it is updated. The first `freed` pages are not held.
 
-        If another page with the same prefix is cached already, that one stays and the rest is not added: a page in use
-        must have its parent in use, because eviction takes leaves first.
+        If another page with the same prefix is cached already, that page stays, and the rest of `pages` is not added: a
+        page in use must have its parent in use, because eviction takes leaves first.
         """
         inserted = inserted or InsertedPrefix()
         if inserted.flushes != self._flushes or (inserted.node is not None and inserted.node.removed):
@@ -247,7 +247,7 @@ class PrefixCache:
         self._prune(node)
 
     def _prune(self, node: _Node | None) -> None:
-        """Remove a node without a page, and those before it, if nothing behind it is cached."""
+        """Remove a node without a page, and such nodes before it, if no later page is cached."""
         while node is not None and not node.cached and not node.children:
             node.removed = True
             siblings = node.parent.children if node.parent is not None else self._roots

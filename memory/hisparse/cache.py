@@ -1,8 +1,10 @@
 """The KV cache of a HiSparse rank: all rows in host memory, and on the GPU the hot rows of every running request.
 
-    host      latent rows, pinned: always complete; prefill writes here. A sequence's page p ...
-    indexer   keys, on the device                                             ... is page p of both: the cache's pools
-    hot       latent rows, on the device, in pages of their own: the hot buffer of a running request has some
+    host      latent rows of all tokens, in pinned memory; prefill writes here
+    indexer   indexer keys of all tokens, on the device
+    hot       latent rows on the device, in separate pages; each running request has some for its hot buffer
+
+Page p of a sequence is page p of both the host and the indexer pool, which are the pools of the cache.
 
 On the device, the indexer and hot pools overlap (shared_pool.py): free pages of keys are lent to hot buffers. All pools
 have the same page size. kernels/hisparse/slot_tables.py maps tokens to slots of a hot buffer,
@@ -154,8 +156,8 @@ class HiSparseCache(KvCache):
 
     def write_back_rows(self, hot_pages: Sequence[HotPage], pages: Sequence[KvPage], start: int, end: int) -> None:
         """Copy rows of a hot buffer, in which token p is in row p, to `pages` of host memory: from the page of token
-        `start` up to token `end`. Rows behind `end` are not touched: a step may write them meanwhile. Runs on the
-        current stream, which may differ from that of the steps.
+        `start` up to token `end`. Rows from `end` on are not touched, because a step may write them at the same time.
+        Runs on the current stream, which may differ from that of the steps.
         """
         first, full, size = start // self.page_size, end // self.page_size, self.page_size
         local_pages = self.local_pages(hot_pages)
@@ -168,7 +170,7 @@ class HiSparseCache(KvCache):
         write_back(self.hot_bytes, from_rows, self.host_bytes, KvRows(rows + pages[full] * size))
 
     def local_pages(self, hot_pages: Sequence[HotPage]) -> Sequence[LocalHotPage]:
-        """Where this rank has these hot pages."""
+        """The pages of this rank's hot pool that these hot pages are."""
         return self._overlay_here.local_pages(hot_pages, self.overlay)
 
     def resize(self, slot: RequestSlot, hot_pages: Sequence[HotPage], capacity: int) -> None:

@@ -5,13 +5,13 @@
     LocalHotPage  |            0            |            1              | ...     |  the hot pool's own ...
     unit          |                         0                           | ...
 
-Both pools start at the beginning of one allocation. The hot pool is longer: its pages behind the keys are its own. When
-all KvPages of a unit are free, they can be lent to hot buffers, as the HotPages of that unit.
+Both pools start at the beginning of one allocation. The hot pool is longer: its pages after the end of the keys are its
+own. When all KvPages of a unit are free, they can be lent to hot buffers, as the HotPages of that unit.
 
-On one rank a unit is the smallest span that is whole pages of both pools. Page ids are the same on all ranks, but where
-layers share indexers, pipeline stages have different numbers of them. Then a unit is a number of KvPages, and as many
-hot pages as lie wholly inside these on every rank. HotPages are numbered unit by unit; from `covered` on they are the
-hot pool's own. Each rank maps them to its own LocalHotPages.
+On one rank a unit is the smallest span that is whole pages of both pools. Page ids are the same on all ranks, but if
+layers share indexers, pipeline stages may have different numbers of indexers, so their pages differ in size. Then a
+unit is a number of KvPages, with as many hot pages as lie wholly inside them on every rank. HotPages are numbered unit
+by unit; from `covered` on they are the hot pool's own. Each rank maps them to its own LocalHotPages.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class PoolOverlay:
 
     @classmethod
     def agreed(cls, of_ranks: "Sequence[PoolOverlay]") -> "PoolOverlay":
-        """The overlay that holds on all ranks. They have the same KvPages and equally many hot pages behind them."""
+        """The overlay that is valid on all ranks. They have the same KvPages, and equally many hot pages after them."""
         first = of_ranks[0]
         if all(overlay == first for overlay in of_ranks) and first.kv_pages <= MAX_UNIT_PAGES:
             return first

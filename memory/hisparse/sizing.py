@@ -21,8 +21,8 @@ from ..sizing import GIB
 from .shared_pool import PoolOverlay
 
 ARRIVING_REQUESTS = 2
-"""An automatic size has pages for this many requests beyond the running ones: their KV arrives meanwhile, and they
-start as soon as a hot buffer is free. Free pages of their index are lent.
+"""An automatic size has pages for this many requests in addition to the running ones. Their KV arrives while the others
+run, and they start as soon as a hot buffer is free. Free pages of their index are lent.
 """
 
 

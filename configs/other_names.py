@@ -1,4 +1,4 @@
-"""What settings of vLLM and SGLang are called here, for the messages about unknown settings."""
+"""The names in pdserve of vLLM's and SGLang's settings, for messages about unknown settings."""
 
 OUR_NAMES = {
     "tensor_parallel_size": "tp",
@@ -20,7 +20,7 @@ OUR_NAMES = {
     "allowed_origins": "cors_origin",
     "generation_config": "sampling_defaults",
 }
-"""Settings that mean the same, by their names in vLLM or SGLang. `no_` before a name: false."""
+"""Settings with the same meaning, by their names in vLLM or SGLang. `no_` before a name means false."""
 
 BENCH_FLAGS = {
     "base_url": "url",
@@ -57,7 +57,7 @@ EXPLANATIONS = {
     "download_dir": "HF_HUB_CACHE in the environment is the place for downloads",
     "base_gpu_id": "device cuda:N chooses the GPU",
 }
-"""What to do instead of settings that have no equal here."""
+"""Advice for settings that have no equivalent in pdserve."""
 
 
 def flag_of_others(flag: str, of_bench: bool) -> str | None:

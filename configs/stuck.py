@@ -1,5 +1,5 @@
-"""When a part of a server counts as stuck: /health reports it within five seconds, by name. Time in which the process
-that checks did not run itself does not count.
+"""Detects stuck parts of a server: /health reports them by name within five seconds. Time in which the checking process
+itself did not run does not count.
 """
 
 import time
@@ -9,12 +9,12 @@ from typing import Final
 STUCK_S: Final = 4.0
 """A thread that should make progress all the time, and has made none for this long, is stuck."""
 ABSENCE_S: Final = 1.0
-"""If two checks are further apart, the process that checks was stopped or starved itself."""
+"""If two checks are further apart, the checking process was stopped or starved."""
 
 
 class RunningTime:
-    """The time since it was made, without pauses of this process: of the time between two readings, at most
-    `longest_gap_s` counts. Read it more often than that.
+    """The time since its creation, without pauses of this process: at most `longest_gap_s` between two readings counts.
+    Read it more often than that.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
@@ -30,7 +30,7 @@ class RunningTime:
 
 
 class Watch:
-    """Whether this process has run without a pause. Only then is a part stuck that seems to make no progress."""
+    """Tells whether this process has run without a pause. Only then does a part without progress count as stuck."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

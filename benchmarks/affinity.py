@@ -1,5 +1,5 @@
-"""Conversations over two prefill servers: how much of their history is computed again, by prefix, by load, and on one
-server with all the memory.
+"""How much of the history of conversations is computed again: with two prefill servers chosen by prefix or by load, and
+with one server that has all the memory.
 
     python -m benchmarks.affinity
     python -m benchmarks.affinity --conversations 12 --turns 5 --model smollm2
@@ -73,13 +73,15 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="default: smollm2, the embedded model")
-    parser.add_argument("--conversations", type=int, default=50, help="default: 50")
-    parser.add_argument("--turns", type=int, default=10, help="default: 10")
+    parser.add_argument("--model", default="smollm2", help="model (default: smollm2, the embedded one)")
+    parser.add_argument("--conversations", type=int, default=50, help="conversations in all (default: 50)")
+    parser.add_argument("--turns", type=int, default=10, help="turns of each conversation (default: 10)")
     parser.add_argument("--message-tokens", type=int, default=64, help="tokens of a message (default: 64)")
     parser.add_argument("--answer-tokens", type=int, default=16, help="tokens of an answer (default: 16)")
     parser.add_argument("--concurrency", type=int, default=4, help="conversations at a time (default: 4)")
-    parser.add_argument("--kv-tokens", type=int, default=65536, help="memory of all prefill servers (default: 65536)")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=65536, help="KV of all prefill servers together (default: 65536)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
     return parser.parse_args()
 
@@ -108,7 +110,7 @@ def _measure(case: Case, options: argparse.Namespace, screen: Console) -> Result
 
 
 async def _converse(url: str, servers: int, options: argparse.Namespace) -> Result:
-    """Run all conversations, a few at a time: each takes a turn and goes to the end of the line."""
+    """Run all conversations, a few at a time: after its turn, a conversation goes to the end of the queue."""
     line: asyncio.Queue[tuple[int, int, list[int]]] = asyncio.Queue()
     for number in range(options.conversations):
         line.put_nowait((number, 0, []))

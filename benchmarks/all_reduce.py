@@ -2,8 +2,8 @@
 
     python -m benchmarks.all_reduce [--mps] [--ranks 2 4] [--json results.json]
 
-Each rank is a process on cuda:0. Without NVIDIA MPS the GPU runs the processes in turns of a few milliseconds, which is
-most of a sum's time; with `--mps` they run side by side, as on GPUs of their own but for the links between these.
+Each rank is a process on cuda:0. Without NVIDIA MPS the GPU runs the processes in turns of a few milliseconds, and that
+is most of a sum's time. With `--mps` they run side by side, as on separate GPUs except for the links between GPUs.
 
     sum      µs of a sum of bf16 rows: over CUDA IPC memory, in a CUDA graph, and over gloo through host memory
     step     ms of a decode step of two ranks at Qwen3-8B's geometry with few layers, in a CUDA graph and without
@@ -63,7 +63,7 @@ def wall_us(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 
 def time_sums(parallel: Parallel) -> dict[str, float]:
-    """µs by what was summed and how."""
+    """µs of each sum, by size and method."""
     found = {}
     for width in WIDTHS:
         for rows in ROWS:
@@ -120,7 +120,7 @@ def serve(pipe: Connection, rank: int, ranks: int, port: int) -> None:
 
 
 def run(ranks: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The times of rank 0."""
+    """Run all ranks; returns the times of rank 0."""
     context = multiprocessing.get_context("spawn")
     with listen("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
@@ -148,7 +148,7 @@ def run(ranks: int) -> tuple[dict[str, float], dict[str, float]]:
 
 @contextlib.contextmanager
 def mps() -> Iterator[None]:
-    """NVIDIA MPS for the processes that are started meanwhile."""
+    """A context in which new processes use NVIDIA MPS."""
     with tempfile.TemporaryDirectory() as directory:
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = directory
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)

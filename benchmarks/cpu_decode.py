@@ -3,8 +3,8 @@
     python -m benchmarks.cpu_decode            # from the root of the checkout; about three minutes
     python -m benchmarks.cpu_decode --rounds 9 --threads 2
 
-Everything computes in float32 with the same number of threads, greedily, from the same kind of random prompt. "Packed"
-weights are in the blocks of the GGUF file, as those of the pair are; all others are float32. Rounds are
+Everything decodes greedily in float32, with the same number of threads, from the same kind of random prompt. "Packed"
+weights stay in the blocks of the GGUF file, as they do in the pair; all others are float32. Rounds are
 interleaved, so that load from other processes affects all alike; figures are medians over the rounds. CPU time counts
 all threads and processes involved, and is meaningful on a shared machine, where wall time is not.
 """
@@ -50,7 +50,7 @@ CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Samples:
-    """One contestant: tokens per second over the whole call and after the first token, and CPU time per token."""
+    """Figures of one contestant: tokens per second in the whole call and after the first token, CPU time per token."""
 
     whole: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)

@@ -113,7 +113,7 @@ class CachedSequences:
         self._random = random.Random(2)
 
     def sequences(self, batch: int, context: int, steps: int) -> list[SequenceSlice]:
-        """Sequences in scattered pages that will have `context` tokens after so many steps: the first of these."""
+        """The first step of sequences in scattered pages that will have `context` tokens after so many steps."""
         slices = [
             SequenceSlice([token], context - steps, pages, row)
             for row, (token, pages) in enumerate(zip(self.tokens(batch), self.pages([context] * batch), strict=True))
@@ -129,7 +129,7 @@ class CachedSequences:
         return self._random.choices(self._token_ids, k=count)
 
     def open(self, slices: Sequence[SequenceSlice]) -> None:
-        """Give each an empty hot buffer, under the number it has, where the cache has such."""
+        """Give each sequence an empty hot buffer, under the sequence's number, if the cache has hot buffers."""
         if not isinstance(self.cache, HiSparseCache):
             return
         hot_rows, page_size = self.cache.tables.hot_rows, self.cache.page_size
@@ -160,7 +160,7 @@ class SteppedEngine(CachedSequences, ABC):
 
 
 class EagerEngine(SteppedEngine):
-    """One that also runs steps without graphs."""
+    """A stepped engine that also runs steps without graphs."""
 
     @abstractmethod
     def eager(self, slices: list[SequenceSlice]) -> torch.Tensor:
@@ -232,7 +232,7 @@ class Engine(EagerEngine):
 
 
 def fill_pool(pool: KvPool) -> None:
-    """With noise; from the GPU, wherever the pool is: that is the faster source of random numbers."""
+    """Fill the pool with noise from the GPU, wherever the pool is: the GPU makes random numbers faster."""
     if pool.scale_plane is not None:
         for layer in range(pool.num_layers):
             rows, scales = pool.layer(layer)
@@ -336,13 +336,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--mixed-layers", type=int, default=0, help="how many of them have experts, 22 GB each")
-    parser.add_argument("--mlp", type=int, default=18432, help="width of the others' MLP (default: 18432)")
+    parser.add_argument("--mixed-layers", type=int, default=0, help="layers with experts, 22 GB each (default: 0)")
+    parser.add_argument("--mlp", type=int, default=18432, help="MLP width of the other layers (default: 18432)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--index-dtype", choices=["model", "fp8_e4m3"], default="fp8_e4m3", help="type of indexer keys")
-    parser.add_argument("--hisparse", action="store_true", help="latent rows in host memory")
-    parser.add_argument("--hot-rows", type=int, default=4096, help="of a sequence's hot buffer (default: 4096)")
+    parser.add_argument("--hisparse", action="store_true", help="keep latent rows in host memory")
+    parser.add_argument("--hot-rows", type=int, default=4096, help="rows of a sequence's hot buffer (default: 4096)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
     max_batch, max_context = max(options.batch), max(options.context)

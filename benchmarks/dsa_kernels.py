@@ -4,16 +4,16 @@
     python -m benchmarks.dsa_kernels --shapes
     python -m benchmarks.dsa_kernels --tiles
 
-The indexer runs with keys in bfloat16 and in fp8 (with scales, 132 bytes each); of chunks, the scores and the selection
-are also timed alone. Results are first compared with the references. Times are GPU time per call in a CUDA graph over
-the layers of a page-major pool with scattered pages, more layers than the caches hold. The lower bound of a call is
-what it must read over the copy rate, or what it must multiply over the rate of a large matrix product in the same type,
-whichever is longer; all rates are measured in the same run. `--shapes` times the scores of a chunk with other shapes of
-their programs.
+The indexer runs with keys in bfloat16 and in fp8 (with scales, 132 bytes each). For chunks, the scores and the
+selection are also timed alone. Results are first compared with the references. Times are GPU time per call in a CUDA
+graph over the layers of a page-major pool with scattered pages, more layers than the caches hold. The lower bound of a
+call is what it must read over the copy rate, or what it must multiply over the rate of a large matrix product in the
+same type, whichever is longer; all rates are measured in the same run. `--shapes` times the scores of a chunk with
+other shapes of their programs.
 
-Attention over packed rows has 16 heads, as on a rank of eight, and three ways: rows are unpacked for each query, in
-memory (`gathered`) or in the registers of the kernel that attends (`fused`; `--tiles` times other tiles), or all pages
-of a sequence at once (`shared`), for chunks. Its lower bound reads packed rows.
+Attention over packed rows has 16 heads, as on a rank of eight. Three ways are timed: rows are unpacked for each query
+into memory (`gathered`), in the registers of the attention kernel (`fused`; `--tiles` times other tiles), or, for
+chunks, all pages of a sequence are unpacked at once (`shared`). The lower bound reads packed rows.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def random_pool(num_tokens: int, layers: int, dim: int) -> torch.Tensor:
 
 
 class IndexArguments(TypedDict):
-    """Of index_topk, and of the launch of its scores."""
+    """Arguments of index_topk, and of the launch of its scores."""
 
     query: torch.Tensor
     weights: torch.Tensor
@@ -126,7 +126,7 @@ class IndexArguments(TypedDict):
 def index_arguments(
     keys: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, *, fp8: bool
 ) -> list[IndexArguments]:
-    """By layer, for keys [pages, layers, page_size, dim]."""
+    """Arguments for each layer, for keys [pages, layers, page_size, dim]."""
     layers = keys.shape[1]
     if not fp8:
         return [
@@ -166,7 +166,7 @@ def make_plan(query_lens: list[int], context: int) -> IndexPlan:
 
 
 def check_index_topk() -> None:
-    """Small integers have exact scores: the choice must be the reference's, ties included."""
+    """Small integers have exact scores, so the selection must equal the reference's, ties included."""
     keys = torch.randint(-2, 3, (4 * 4096 // PAGE_SIZE, 2, PAGE_SIZE, INDEX_DIM), device=DEVICE).to(DTYPE)
     for fp8, query_lens in itertools.product((False, True), ([1] * 4, [40, 1, 7, 64])):
         plan = make_plan(query_lens, 4096)
@@ -195,7 +195,7 @@ def check_sparse_mla() -> None:
 
 
 def check_packed_mla() -> None:
-    """Fused attention, in all numbers of shares that decode steps have."""
+    """Check fused attention, with every number of shares that decode steps use."""
     pages = packed_pool(8192, 2)[:, 1]
     for tokens in (1, 2, 8, 32, 64, 200):
         query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
@@ -221,7 +221,7 @@ def random_rows(tokens: int, num_rows: int) -> torch.Tensor:
 
 
 def time_index_topk(query_lens: list[int], context: int, rates: Rates, *, fp8: bool) -> Iterator[Row]:
-    """The whole, and for chunks also the scores and the selection alone."""
+    """Time index_topk, and for chunks also the scores and the selection alone."""
     from pdserve.kernels.mla.index_topk_triton import launch_scores, launch_select_top
 
     plan = make_plan(query_lens, context)
@@ -289,7 +289,7 @@ def time_sparse_mla(tokens: int, context: int, rates: Rates, *, sequences: int |
 def time_packed_steps(
     tokens: int, context: int, rates: Rates, *, ways: Sequence[bool] = (False, True)
 ) -> Iterator[Row]:
-    """A query of each of `tokens` sequences: gathered, and fused."""
+    """Time one query of each of `tokens` sequences: gathered, and fused."""
     read_bytes = tokens * TOP_K * PACKED_BYTES
     layers = num_layers(read_bytes)
     pool = packed_pool(tokens * context, layers)
@@ -308,7 +308,7 @@ def time_packed_steps(
 
 
 def time_packed_chunk(tokens: int, context: int, rates: Rates) -> Iterator[Row]:
-    """A chunk of one sequence: gathered, shared, and the unpacking of shared pages alone."""
+    """Time a chunk of one sequence: gathered, shared, and the unpacking of shared pages alone."""
     layers = num_layers(context * PACKED_BYTES)
     pool = packed_pool(context, layers)
     query = torch.randn(tokens, RANK_HEADS, LATENT_DIM, device=DEVICE).to(DTYPE)
@@ -344,7 +344,7 @@ GATHERED_TILES = [(64, 4, 3), (64, 8, 3), (32, 4, 3), (32, 8, 3), (32, 8, 4)]
 
 
 def compare_tiles(rates: Rates) -> None:
-    """Of attention to packed rows, fused and gathered, in decode steps and, gathered, in a chunk."""
+    """Time tiles of attention to packed rows: fused and gathered in decode steps, gathered in a chunk."""
     from pdserve.kernels.mla import packed_rows_triton, sparse_mla_triton
 
     for tile in FUSED_TILES:
@@ -365,11 +365,9 @@ def compare_tiles(rates: Rates) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument(
-        "--shapes", action="store_true", help="compare shapes of the scores of a chunk, and nothing else"
-    )
-    parser.add_argument("--tiles", action="store_true", help="compare tiles of attention, and nothing else")
-    parser.add_argument("--kernel", choices=["index_topk", "sparse_mla", "packed"], help="only this one")
+    parser.add_argument("--shapes", action="store_true", help="only compare program shapes of a chunk's scores")
+    parser.add_argument("--tiles", action="store_true", help="only compare tiles of attention")
+    parser.add_argument("--kernel", choices=["index_topk", "sparse_mla", "packed"], help="measure only this kernel")
     options = parser.parse_args()
 
     check_index_topk()

@@ -105,7 +105,7 @@ class Engine:
         counts: list[int] = []
 
         def counting(select: Callable[..., tuple[Any, ...]], place: int) -> Callable[..., tuple[Any, ...]]:
-            """`select`, whose results have the chosen experts in this place."""
+            """`select`, which also counts the experts that it chooses; they are at this place of its results."""
 
             def select_and_count(*args: Any) -> tuple[Any, ...]:
                 results = select(*args)
@@ -168,8 +168,8 @@ def scattered_pages(source: random.Random, lengths: Sequence[int], cache: KvCach
 def check_logits(engine: Engine, graphs: DecodeGraphs) -> dict[str, float]:
     """Relative errors of our logits against transformers', of a prompt and of decode steps in graphs and without.
 
-    Both compute in bfloat16, so the bound is what 36 layers of roundings make of it: transformers' own two attention
-    implementations, reported beside, differ as much.
+    Both compute in bfloat16, so the bound is the rounding error of 36 layers: the two attention implementations of
+    transformers, reported beside, differ as much.
     """
     import transformers
 
@@ -297,8 +297,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--model", default="qwen3-8b", help="geometry (default: qwen3-8b)")
-    parser.add_argument("--layers", type=int, help="fewer for a quick look")
+    parser.add_argument("--model", default="qwen3-8b", help="geometry to time (default: qwen3-8b)")
+    parser.add_argument("--layers", type=int, help="number of layers; fewer for a quick look")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument(
         "--kernels", type=int, nargs="*", default=[], help="list kernels of these batches and of prefill"

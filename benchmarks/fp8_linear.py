@@ -67,7 +67,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the copy rate or of the fp8 rate, whichever limits."""
+        """Share of the copy rate or of the fp8 rate, whichever limits."""
         return max(self.read_us, self.product_us) / self.time_us
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Row:
 
 
 def draw_weight(*shape: int, row_group: int | None = BLOCK) -> BlockScaled:
-    """Random weights, with one scale: their values do not change the time. Without `row_group`, of each row."""
+    """Random weights, with one scale: values do not change the time. Without `row_group`, scales are per row."""
     if row_group is None:
         weight = BlockScaled.allocate_by_row(*shape, device=DEVICE)
     else:

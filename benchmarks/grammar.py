@@ -165,7 +165,7 @@ def time_steps(engine: Engine, executor: Executor, batch: int, context: int, ste
 
 
 def time_first_tokens(engine: Engine, executor: Executor, tokens: int, grammar: bool) -> float:
-    """Median ms from token ids on the host to the first token on the host, the schema being cached."""
+    """Median ms from token ids on the host to the first token on the host, with a cached schema."""
     sampling = GREEDY if not grammar else msgspec.structs.replace(GREEDY, grammar=SCHEMA)
     prompt, (pages,) = engine.tokens(tokens), engine.pages([tokens])
     times = []
@@ -180,7 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--answers", choices=("documents", "sampled"), default="documents", help="what grammars follow")
-    parser.add_argument("--layers", type=int, default=QWEN3_8B.num_layers, help="fewer for a quick look")
+    parser.add_argument(
+        "--layers", type=int, default=QWEN3_8B.num_layers, help="number of layers; fewer for a quick look"
+    )
     parser.add_argument("--steps", type=int, default=3 * ANSWER_TOKENS)
     options = parser.parse_args()
 

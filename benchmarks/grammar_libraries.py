@@ -1,11 +1,11 @@
-"""llguidance and xgrammar, compared: time to compile a schema, time of masks at batch 32, and coverage of JSON Schema.
+"""Compares llguidance and xgrammar: time to compile a schema, time of masks at batch 32, and coverage of JSON Schema.
 
     python -m benchmarks.grammar_libraries llguidance [--suite tests/draft2020-12] [--vocabulary N]
 
 pdserve uses llguidance and does not depend on xgrammar: install it (with transformers and apache-tvm-ffi) to compare.
-The vocabulary is that of the embedded model, extended by concatenated tokens for a larger N. Of the suite (the JSON
-Schema Test Suite), each instance is tokenized and given to the grammar: a valid one should be accepted, and accepting
-an invalid one is an error.
+The vocabulary is that of the embedded model, extended by concatenated tokens for a larger N. Each
+instance of the suite (the JSON Schema Test Suite) is tokenized and given to the grammar: a valid instance should be
+accepted, and accepting an invalid one is an error.
 """
 
 import argparse
@@ -170,8 +170,8 @@ def run_suite(library: Library, tokenizer: Tokenizer, directory: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", choices=("llguidance", "xgrammar"))
-    parser.add_argument("--vocabulary", type=int, default=0, help="extend it to so many tokens")
-    parser.add_argument("--suite", type=Path, help="tests/draft2020-12 of the JSON-Schema-Test-Suite")
+    parser.add_argument("--vocabulary", type=int, default=0, help="extend the vocabulary to this many tokens")
+    parser.add_argument("--suite", type=Path, help="folder tests/draft2020-12 of the JSON-Schema-Test-Suite")
     options = parser.parse_args()
     tokenizer = load_tokenizer(locate_model("smollm2"))
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]

@@ -4,7 +4,7 @@
 
 One prefill server and two decode servers share a GPU and take turns: "device" has all KV on the GPU, "hisparse" has it
 in host memory. Layers have the attention of DeepSeek-V3.2 and a dense MLP as large as one of eight GPUs' part of its
-experts, so that a step reads as many weights; there are a few layers, with their share of the KV memory.
+experts, so that a step reads as many weights. The model has a few layers, with their share of the KV memory.
 
 Weights are random, so the selections of different tokens have nothing in common: with random outputs, a step finds
 almost no row that it needs in the hot buffer. Real models mostly select what they have selected before. So every
@@ -16,8 +16,8 @@ server counts the misses, and the table shows them.
     worst      the same with random outputs
     arrival    from the last prefill chunk to the second token, whose step reads the transferred KV; new prompts
 
-Prompts of the first three share all but their last tokens, which prefill has in its prefix cache: this measures decode,
-not prefill. Decode has no prefix cache here, so the KV of every request is sent and stored in full.
+Prompts of the first three share all but their last tokens, and prefill has the shared ones in its prefix cache: this
+measures decode, not prefill. Decode has no prefix cache here, so the KV of every request is sent and stored in full.
 """
 
 import argparse
@@ -143,8 +143,8 @@ class Bench:
     def same_tokens(self) -> tuple[int, int]:
         """Length of the common prefix of both servers' greedy tokens for one prompt.
 
-        Before that, prefill computes what all prompts share. The last page of the one that counts is not full: it is
-        never cached, and prefill computes it alike for both.
+        Before that, prefill computes what all prompts share. The last page of the compared prompt is not full, so it
+        is never cached, and prefill computes it in the same way for both.
         """
         tails = [self._tokens(TAIL_TOKENS), self._tokens(TAIL_TOKENS - 1)]
         outputs: list[list[int]] = []
@@ -159,7 +159,7 @@ class Bench:
         return len(list(same)), len(outputs[0])
 
     async def window(self, arm: str, clients: int, seconds: float, *, repeat: bool = True) -> Window:
-        """Start `clients`, wait until as many run as the server holds, count what comes for `seconds`, end them."""
+        """Start `clients`, wait until as many run as the server holds, count tokens for `seconds`, end them."""
         url, port = base_url(self._configs[arm]), self._configs[arm].port
         client = BenchClient(url, api_key=None, timeout_s=600.0)
         draw = random.Random(f"lengths {clients}")
@@ -351,19 +351,19 @@ def _milliseconds(seconds: Mapping[str, float]) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--layers", type=int, default=4, help="of the model's 61 (default: 4)")
+    parser.add_argument("--layers", type=int, default=4, help="layers, of the model's 61 (default: 4)")
     parser.add_argument("--mlp", type=int, help="width of the MLP (default: 33 x 2048)")
     parser.add_argument("--kv-memory-gib", type=float, default=1.0, help="GPU memory for KV (default: 1)")
-    parser.add_argument("--hot-rows", type=int, help="of a request's buffer (default: 1.5 x what a step reads)")
+    parser.add_argument("--hot-rows", type=int, help="rows of a hot buffer (default: 1.5 x what a step reads)")
     parser.add_argument("--context", type=int, default=32768, help="prompt tokens (default: 32768)")
     parser.add_argument("--output", type=int, default=2048, help="mean output tokens (default: 2048)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8, 32, 128])
-    parser.add_argument("--seconds", type=float, default=8.0, help="counted where not all fit (default: 8)")
-    parser.add_argument("--fit-seconds", type=float, default=3.0, help="counted where all fit (default: 3)")
-    parser.add_argument("--rounds", type=int, default=2, help="of those where all fit (default: 2)")
-    parser.add_argument("--cold", type=int, default=4, help="new prompts a server (default: 4; the first is dropped)")
-    parser.add_argument("--worst-clients", type=int, default=32, help="with random outputs (default: 32)")
-    parser.add_argument("--chunk-size", type=int, default=2048, help="of prefill (default: 2048)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="measured time where not all fit (default: 8)")
+    parser.add_argument("--fit-seconds", type=float, default=3.0, help="measured time where all fit (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds where all fit (default: 2)")
+    parser.add_argument("--cold", type=int, default=4, help="new prompts per server (default: 4; drops the first)")
+    parser.add_argument("--worst-clients", type=int, default=32, help="clients with random outputs (default: 32)")
+    parser.add_argument("--chunk-size", type=int, default=2048, help="chunk size of prefill (default: 2048)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--index-dtype", choices=["model", "fp8_e4m3"], default="fp8_e4m3", help="type of indexer keys")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script on a CPU")

@@ -3,10 +3,11 @@
     python -m benchmarks.host_overhead
     python -m benchmarks.host_overhead --streams 128 --calls completion,completion-whole --context 8192 --json FILE
 
-A real pair on this machine serves a model of one tiny layer, so that the work around it remains. Every step waits for
-`--step-ms` without using the CPU, like for a GPU: long enough that no process falls behind, because one that does
-handles several tokens at once and looks cheaper than it is (`events` per token are then less than 1). The kernel counts
-CPU time per thread. All requests run in all measured steps: the cost of their beginning and end is excluded.
+A real pair on this machine serves a model of one tiny layer, so that mostly the work around the model remains. Every
+step waits for `--step-ms` without using the CPU, as for a GPU. The wait must be so long that no process falls behind: a
+process that does handles several tokens at once and looks cheaper than it is (`events` per token are then less than 1).
+The kernel counts CPU time per thread. All requests run in all measured steps: the cost of their beginning and end is
+excluded.
 
     front    the frontend process, per token
     engine   the leader's engine thread, per step
@@ -263,12 +264,18 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=_numbers, default=[1, 32, 128], metavar="N,N,...", help="default: 1,32,128")
+    parser.add_argument(
+        "--streams",
+        type=_numbers,
+        default=[1, 32, 128],
+        metavar="N,N,...",
+        help="requests at a time (default: 1,32,128)",
+    )
     parser.add_argument("--context", type=_numbers, default=[64], metavar="N,N,...", help="prompt tokens (default: 64)")
-    parser.add_argument("--calls", type=_calls, default=list(CALLS), help=f"default: {','.join(CALLS)}")
-    parser.add_argument("--steps", type=int, default=100, help="counted in each window (default: 100)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="wait of a step (default: 20)")
-    parser.add_argument("--rounds", type=int, default=1, help="of all windows (default: 1)")
+    parser.add_argument("--calls", type=_calls, default=list(CALLS), help=f"kinds of call (default: {','.join(CALLS)})")
+    parser.add_argument("--steps", type=int, default=100, help="steps measured in each window (default: 100)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="time that a step waits (default: 20)")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to run all windows (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all windows to this file")
     return parser.parse_args()
 

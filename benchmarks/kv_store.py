@@ -4,9 +4,9 @@
     python -m benchmarks.kv_store --input-len 4000 --prompts 4
 
 Starts a store and a pair on this machine; settings of the servers are those of `pdserve up`, such as `--threads 2`.
-Each prompt is sent twice; between the two, it is written to the store, and the prefix caches of both servers are
-flushed. All requests generate one token. Exits with 1 if the median takes more than MOST_RATIO of the time, or less
-than LEAST_LOADED of the tokens are loaded.
+Each prompt is sent twice. Between the two requests, the prompt is written to the store, and the prefix caches of both
+servers are flushed. All requests generate one token. Exits with 1 if the median of the second requests is more than
+MOST_RATIO of that of the first ones, or if less than LEAST_LOADED of the tokens are loaded.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def _wait(condition: Callable[[], bool], what: str) -> None:
 def _parse() -> tuple[argparse.Namespace, dict[str, str | bool]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input-len", type=int, default=1500, help="tokens of a prompt (default: 1500)")
-    parser.add_argument("--prompts", type=int, default=8, help="default: 8")
+    parser.add_argument("--prompts", type=int, default=8, help="number of prompts (default: 8)")
     servers = parser.add_argument_group("settings of the two servers, as of 'pdserve up'")
     add_flags(servers, PAIR_FIELDS, PAIR_FIELDS)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Where a prompt is computed: by a prefill server or by decode itself, and whether decode decides it well.
+"""Where prompts are computed, by a prefill server or by decode itself, and whether `auto` chooses the faster place.
 
     python -m benchmarks.local_prefill [--json results.json]                       SmolLM2 on a CPU
     python -m benchmarks.local_prefill --geometry qwen3-8b --lengths 64,512,4096,32768 --streams 32      on a GPU
 
 One prefill server and three decode servers: `never` and `auto` are paired with it, `always` is alone.
 
-    crossover   time to first token by prompt length, while streams run on the same decode server; beside it what the
-                decision of `auto` predicts, and which place it chose
+    crossover   time to first token by prompt length, while streams run on the same decode server; beside it the
+                prediction of `auto` for both places, and the place that it chose
     mixes       the same requests to each decode server, in turns: short prompts, long ones, a shared prefix
     burst       many prompts at once: tokens a second and time between tokens
     gap         time between the tokens of streams, alone and while a prompt of the largest length is computed
@@ -68,7 +68,7 @@ class Servers:
 
     @asynccontextmanager
     async def streams(self, name: str, count: int, context: int) -> AsyncIterator[None]:
-        """Streams that run meanwhile."""
+        """Keep streams running in this context."""
         if not count:
             yield
             return
@@ -255,23 +255,25 @@ def _mixes_table(found: dict[str, dict[str, list[float]]]) -> Table:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="default: all")
-    parser.add_argument("--alone", action="store_true", help="only one process, as `pdserve serve`: for burst and gap")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(","), default=list(PARTS), help="what to measure (default: all)"
+    )
+    parser.add_argument("--alone", action="store_true", help="measure one `pdserve serve`, not a pair: burst and gap")
     parser.add_argument("--lengths", type=_numbers, default=[16, 64, 256, 1024], help="prompt lengths of the crossover")
     parser.add_argument("--repeats", type=int, default=5, help="prompts per length")
-    parser.add_argument("--streams", type=int, default=4, help="requests that run meanwhile")
-    parser.add_argument("--context", type=int, default=8000, help="most tokens of a stream")
-    parser.add_argument("--rounds", type=int, default=3, help="of the mixes")
-    parser.add_argument("--requests", type=int, default=24, help="of a mix")
-    parser.add_argument("--concurrency", type=int, default=6, help="of a mix")
+    parser.add_argument("--streams", type=int, default=4, help="requests that decode runs during a measurement")
+    parser.add_argument("--context", type=int, default=8000, help="maximum tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each mix")
+    parser.add_argument("--requests", type=int, default=24, help="requests of each mix")
+    parser.add_argument("--concurrency", type=int, default=6, help="requests of a mix at a time")
     parser.add_argument("--mix-lengths", type=_numbers, default=[64, 512], help="middle and long prompts of the mixes")
-    parser.add_argument("--burst", type=_numbers, default=[16, 256, 64], help="prompts, tokens in, tokens out")
+    parser.add_argument("--burst", type=_numbers, default=[16, 256, 64], help="prompts,tokens in,tokens out")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--geometry", choices=["qwen3-8b"], help="random weights instead of a model")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
-    parser.add_argument("--device", help="default: auto")
-    parser.add_argument("--threads", type=int, help="of each server")
-    parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
+    parser.add_argument("--device", help="device of all servers (default: auto)")
+    parser.add_argument("--threads", type=int, help="CPU threads of each server")
+    parser.add_argument("--kv-memory-gib", type=float, help="size of each server's KV pool")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the decode servers"
     )

@@ -8,9 +8,9 @@ scheduler. Both are compared with the lower bound: the weights (of experts, the 
 the latent rows of all tokens, over the copy rate measured in the same run. Before timing, steps in graphs are compared
 with the same steps without. `--kernels` lists the kernels of a step.
 
-`--attention` times the attention of one layer alone, by both kernels, and beside the time to read its rows the time of
-its products. `--least-piece`, `--piece-cost` and `--rounds` replace the constants of kernels/dense_mla/tile_plan.py;
-several values of each are swept.
+`--attention` times the attention of one layer alone, with both kernels, and prints the time to read its rows and the
+time of its products beside them. `--least-piece`, `--piece-cost` and `--rounds` replace the constants of
+kernels/dense_mla/tile_plan.py; several values of each are swept.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class AttentionRow(NamedTuple):
 
 
 def time_attention(engine: Engine, batch: int, context: int, impl: DenseMlaImpl, rate: float) -> AttentionRow:
-    """Every layer's rows in turn, so that the L2 cache has none of them."""
+    """Time all layers in turn, so that the rows of a call are not in the L2 cache."""
     heads, dim, value_dim = engine.decoder.num_heads, engine.config.head_dim, engine.config.head_dim - 64
     (pool,) = engine.cache.pools
     plan = tile_plan.plan_tiles(
@@ -123,7 +123,7 @@ def time_attention(engine: Engine, batch: int, context: int, impl: DenseMlaImpl,
 
 
 def sweep(options: argparse.Namespace) -> Iterator[dict[str, int]]:
-    """Set the constants of the plan to all combinations that were asked for; yields those that are set."""
+    """Set the constants of the plan to each requested combination in turn, and yield it."""
     names = ("LEAST_PIECE_KEYS", "PIECE_COST_KEYS", "MOST_ROUNDS")
     values = (options.least_piece, options.piece_cost, options.rounds)
     own = [[getattr(tile_plan, name)] if given is None else given for name, given in zip(names, values, strict=True)]
@@ -138,15 +138,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--mixed-layers", type=int, default=1, help="how many of them have experts, 22 GB each")
-    parser.add_argument("--mlp", type=int, default=18432, help="width of the others' MLP (default: 18432)")
+    parser.add_argument("--mixed-layers", type=int, default=1, help="layers with experts, 22 GB each (default: 1)")
+    parser.add_argument("--mlp", type=int, default=18432, help="MLP width of the other layers (default: 18432)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[32768])
-    parser.add_argument("--attention", action="store_true", help="time the attention of one layer alone, too")
+    parser.add_argument("--attention", action="store_true", help="also time the attention of one layer alone")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a step")
-    parser.add_argument("--least-piece", type=int, nargs="+", help="keys of a piece at least")
+    parser.add_argument("--least-piece", type=int, nargs="+", help="least keys of a piece")
     parser.add_argument("--piece-cost", type=int, nargs="+", help="cost of a piece, in keys")
-    parser.add_argument("--rounds", type=int, nargs="+", help="rounds of pieces at most")
+    parser.add_argument("--rounds", type=int, nargs="+", help="maximum rounds of pieces")
     options = parser.parse_args()
     max_batch, max_context = max(options.batch), max(options.context)
 

@@ -50,7 +50,7 @@ class Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not a line per request."""
+        """Log nothing: the default is a line per request."""
 
 
 def main() -> int:
@@ -78,14 +78,14 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="default: smollm2, the embedded model")
-    parser.add_argument("--rounds", type=int, default=10, help="of each pair (default: 10)")
-    parser.add_argument("--requests", type=int, default=16, help="per round (default: 16)")
-    parser.add_argument("--concurrency", type=int, default=8, help="default: 8")
-    parser.add_argument("--input-len", type=int, default=16, help="default: 16")
-    parser.add_argument("--output-len", type=int, default=64, help="default: 64")
+    parser.add_argument("--model", default="smollm2", help="model (default: smollm2, the embedded one)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of each pair (default: 10)")
+    parser.add_argument("--requests", type=int, default=16, help="requests per round (default: 16)")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
+    parser.add_argument("--input-len", type=int, default=16, help="prompt tokens (default: 16)")
+    parser.add_argument("--output-len", type=int, default=64, help="output tokens (default: 64)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
-    parser.add_argument("--kv-tokens", type=int, default=16384, help="KV pool of each server (default: 16384)")
+    parser.add_argument("--kv-tokens", type=int, default=16384, help="KV tokens of each server (default: 16384)")
     return parser.parse_args()
 
 

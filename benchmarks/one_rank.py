@@ -1,13 +1,13 @@
 """One rank of eight, alone: its share of DeepSeek-V3.2's weights, and its steps without the other ranks.
 
-A rank computes what it would compute beside the others, on its own results in place of theirs:
+The rank computes what it would compute beside the others. Where it needs their results, it uses its own:
 
 tp8   heads, MLPs and the width of every expert divided by eight. An all-reduce is one pass over the tensor (read and
       write), launched as servers launch theirs; the gathering of logits is a copy of eight parts.
-dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its own. MLPs and experts are divided by
-      eight, experts as whole ones, and compute the rows of all ranks: rows of the others are this rank's, with their
-      elements in another order, so that their experts differ. Gathering them is a copy of eight times the rows,
-      returning the results a sum of eight parts.
+dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its own. The rank holds an eighth of each
+      MLP and an eighth of the experts, each whole, and computes the rows of all ranks with them. Rows of the others
+      are this rank's rows with their elements in another order, so that they choose other experts. Gathering rows is a
+      copy of eight times the rows; returning the results is a sum of eight parts.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def source(self) -> ModelSource:
-        """For the loader of dummy weights, which reads no file."""
+        """A source for the loader of dummy weights, which reads no file."""
         return ModelSource(self.name, Path(self.name), "huggingface", self.config)
 
     def outline(self, kv_dtype: KvDtypeSetting, device: torch.device) -> ModelRunner:
@@ -229,7 +229,7 @@ class EagerSteps:
 
 
 def fill_keys(pool: KvPool) -> None:
-    """With noise, layer by layer."""
+    """Fill the keys with noise, layer by layer."""
     for index in range(pool.num_layers):
         for plane in pool.layer(index):
             plane.copy_(torch.randn(plane.shape, device=plane.device))
@@ -258,5 +258,5 @@ def _rows_of_all_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
 
 
 def exchanging(layout: Layout, device: torch.device = DEVICE) -> AbstractContextManager[None]:
-    """A context in which steps of this layout do the local work of their exchange of rows."""
+    """A context in which steps of this layout do only the local part of exchanging rows."""
     return _rows_of_all_ranks(layout, device) if layout.mlp_rows > 1 else nullcontext()

@@ -28,7 +28,7 @@ from pdserve.server.launch.frontend import run_frontend
 
 
 class Cost(msgspec.Struct):
-    """Of a leader so far."""
+    """Steps and CPU time of a leader so far."""
 
     threads_s: dict[str, float]
     """CPU time of Python's threads, by name."""

@@ -3,8 +3,8 @@
     python -m benchmarks.packed_experts [--models qwen3-30b-a3b,mixtral-8x7b,gpt-oss-20b] [--rows 1,8,64,512,4096]
         [--json results.json]
 
-Times are GPU time per call in a CUDA graph over calls with other tokens each, with routing and the weighted sum
-included. The lower bound of a call is the packed weights of the experts that have tokens over the copy rate, or its
+Times are GPU time per call, including routing and the weighted sum, in a CUDA graph of calls that all have different
+tokens. The lower bound of a call is the packed weights of the experts that have tokens over the copy rate, or its
 products over the rate of large bfloat16 products, whichever is longer; the copy rate is measured in the same run.
 `x bf16` is how many times as fast as bfloat16 it is. `expanded us` is moe/expanded_experts.py, for at least 16 rows
 per expert on average: rows are sorted already, so routing and the weighted sum are not included. Few tokens are checked

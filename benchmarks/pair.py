@@ -194,13 +194,13 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--chunk-size", type=int, help="of prefill")
-    parser.add_argument("--max-running-requests", type=int, help="of decode")
-    parser.add_argument("--kv-memory-gib", type=float, help="KV pool of each server")
+    parser.add_argument("--chunk-size", type=int, help="chunk size of the prefill server")
+    parser.add_argument("--max-running-requests", type=int, help="batch slots of the decode server")
+    parser.add_argument("--kv-memory-gib", type=float, help="size of each server's KV pool")
     parser.add_argument("--kv-dtype", help="auto or fp8_e4m3")
     parser.add_argument("--transport", help="default: auto, which is CUDA IPC here")
-    parser.add_argument("--local-prefill", default="never", help="auto: decode computes a part of the prompts")
-    parser.add_argument("--device", help="default: auto")
+    parser.add_argument("--local-prefill", default="never", help="with auto, decode computes some prompts")
+    parser.add_argument("--device", help="device of both servers (default: auto)")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
     return parser.parse_args()
 

@@ -4,17 +4,17 @@
     python -m benchmarks.plan_check --small --seconds 6        # a smaller model; to see that it works
     python -m benchmarks.plan_check --model smollm2 --loads prefill --ratios 1:1,2:1 --seconds 120
 
-A pair is measured first, and how up to three servers that compute at once slow each other down. Then each ratio is
+First a pair is measured, and how much up to three servers that compute at once slow each other down. Then each ratio is
 started, and gets the same requests at the same times as the simulation. With several decode servers, requests go to
 them in turn. Each server computes on one core. By default the model has random weights, and a quarter of the size of
-smollm2: enough requests for a goodput end within half a minute.
+smollm2, so that enough requests for a goodput end within half a minute.
 
 The rate of a load would keep two cores busy for 60 to 70 % of the time, if its work could be divided evenly between
 them. One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls
-behind. The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. What a plan is
-used for, the goodput of the ratio that it names, is printed per load. That goodput is close to the rate of the load, so
-it says less than the other ratios do; those have larger errors, because an overloaded server changes its goodput by
-several times the change of its step times.
+behind. The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. For
+each load, the goodput of the named ratio is printed, because that is what a plan is used for. That goodput is close to
+the rate of the load, so it tests the prediction less than the other ratios do. Those have larger errors: the goodput of
+an overloaded server changes by several times the change of its step times.
 
 On a machine with other load, use `--measure-again`: step times are measured again on the servers of each ratio, just
 before its runs.
@@ -114,7 +114,7 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measured goodput; positive if it is too high."""
+        """Error of the prediction relative to the measured goodput; positive if the prediction is too high."""
         real, predicted = self.measured.requests_per_s, self.prediction.goodput.requests_per_s
         return (predicted - real) / real if real else math.inf * predicted if predicted else 0.0
 
@@ -152,13 +152,17 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="default: one with random weights")
-    parser.add_argument("--small", action="store_true", help="a smaller model with random weights")
-    parser.add_argument("--loads", type=lambda text: text.split(","), default=list(SHAPES), help=",".join(SHAPES))
-    parser.add_argument("--ratios", type=parse_ratios, default=parse_ratios(DEFAULT_RATIOS), help=DEFAULT_RATIOS)
-    parser.add_argument("--seconds", type=float, default=22, help="in which requests of each run arrive (default: 22)")
+    parser.add_argument("--model", help="model (default: one with random weights)")
+    parser.add_argument("--small", action="store_true", help="use a smaller model with random weights")
+    parser.add_argument(
+        "--loads", type=lambda text: text.split(","), default=list(SHAPES), help="default: " + ",".join(SHAPES)
+    )
+    parser.add_argument(
+        "--ratios", type=parse_ratios, default=parse_ratios(DEFAULT_RATIOS), help=f"default: {DEFAULT_RATIOS}"
+    )
+    parser.add_argument("--seconds", type=float, default=22, help="time over which requests arrive (default: 22)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
-    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV pool of each server (default: 32768)")
+    parser.add_argument("--kv-tokens", type=int, default=32768, help="KV tokens of each server (default: 32768)")
     parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="use step times of an earlier run")
     parser.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured step times")
@@ -280,7 +284,7 @@ async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Summary:
 
 
 def _warmup(pair: MeasuredPair, ratio: Ratio) -> Load:
-    """Requests at once that reach every server: memory is touched and kernels are compiled before a measurement."""
+    """Send requests to every server at once: memory is touched and kernels are compiled before a measurement."""
     input_len, output_len = WARMUP_TOKENS
     bench = BenchOptions(
         requests=4 * ratio.prefills * ratio.decodes,

@@ -121,7 +121,7 @@ class Benchmark:
             self._memory(weights)
 
     def _batches(self) -> list[int]:
-        """Those whose latent rows fit into host memory."""
+        """The batches whose latent rows fit into host memory."""
         latent, _ = self._outline.make_cache(1, 1).pools
         free = HOST_SHARE * free_memory_bytes(torch.device("cpu"))
         most = int(free // (self._options.context * latent.size_bytes))
@@ -133,7 +133,7 @@ class Benchmark:
         return batches
 
     def _resident_batches(self, batches: list[int]) -> list[int]:
-        """Those whose rows fit into the GPU's memory, beside the indexer keys of the largest batch."""
+        """The batches whose rows fit into GPU memory, beside the indexer keys of the largest batch."""
         latent, keys = self._outline.make_cache(1, 1).pools
         context = self._options.context
         free = DEVICE_SHARE * free_memory_bytes(self._device) - max(batches) * context * keys.size_bytes
@@ -232,7 +232,7 @@ class Benchmark:
             )
 
     def _release(self) -> None:
-        """Give memory that torch keeps for later back to the driver."""
+        """Return torch's cached memory to the driver."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -244,7 +244,12 @@ class Benchmark:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=tuple(COLLECTIVES), default="tp8")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=list(PARTS),
+        help=f"what to measure (default: {','.join(PARTS)})",
+    )
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, help="tokens of a sequence (default: 32768)")
@@ -253,7 +258,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page-size", type=int)
     parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="fp8_e4m3")
     parser.add_argument("--kernels", action="store_true", help="list the kernels of a decode step and of a chunk")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, to test this program on a CPU")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):

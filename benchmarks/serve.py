@@ -44,7 +44,7 @@ def main() -> int:
                     input_len=options.input_len,
                     output_len=options.output_len,
                     prefix_len=options.prefix_len,
-                    seed=concurrency,  # other prompts in every round, so that the prefix cache has none of them
+                    seed=concurrency,  # new prompts in every round, so that the prefix cache has none of them
                 )
                 results.append(runner.run(measure(bench, screen, command=" ".join(sys.argv))))
     except KeyboardInterrupt:
@@ -62,12 +62,14 @@ def main() -> int:
 
 def _parse() -> tuple[argparse.Namespace, dict[str, str | bool]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--concurrency", type=_numbers, default=[1, 4, 8], metavar="N,N,...", help="default: 1,4,8")
-    parser.add_argument("--requests", type=int, default=16, help="per round (default: 16)")
-    parser.add_argument("--input-len", type=int, default=256, help="default: 256")
-    parser.add_argument("--output-len", type=int, default=32, help="default: 32")
+    parser.add_argument(
+        "--concurrency", type=_numbers, default=[1, 4, 8], metavar="N,N,...", help="requests at a time (default: 1,4,8)"
+    )
+    parser.add_argument("--requests", type=int, default=16, help="requests per round (default: 16)")
+    parser.add_argument("--input-len", type=int, default=256, help="prompt tokens (default: 256)")
+    parser.add_argument("--output-len", type=int, default=32, help="output tokens (default: 32)")
     parser.add_argument("--prefix-len", type=int, default=0, help="tokens that all prompts of a round share")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="full results, a JSON document per line")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write full results, a JSON document per line")
     servers = parser.add_argument_group("settings of the two servers, as of 'pdserve up'")
     add_flags(servers, PAIR_FIELDS, PAIR_FIELDS)
     options = parser.parse_args()

@@ -40,7 +40,7 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def free_port() -> int:
-    """A free port, another one each time."""
+    """A free port, a different one each time."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as probe_socket:
             port: int = probe_socket.getsockname()[1]

@@ -48,10 +48,10 @@ def main() -> int:
 def _parse() -> tuple[argparse.Namespace, dict[str, str | bool]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--long-len", type=int, default=4000, help="tokens of a long prompt (default: 4000)")
-    parser.add_argument("--long-requests", type=int, default=12, help="default: 12")
+    parser.add_argument("--long-requests", type=int, default=12, help="long prompts in all (default: 12)")
     parser.add_argument("--long-concurrency", type=int, default=3, help="long prompts at a time (default: 3)")
     parser.add_argument("--short-len", type=int, default=16, help="tokens of a short prompt (default: 16)")
-    parser.add_argument("--short-requests", type=int, default=100, help="default: 100")
+    parser.add_argument("--short-requests", type=int, default=100, help="short prompts in all (default: 100)")
     parser.add_argument("--rate", type=float, default=2.0, help="short prompts a second (default: 2)")
     servers = parser.add_argument_group("settings of the two servers, as of 'pdserve up'")
     add_flags(servers, PAIR_FIELDS, PAIR_FIELDS)

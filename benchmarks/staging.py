@@ -9,7 +9,7 @@ staged        gather, one write per part into the ring, scatter; with the protoc
 equal TP      the same bytes to four decode ranks sharded alike, one write per page: needs no staging, the bound
 
 The time runs from the KV in the source pages to decode's confirmation that it is in its pages. Grants are requested
-before, like a server does before its forward pass. Every arm first runs into a poisoned destination and is compared
+before, as a server does before its forward pass. Every arm first runs into a poisoned destination and is compared
 bitwise; then the arms are timed in turn. Many small writes use Mooncake's batch call, 1,024 at a time, few large ones
 submit and poll: each arm uses the faster of the two, and every arm has a connection pool.
 
@@ -129,12 +129,12 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=4, help="tensor-parallel ranks of prefill")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--decode-page-size", type=int, help="default: --page-size")
-    parser.add_argument("--part-mib", type=int, default=32, help="most that one write into the ring carries")
+    parser.add_argument("--decode-page-size", type=int, help="page size of decode (default: --page-size)")
+    parser.add_argument("--part-mib", type=int, default=32, help="largest write into the ring (default: 32)")
     parser.add_argument("--ring-mib", type=int, default=256)
     parser.add_argument("--write-mib", type=int, help="largest Mooncake request (default: 4 over TCP, else 64)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="time gather and scatter alone")
     parser.add_argument("--sizes-mib", default="1,4,16,64,128,256,512")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()

@@ -1,5 +1,5 @@
-"""Time to first token under load: without a KV store, with one, and with one whose master is killed after a third. Then
-the store is started again: seconds until a prompt is loaded from it.
+"""Time to first token under load: without a KV store, with one, and with one whose master is killed after a third of
+the requests. Then the store is started again, and the seconds until a prompt is loaded from it are measured.
 
     python -m benchmarks.store_outage --small
     python -m benchmarks.store_outage --concurrency 4 --requests 400 --input-len 256
@@ -141,7 +141,7 @@ def _time_until_back(store: "_Store", pair: RunningPair, input_len: int) -> floa
 
 
 def _ask(client: httpx.Client, prompt: list[int]) -> dict[str, int]:
-    """Send a prompt; returns where its cached tokens were."""
+    """Send a prompt; returns its cached tokens by place."""
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}}
     answer = client.post("/generate", json=body).raise_for_status().json()
     details: dict[str, int] = answer["meta_info"]["cached_tokens_details"]
@@ -160,7 +160,7 @@ class _Store:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ))
 
     def kill(self) -> None:
-        """SIGKILL; its master gets one too."""
+        """Send SIGKILL to the store and to its master."""
         self._process.kill()
         self._process.wait()
 
@@ -216,11 +216,11 @@ def _table(results: dict[str, BenchResult], options: argparse.Namespace) -> Tabl
 
 def _parse() -> tuple[argparse.Namespace, dict[str, str | bool]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200, help="of each case (default: 200)")
+    parser.add_argument("--requests", type=int, default=200, help="requests of each case (default: 200)")
     parser.add_argument("--concurrency", type=int, default=2, help="requests at a time (default: 2)")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--output-len", type=int, default=4, help="tokens of an answer (default: 4)")
-    parser.add_argument("--small", action="store_true", help="a tiny model with random weights")
+    parser.add_argument("--small", action="store_true", help="use a tiny model with random weights")
     servers = parser.add_argument_group("settings of the two servers, as of 'pdserve up'")
     add_flags(servers, PAIR_FIELDS, PAIR_FIELDS)
     options = parser.parse_args()

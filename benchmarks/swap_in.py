@@ -5,8 +5,8 @@
 Each step selects 2,048 tokens per request, of which the given share is new and not in the hot buffer. A step is timed
 with events around one `swap_in`, while earlier work keeps the GPU busy, as in a serving step: launch times from Python
 do not count. `gather` is the time of a plain Triton gather of as many random rows into adjacent ones, without planning;
-`scatter` the same into random rows of the hot pool, as swap-in has to write them. Before timing, every selected row of
-several steps is compared with host memory, read by that gather.
+`scatter` is the same into random rows of the hot pool, as swap-in has to write them. Before timing, every selected row
+of several steps is compared with host memory, read by that gather.
 
 All times but the bulk copy depend on what the host's cores did last: a gather took 10 to 20 % longer after two idle
 seconds, and 60 % longer after they had filled half a gigabyte. So the CPU compares nothing, and three rounds over the
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--row-bytes", type=int, nargs="+", default=[1152, 656])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--shares", type=int, nargs="+", default=[0, 2, 10, 25], help="percent of top-k that is new")
-    parser.add_argument("--hot-rows", type=int, default=4096, help="of a request's buffer")
+    parser.add_argument("--hot-rows", type=int, default=4096, help="rows of a request's hot buffer")
     parser.add_argument("--context", type=int, default=32768, help="tokens of a request, a multiple of the page size")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -10,9 +10,9 @@ pair   a prefill and a decode server on the GPU with default settings: from the 
 
 The floor is the weights read once at the copy rate, or the matrix products and attention at 790 TFLOP/s, whichever is
 longer. The sparse geometry has 4 layers of DeepSeek-V3.2's attention with the dense MLP of its first layers, and a
-small vocabulary. Its floor also counts index scores; its chunks run without CUDA graphs. Prompts differ, so nothing is
-cached. `--hops` records when a request passes each thread of the servers
-(hop_trace/sitecustomize.py) and prints the median time from one to the next; this costs about 0.1 ms itself.
+small vocabulary. Its floor also counts index scores. Prompts differ, so nothing is cached. `--hops` records when a
+request passes each thread of the servers (hop_trace/sitecustomize.py) and prints the median time from one to the next;
+this costs about 0.1 ms itself.
 """
 
 import argparse
@@ -208,8 +208,8 @@ def _stages(stages: dict[str, float]) -> str:
 
 
 def hop_table(trace: Path, spans: list[tuple[float, float]]) -> list[tuple[str, float]]:
-    """Median milliseconds from the start of a request to each labelled event, in order; the n-th one of a label counts
-    as its own.
+    """Median milliseconds from the start of a request to each labelled event, in order. If a label occurs several times
+    in a request, each occurrence is a row of its own.
     """
     events = sorted(
         (int(at) / 1e9, label) for at, label in re.findall(r"^(\d+) (.*)$", trace.read_text(), re.MULTILINE)
@@ -231,14 +231,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--only", choices=("loop", "pair"))
     parser.add_argument(
-        "--geometry", choices=("qwen3-8b", "deepseek-v3.2-4-layers"), default="qwen3-8b", help="of the model loop"
+        "--geometry", choices=("qwen3-8b", "deepseek-v3.2-4-layers"), default="qwen3-8b", help="model of the model loop"
     )
-    parser.add_argument("--hops", action="store_true", help="where the time between threads and processes goes")
+    parser.add_argument("--hops", action="store_true", help="print the time from thread to thread")
     parser.add_argument("--chunk-size", type=int, default=2048, help="tokens per step of the model loop")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(VLLM_MS))
-    parser.add_argument("--layers", type=int, help="of the pair's model; fewer for a quick look")
+    parser.add_argument("--layers", type=int, help="layers of the pair's model; fewer for a quick look")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the servers that have it"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="set NAME on each server that has it"
     )
     options = parser.parse_args()
     results: dict[str, Any] = {}

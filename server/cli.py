@@ -1,4 +1,6 @@
-"""The `pdserve` command: parses flags, loads the configuration, runs a command. Imports heavy modules only then.
+"""The `pdserve` command: parses flags, loads the configuration and runs a command.
+
+The modules of a command are imported when it runs, so that `--help` and the light commands start fast.
 
 Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on stderr), anything else a failure.
 `pdserve doctor`: 1 if its worst finding is a warning, 2 if it is a failure.
@@ -57,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _MainParser(_Parser):
-    """Its help ends with the supported model families, which are read only then."""
+    """Appends the supported model families to the help text. Imports them only when help is printed."""
 
     def format_help(self) -> str:
         from .plan.families import family_rows
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """The exit code of `command`; 2, with one line per problem on stderr, when it cannot start."""
+    """Runs `command` and returns its exit code. A StartupError becomes code 2 and one line per problem on stderr."""
     try:
         code = command()
         sys.stdout.flush()
@@ -90,10 +92,12 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether nothing reads our output any more, as after `| head`. Then nothing is written to it at exit either."""
+    """Returns whether the reader of stdout has gone, as after `| head`. If so, redirects stdout to /dev/null: Python
+    flushes it once more at exit, which would fail.
+    """
     try:
         sys.stdout.flush()
-        # a long text is written without the buffer, which is empty then
+        # a long text bypasses the buffer: flush() then has nothing to write, and does not notice the closed pipe
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         closed = any(event & select.POLLERR for _, event in poll.poll(0))
@@ -105,8 +109,10 @@ def _stdout_is_closed() -> bool:
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line; with `only`, other commands have no flags: there are hundreds, and a server should start
-    soon. Namespaces also have their `parser` and all `commands`.
+    """Returns the parser of the whole command line. With `only`, only that command gets its flags: there are hundreds
+    in all, and adding them delays the start of a server.
+
+    Parsed namespaces also have `parser`, the parser of the given command, and `commands`, the subparsers.
     """
     parser = _MainParser(
         prog="pdserve",

@@ -1,4 +1,4 @@
-"""Checks grammars before they are submitted: invalid ones, and those that take too long to compile, are refused."""
+"""Compiles grammars before requests are submitted, and refuses those that are invalid or take too long to compile."""
 
 import asyncio
 import logging
@@ -21,21 +21,21 @@ log = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 3.0
 START_S = 120.0
-"""Longest start of the process: it reads the vocabulary."""
+"""Most time that the process may take to start, in which it reads the vocabulary."""
 MAX_REMEMBERED = 1024
 MAX_REMEMBERED_CHARACTERS = 32 << 20
-"""Most characters of all remembered grammars together. Grammars that are too long to be compiled count too."""
+"""Most characters of all remembered grammars. Refused grammars are remembered too, however long they are."""
 MAX_WAITING = 64
-"""Most grammars that wait for the compiler, which compiles one at a time. More are refused."""
+"""Most grammars in compilation or waiting for it: one is compiled at a time. Further ones are refused with 429."""
 TIMEOUT_REMEMBERED_S = 60.0
-"""A grammar that took too long is refused for this time. After that it is tried again, because the machine may have
-been overloaded.
-"""
+"""A grammar that took too long is refused for this time, then compiled again: the machine may have been overloaded."""
 
 
 class GrammarChecker:
-    """Compiles grammars in a child process (models/grammar/check.py). The first grammar starts it. It is killed if one
-    takes longer than `max_compile_s`, and exits with this process.
+    """Compiles grammars in a child process (models/grammar/check.py), because a compilation cannot be interrupted.
+
+    The first grammar starts the child. If a grammar takes longer than `max_compile_s`, the child is killed, and the
+    next grammar starts another one. The child exits when this process does.
     """
 
     def __init__(self, model: str, load_format: LoadFormat, max_compile_s: float = MAX_COMPILE_S) -> None:
@@ -44,14 +44,16 @@ class GrammarChecker:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[Grammar, asyncio.Future[str | None]] = {}
-        """Grammars that are being compiled or wait for the compiler."""
+        """Grammars in compilation or waiting for it, with the result."""
         self._known: OrderedDict[Grammar, tuple[str | None, float]] = OrderedDict()
-        """Why a grammar is refused, and until when this is remembered."""
+        """Why a grammar is refused (None: it is accepted), and until when this result is valid."""
         self._known_characters = 0
 
     async def check(self, grammar: Grammar) -> str | None:
-        """Why this grammar is refused; None if it is accepted. Answers are cached, and equal grammars
-        are compiled once. Raises OverloadedError if too many others wait, and ServerError.
+        """Returns why this grammar is refused, or None if it is accepted. Results are cached, and calls that wait for
+        equal grammars share one compilation.
+
+        Raises OverloadedError if too many grammars wait, and ServerError if the compiler fails.
         """
         problem, until = self._known.get(grammar, (None, -math.inf))
         if time.monotonic() < until:
@@ -65,10 +67,10 @@ class GrammarChecker:
                 )
             checking = self._waiting[grammar] = asyncio.ensure_future(self._compile_and_remember(grammar))
             checking.add_done_callback(lambda _: self._waiting.pop(grammar))
-        return await asyncio.shield(checking)  # others may wait for it too
+        return await asyncio.shield(checking)  # other calls may wait for the same grammar
 
     def close(self) -> None:
-        """Kill the process to end a running compilation: otherwise the thread that waits for it delays our exit."""
+        """Kill the child. That ends a compilation that runs: Python would wait for its thread before it exits."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if (process := self._process) is not None:
             process.kill()
@@ -92,7 +94,9 @@ class GrammarChecker:
             self._known_characters -= len(oldest.text)
 
     def _compile(self, grammar: Grammar) -> str | None:
-        """The answer of the process; raises TimeoutError or ServerError."""
+        """Compiles the grammar in the child, on the thread. Returns why it is refused, or None. Raises TimeoutError or
+        ServerError.
+        """
         try:
             process = self._process or self._start()
             assert process.stdin is not None
@@ -118,10 +122,10 @@ class GrammarChecker:
         return process
 
     def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> str | None:
-        """The next line of the process; raises TimeoutError, or OSError if it has exited."""
+        """Reads and decodes the next line of the child. Raises TimeoutError, or OSError if the child has exited."""
         assert process.stdout is not None
         output, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
-        arrival = select.poll()  # select() cannot wait for descriptors from 1024 on, and each client has one
+        arrival = select.poll()  # select() is limited to descriptors below 1024, and each client has one
         arrival.register(output, select.POLLIN)
         while not line.endswith(b"\n"):
             if not arrival.poll(1000 * max(0.0, ends_at - time.monotonic())):

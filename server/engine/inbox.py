@@ -44,7 +44,7 @@ class Inbox:
     async def receive(self) -> list[Progress]:
         """Wait for events and take all of them, one Progress per request with events. For one caller at a time."""
         if not self._unread:
-            self._waiter = asyncio.get_running_loop().create_future()  # an asyncio.Event needs a second coroutine
+            self._waiter = asyncio.get_running_loop().create_future()  # asyncio.Event adds a coroutine per wait
             await self._waiter
         unread, self._unread = self._unread, {}
         return list(unread.values())
@@ -67,7 +67,7 @@ class Inbox:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that the leader has not ended. `submitted_as` is the id of its first sample, which the Submit names."""
+    """A request that the leader has not ended. `submitted_as` is the `rid` of its Submit: that of the first sample."""
 
     rid: str
     submitted_as: str
@@ -77,9 +77,9 @@ class OpenRequest:
     last_token_at: float | None = None
     stopped_early: bool = False
     span: "tuple[Span, int] | None" = None
-    """Of a traced request, with the time of its begin."""
+    """Span of a traced request, and the time in nanoseconds at which it began."""
 
     @property
     def log_fields(self) -> dict[str, str | None]:
-        """For log lines in JSON."""
+        """Fields that log lines in JSON have in addition."""
         return {"rid": self.rid, "request_id": self.inbox.request_id}

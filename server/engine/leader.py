@@ -1,4 +1,4 @@
-"""A leader process with the client of its socket. A role switch replaces both."""
+"""A leader process and the client of its socket. They live and end together: a role switch replaces both."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,9 @@ REPORTED_EXIT_S = 2.0
 
 
 class Leader:
-    """Owns the client, from the beginning, and the process, after `start()`. Needs a running event loop."""
+    """Owns the client and, after `start()`, the process. The client comes first, because the process connects to its
+    socket. Needs a running event loop.
+    """
 
     def __init__(
         self, config: AnyServerConfig, metrics: Metrics, command: Sequence[str], tracing: Tracing | None = None
@@ -35,14 +37,14 @@ class Leader:
         return self.process.pid if self.process is not None else None
 
     def open_work(self) -> tuple[int, str]:
-        """The work to drain: requests of clients on decode, transfers to decode servers on prefill."""
+        """The amount of work to drain, and its unit: requests on decode, transfers to decode servers on prefill."""
         if isinstance(self.config, DecodeConfig):
             return len(self.client.open_rids), "request"
         status = self.client.status
         return sum(status.states.values()) if status is not None else 0, "transfer"
 
     async def wait_exit(self) -> None:
-        """Wait for a process that is about to exit, and may still write to stderr; end it if it does not."""
+        """Wait for a process that is about to exit, so that its last lines reach stderr; end it after REPORTED_EXIT_S."""
         if self.process is not None and self.process.exit_status is None:
             await self.process.stop(REPORTED_EXIT_S)
 

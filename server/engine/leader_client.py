@@ -1,7 +1,7 @@
 """The frontend's end of the socket to its leader: opens requests, routes their events, keeps the latest status.
 
-Every request ends in exactly one terminal event, also when the leader dies. When a caller leaves early, the leader gets
-Cancel, and the request id stays in use until the leader has sent the terminal message.
+Every request ends with exactly one terminal event, also when the leader dies. If a caller leaves early, the client
+sends Cancel to the leader, and the request id stays in use until the leader confirms the end.
 """
 
 import asyncio
@@ -78,18 +78,18 @@ class LeaderClient:
         # The leader bounds the work it accepts (429), so neither direction may block or drop here.
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # other users can see the name
+        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())  # other users can see the name, but not connect
         self._socket.bind(self.address)
         self._decoder = msgspec.msgpack.Decoder(ToFrontendBatch)
         self._encoder = msgspec.msgpack.Encoder()
         self._open: dict[str, OpenRequest] = {}
         self._overdue: set[str] = set()
-        """Requests that failed here at their deadline; the leader has not ended them yet."""
+        """Requests that this client failed at their deadline. Their ids stay in use until the leader ends them."""
         self._started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.ready: Ready | None = None
-        """The leader's Ready message, once it serves."""
+        """The leader's Ready message; None while it starts."""
         self.status: Status | None = None
-        """Its latest Status message."""
+        """The leader's latest Status message."""
         self._status_at = time.monotonic()
         self._watch = watch or Watch()
         self._end_reason: str | None = None
@@ -106,13 +106,13 @@ class LeaderClient:
 
     @property
     def loop_age_s(self) -> float:
-        """Time since the engine loop last turned: the age in the latest Status plus the age of that Status."""
+        """Seconds since the last turn of the engine loop: the age in the latest Status plus the age of that Status."""
         reported = 0.0 if self.status is None else self.status.loop_age_s
         return reported + time.monotonic() - self._status_at
 
     @property
     def hashed_page_sizes(self) -> tuple[int, ...]:
-        """The page sizes for which prompts are hashed (prompt_hashes.py) before `open`."""
+        """The page sizes for which a caller hashes its prompts (prompt_hashes.py) before it calls `open`."""
         return self.status.hashed_page_sizes if self.status is not None else ()
 
     @property
@@ -122,7 +122,7 @@ class LeaderClient:
     async def run(self) -> None:
         """Receive until cancelled. A message that cannot be decoded or handled is logged and skipped.
 
-        Without zmq.asyncio: for a single stream its futures cost as much CPU time as the rest of the work per token.
+        Does not use zmq.asyncio: for a single stream, its futures take as much CPU time as all other work per token.
         """
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._receive_all)
@@ -135,8 +135,8 @@ class LeaderClient:
             loop.remove_reader(self._socket.fileno())
 
     async def wait_ready(self) -> Ready:
-        """The leader's Ready message; raises StartupError when the leader reports one. Does not return when the leader
-        dies without a report.
+        """Wait for the leader's Ready message and return it. Raises StartupError when the leader reports one. Waits
+        forever when the leader dies without a report: the caller also watches the process.
         """
         return await asyncio.shield(self._started)
 
@@ -148,8 +148,9 @@ class LeaderClient:
         request_id: str | None = None,
         headers: Mapping[str, str] = {},
     ) -> Iterator[Inbox]:
-        """Submit requests to the leader. It accepts all or none of them, as it decides for the first. Leaving the block
-        cancels requests that have not ended. `headers` of the client may have its trace context.
+        """Submit the prompts of one HTTP call to the leader, which accepts all of them or none: each later message names
+        the first one in `follows`. Leaving the block cancels requests that have not ended. `headers` carry the trace
+        context of the client.
 
         Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
@@ -179,7 +180,7 @@ class LeaderClient:
             self._cancel(rid for rid in inbox.open_rids if not self._open[rid].stopped_early)
 
     def _trace(self, message: Submit, tracing: Tracing, headers: Mapping[str, str]) -> Submit:
-        """Begin the spans of a prompt, one for each sample. Returns the message with the span of the first sample."""
+        """Begin a span for each sample of a prompt. Returns the message with the trace context of the first span."""
         now_ns = time.time_ns()
         for rid in rids_of(message):
             self._open[rid].span = tracing.begin(rid, headers), now_ns
@@ -233,8 +234,8 @@ class LeaderClient:
             self._send(Cancel(rid, stopped=True))
 
     def abort(self, rid: str | None) -> list[str]:
-        """Cancel the request with this id and all its samples. If a whole call has this id, cancel all its prompts.
-        None cancels every open request. Returns the ids of the cancelled requests.
+        """Cancel every open request for which `rid` is its own id, the id of its prompt's first sample, or the id of
+        its whole call. None cancels all open requests. Returns the ids of the cancelled requests.
         """
         matching = [
             entry.rid
@@ -245,21 +246,21 @@ class LeaderClient:
         return matching
 
     def flush_cache(self) -> None:
-        """Drop cached prefixes. Raises UnavailableError unless the leader serves."""
+        """Tell the leader to drop its cached prefixes. Raises UnavailableError unless the leader is ready."""
         self.check_available()
         self._send(FlushCache())
 
     def request_stop(self, drain_s: float, then: str = "exits") -> bool:
-        """Refuse new requests from now on; the leader finishes or fails the open ones within `drain_s` and exits.
-        `then` says what the server does afterwards.
+        """Refuse new requests from now on. Tell the leader to finish or fail the open ones within `drain_s`, and to exit.
+        `then` completes the error text "the server drains and ...".
 
-        False when no leader is connected.
+        Returns False when no leader is connected.
         """
         self._stopping, self._then = True, then
         return self._send(Stop(drain_s))
 
     def fail_all(self, reason: str) -> None:
-        """The leader has ended: fail every open request, and every later one, with 503."""
+        """Fail every open request with 503, because the leader has ended. Later requests are refused with 503, too."""
         if self._end_reason is None:
             self._end_reason = reason
         for rid in list(self._open):
@@ -272,8 +273,8 @@ class LeaderClient:
         self._context.term()
 
     def _send(self, message: ToLeader) -> bool:
-        """Never waits: the send queue is unbounded and PAIR refuses at once while no leader is connected."""
-        # the descriptor signals an arrival once, and a send may consume the signal
+        """Send without waiting; returns False when no leader is connected. The send queue is unbounded."""
+        # ZMQ's descriptor is edge-triggered, and a send may consume the edge of an arrival: receive afterwards
         asyncio.get_running_loop().call_soon(self._receive_all)
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -288,8 +289,8 @@ class LeaderClient:
     def _receive_all(self) -> None:
         """Receive all pending batches; yield to the event loop after every BATCHES_PER_TURN.
 
-        A frontend that has fallen behind finds several batches. It merges the tokens of a request into one event and
-        so catches up.
+        A frontend that has fallen behind catches up because it finds several batches at once: each inbox merges the
+        tokens of a request into one event.
         """
         if self._socket.closed:
             return
@@ -329,7 +330,9 @@ class LeaderClient:
                 self._started.exception()  # retrieved, so that asyncio does not warn when no task waits for it
 
     def _watch_deadline(self, rid: str, message: Submit) -> asyncio.TimerHandle | None:
-        """Fail the request here if the leader does not end it at its deadline, because it hangs."""
+        """Start a timer that fails the request shortly after its deadline, in case the leader, which ends requests at
+        their deadline, hangs. None on prefill servers.
+        """
         if not isinstance(self._config, DecodeConfig):
             return None
         server_s = self._config.request_timeout_s
@@ -385,7 +388,7 @@ class LeaderClient:
 
 
 def rids_of(message: Submit) -> tuple[str, ...]:
-    """The requests of a prompt: one for each sample."""
+    """The ids of the requests of a prompt: one for each sample."""
     return (message.rid, *message.more_rids)
 
 

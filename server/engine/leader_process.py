@@ -1,7 +1,7 @@
-"""The leader engine process: started with its configuration on stdin, watched, and stopped within a bound.
+"""Starts the leader process with its configuration on stdin, watches it, and stops it in bounded time.
 
-The leader always ends with its frontend: its stdin is a pipe that only the frontend holds. End of file on it means that
-the frontend has ended, for whatever reason.
+The leader always ends with its frontend: its stdin is a pipe whose other end only the frontend holds. The leader reads
+end-of-file when the frontend has ended, for whatever reason.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ KILL_GRACE_S = 3.0
 
 
 class LeaderProcess:
-    """Owns the process and the write end of its stdin. Create it on the event loop that it reports to."""
+    """Owns the process and the write end of its stdin. Created on the event loop that waits for its exit."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class LeaderProcess:
         threading.Thread(target=self._watch, args=(loop,), name="leader-watch", daemon=True).start()
         introduction = json.dumps({"config": revealed_dict(config), "frontend": frontend_address})
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has exited already; the watcher reports the exit
+        with contextlib.suppress(BrokenPipeError):  # the process has exited already; the watcher reports it
             self._process.stdin.write(introduction.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -91,7 +91,7 @@ class LeaderProcess:
         """
         for deadline_s, ask in ((patience_s, None), (TERM_GRACE_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)):
             if ask is not None and not self._exited.is_set():
-                if patience_s > 0 or ask is signal.SIGKILL:  # otherwise it was not asked before this SIGTERM
+                if patience_s > 0 or ask is signal.SIGKILL:  # without patience, SIGTERM is the first request to exit
                     log.warning("leader process %d has not ended; sending %s", self.pid, ask.name)
                 self._signal(ask)
             with contextlib.suppress(TimeoutError):
@@ -106,7 +106,7 @@ class LeaderProcess:
             self._signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close its stdin, which ends a leader that still runs."""
+        """Close the leader's stdin. A leader that still runs then exits."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

@@ -1,4 +1,4 @@
-"""Hashes the pages of prompts, with which the leader finds the prefill server that has their prefix."""
+"""Hashes the pages of prompts. The leader uses the hashes to find the prefill server that has cached their prefix."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from ...memory.page_hashes import ROOT, pack_short_hashes, page_hashes
 from ...scheduler.messages.frontend import Submit
 
 SLICE_TOKENS = 2048
-"""Tokens that are hashed in one turn of the event loop, in about a quarter of a millisecond."""
+"""Tokens that are hashed before other tasks of the event loop run: about a quarter of a millisecond."""
 
 
 async def hash_prompts(messages: Sequence[Submit], page_sizes: Sequence[int]) -> Sequence[Submit]:
-    """Add page hashes, for each of `page_sizes`, to the messages that do not name their prefill server. Long prompts
-    are hashed in slices, and the event loop serves others in between: a prompt of 32,768 tokens takes milliseconds.
+    """Returns the messages with the hashes of their pages, for each of `page_sizes`. A message that names its prefill
+    server gets none. Other tasks of the event loop run between the slices of a long prompt: 32,768 tokens take
+    milliseconds.
     """
     if not page_sizes:
         return messages

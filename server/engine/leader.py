@@ -44,7 +44,9 @@ class Leader:
         return sum(status.states.values()) if status is not None else 0, "transfer"
 
     async def wait_exit(self) -> None:
-        """Wait for a process that is about to exit, so that its last lines reach stderr; end it after REPORTED_EXIT_S."""
+        """Wait until a process that is about to exit has written its last lines to stderr; end it after
+        REPORTED_EXIT_S.
+        """
         if self.process is not None and self.process.exit_status is None:
             await self.process.stop(REPORTED_EXIT_S)
 

@@ -148,9 +148,9 @@ class LeaderClient:
         request_id: str | None = None,
         headers: Mapping[str, str] = {},
     ) -> Iterator[Inbox]:
-        """Submit the prompts of one HTTP call to the leader, which accepts all of them or none: each later message names
-        the first one in `follows`. Leaving the block cancels requests that have not ended. `headers` carry the trace
-        context of the client.
+        """Submit the prompts of one HTTP call to the leader, which accepts all of them or none: each later message
+        names the first one in `follows`. Leaving the block cancels requests that have not ended. `headers` carry the
+        trace context of the client.
 
         Raises UnavailableError unless the leader is healthy, and DuplicateRequestError when a request id is in use.
         """
@@ -251,8 +251,8 @@ class LeaderClient:
         self._send(FlushCache())
 
     def request_stop(self, drain_s: float, then: str = "exits") -> bool:
-        """Refuse new requests from now on. Tell the leader to finish or fail the open ones within `drain_s`, and to exit.
-        `then` completes the error text "the server drains and ...".
+        """Refuse new requests from now on. Tell the leader to finish or fail the open ones within `drain_s`, and to
+        exit. `then` completes the error text "the server drains and ...".
 
         Returns False when no leader is connected.
         """

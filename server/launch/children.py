@@ -1,7 +1,7 @@
-"""The processes that `pdserve up` starts: merges their logs, notices their exit, ends them in bounded time.
+"""Starts the processes of `pdserve up`, merges their logs, notices when one exits, and ends them in bounded time.
 
-Each child has its own session, so Ctrl-C reaches only the parent, which ends the children in order. If the parent is
-killed before it can do that, `end_with_parent` ends them.
+Each child has its own session. So Ctrl-C reaches only the parent, which then ends the children in order. If the parent
+is killed before it can do so, the kernel ends them (`end_with_parent`).
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 class ChildEndedError(PdserveError):
     """A child ended unexpectedly; the message has its name, its exit status and its last log line.
 
-    `exit_code` is that of the parent: 2 after a mistake in the settings, otherwise 1.
+    `exit_code` is the code with which the parent exits: 2 after a mistake in the settings, otherwise 1.
     """
 
     def __init__(self, message: str, child_code: int) -> None:
@@ -49,7 +49,7 @@ class Child:
 
 
 class Children:
-    """Starts, watches and ends a few processes. Used from one thread; `stop()` is safe to call twice."""
+    """Starts, watches and ends a few processes. All calls come from one thread; `stop()` may be called twice."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -102,13 +102,13 @@ class Children:
                     self._console.print(line, soft_wrap=True)
 
     def stop(self, grace_s: float, *, hurry: threading.Event | None = None) -> None:
-        """End the children one by one, the last started first: it may need the earlier ones to finish its work.
+        """End the children one by one. The last started ends first, because it may need the others to finish its work.
 
         Each gets SIGTERM; after `grace_s`, or when `hurry` is set, its process group gets SIGKILL.
         """
         while self._children:
             child = self._children.pop()
-            # only the child itself: it ends its descendants in order
+            # only the child gets SIGTERM: it ends its own descendants in order
             child.process.terminate()
             deadline = time.monotonic() + grace_s
             while child.process.poll() is None and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ class Children:
             with suppress(ProcessLookupError):  # the child and all its descendants have ended
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
-            child.reader.join(timeout=3.0)  # ends with the last process that holds the pipe
+            child.reader.join(timeout=3.0)  # it ends when the last process that holds the pipe has ended
 
     def _relay(self, child: Child, style: str) -> None:
         assert child.process.stdout is not None
@@ -140,12 +140,14 @@ class Children:
 
 
 def without_role(line: str, role: str) -> str:
-    """A log line of a server without its role, which the prefix of the line shows already."""
+    """Removes the role from a log line of a server: the label before the line shows it already."""
     return re.sub(rf"^(\S+ \S+ [A-Z]) {re.escape(role)}(?:: | (?=rank |node ))", r"\1 ", line)
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the thread that started this process ends; exit if it has already (Linux)."""
+    """Ask the kernel (Linux) to send SIGTERM to this process when the thread that started it ends. Exit at once if the
+    parent has ended already.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:

@@ -27,7 +27,7 @@ BAR_WIDTH = 18
 
 
 class Answer(NamedTuple):
-    """The end of the stream. `first_text_s` and `total_s` are measured by the client."""
+    """The metadata of the finished answer, and two times that the client has measured."""
 
     meta_info: Mapping[str, Any]  # Any: JSON from the server
     first_text_s: float
@@ -35,13 +35,13 @@ class Answer(NamedTuple):
 
 
 class DemoError(Exception):
-    """The pair has started but did not generate; the message is the server's."""
+    """The pair has started but could not answer the question; the message is the server's."""
 
     exit_code = 1
 
 
 def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bool) -> int:
-    """Exit code 0 when the pair has answered the question. With `keep` the pair then runs until Ctrl-C."""
+    """Returns exit code 0 when the pair has answered the question. With `keep`, the pair then runs until Ctrl-C."""
     decode = config.decode.model_copy(update={"local_prefill": "never"})  # the question goes through both servers
     config, answered = config._replace(decode=decode), False
     try:
@@ -70,7 +70,9 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
 
 
 def up_command(config: PairConfig) -> str:
-    """The command that starts the same pair, spelt as this command was: `make demo` runs it from .venv."""
+    """The shell command that starts the same pair. It names the program as this process was started if `pdserve` is not
+    on the PATH: `make demo` runs it from .venv.
+    """
     program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
     flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
     ports = [flag for flag in to_flags(config.prefill) if flag.startswith(("--port=", "--bootstrap-port="))]
@@ -123,7 +125,7 @@ def ask(pair: RunningPair, prompt: str, max_new_tokens: int) -> Answer:
 
 
 def timeline_table(answer: Answer) -> Table:
-    """The time of each stage, as the server measured it."""
+    """A table with the time of each stage, as the server has measured it."""
     timeline: Mapping[str, float] = answer.meta_info["timeline"]
     prompt_tokens, tokens = answer.meta_info["prompt_tokens"], answer.meta_info["completion_tokens"]
     total_s = sum(timeline.values())

@@ -1,12 +1,14 @@
-"""The frontend, the HTTP process: binds the port, starts the leader, serves until a signal or the leader's end.
+"""The frontend, the HTTP process: binds the port, starts the leader, and serves until it gets a signal or the leader
+exits.
 
     bind -> tokenizer -> leader process -> HTTP (503 "starting") -> leader Ready -> serving
-    first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 when it was
-                            killed)
-    second signal        -> everything is killed
-    leader dies          -> every open request 503 -> HTTP closes -> exit 1; 2 when it reported that it cannot start
-    POST /role           -> leader drains -> leader exits -> leader of the other role (503 "starting") -> serving; when
-                            that one cannot start, a leader of the former role
+    first SIGTERM/SIGINT -> leader drains (503 "stopping") -> leader exits -> HTTP closes -> exit 0 (1 if the leader
+                            failed or had to be killed)
+    second signal        -> leader is killed -> HTTP closes -> exit 128 + signal
+    leader dies          -> every open request fails with 503 -> HTTP closes -> exit 1 (2 if the leader reported that
+                            it cannot start)
+    POST /role           -> leader drains -> leader exits -> leader of the other role starts (503 "starting") ->
+                            serving; if it cannot start, a leader of the former role starts
 
 This process does not import torch, so it starts in a fraction of a second and stays small.
 """
@@ -58,21 +60,21 @@ MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
 RESTORE_PAUSES_S = (0.0, 2.0, 10.0)
-"""Before each attempt to start the former role again, after a role switch that failed."""
+"""Pause before each attempt to restore the former role after a role switch that failed."""
 
 
 def run_frontend(
     config: AnyServerConfig, leader_command: Sequence[str] = LEADER_COMMAND, *, fixed_role: str | None = None
 ) -> int:
-    """Serve until a signal or the leader's end; returns the exit code. Raises StartupError for mistakes of the user.
-
-    `fixed_role` says why POST /role is refused.
+    """Serve until a signal arrives or the leader exits; returns the exit code. Raises StartupError for mistakes of the
+    user. `fixed_role` is the reason with which POST /role is refused; None if the role may change.
     """
     configure_logging(config.log_level, config.role, config.log_format)
     raise_open_files_limit()
     check_tls(config)
     if isinstance(config, PrefillConfig):
-        # the leader binds it, minutes from now; the leader of the previous server may still be ending
+        # check now, because the leader binds this port only after it has loaded the model, minutes from now; wait a
+        # little, because the leader of a previous server may still be exiting
         check_port(config.host, config.bootstrap_port, "--bootstrap-port", patience_s=PREDECESSOR_S)
     with listen_on(config.host, config.port, "--port") as http_socket:
         config = with_local_model(config)
@@ -84,7 +86,7 @@ def run_frontend(
 
 
 def raise_open_files_limit() -> None:
-    """Every client needs a file descriptor and the usual soft limit is 1024: raise it towards the hard limit."""
+    """Raise the soft limit of open files, usually 1024, towards the hard limit: each client needs a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -100,12 +102,12 @@ class HttpServer(uvicorn.Server):
 
 
 class LeaderLostError(Exception):
-    """The leader has ended while it was starting, without a report."""
+    """The leader exited while it was starting, and has not reported why."""
 
 
 class Frontend:
-    """Starts and ends, in order, the leader process, its client and the HTTP server. Replaces the leader and its client
-    when the role changes.
+    """Starts and ends the leader process, its client and the HTTP server in the right order. Replaces the leader and
+    its client when the role changes.
     """
 
     def __init__(
@@ -185,9 +187,9 @@ class Frontend:
         return code
 
     async def _start_leader(self) -> int | None:
-        """Start the leader and wait until it is ready: None. After a signal, the exit code.
+        """Start the leader and wait until it is ready. Returns None then, or the exit code if a signal came first.
 
-        Raises StartupError when the leader reports one, and LeaderLostError when it ends without a report.
+        Raises StartupError when the leader reports one, and LeaderLostError when it exits without a report.
         """
         leader, process = self._leader, self._leader.start()
         died = asyncio.create_task(process.wait())
@@ -213,7 +215,9 @@ class Frontend:
             await _cancel(died, signalled, starting)
 
     async def _serve_role(self) -> int | None:
-        """Serve until a signal or the leader's end: the exit code. None after a role switch."""
+        """Serve in the current role. Returns None after a role switch, and the exit code after a signal or when the
+        leader has exited.
+        """
         process = self._leader.process
         assert process is not None
         died = asyncio.create_task(process.wait())
@@ -232,8 +236,8 @@ class Frontend:
         return await self._switch_role(process, switched.result())
 
     async def _switch_role(self, process: LeaderProcess, switch: RoleSwitch) -> int | None:
-        """None when the server serves again, in the new role or, if that cannot start, in the former one. Otherwise the
-        exit code.
+        """Replace the leader by one of the new role or, if that cannot start, of the former role. Returns None when the
+        server is ready again, otherwise the exit code.
         """
         former, former_sampling, role = self._leader.config, self._sampling, switch.config.role
         log.info("role switch: this %s server becomes %s", former.role, role)
@@ -257,7 +261,9 @@ class Frontend:
         return code
 
     async def _restore(self, config: AnyServerConfig, sampling: SamplingParams) -> int | None:
-        """Start the former role again: None. The exit code after a signal, or when all attempts have failed."""
+        """Start a leader of the former role again. Returns None when it is ready, and the exit code after a signal or
+        when all attempts have failed.
+        """
         for pause_s in RESTORE_PAUSES_S:
             await asyncio.sleep(pause_s)
             try:
@@ -268,7 +274,9 @@ class Frontend:
         return EXIT_UNCLEAN
 
     async def _replace_leader(self, config: AnyServerConfig, sampling: SamplingParams) -> int | None:
-        """Serve with a new leader. Returns and raises as `_start_leader`, and OSError."""
+        """End the current leader and start one with `config`. Returns and raises what `_start_leader` does, and OSError
+        if the process cannot be started.
+        """
         former = self._leader
         await former.wait_exit()
         former.kill(f"the server becomes {config.role}")
@@ -279,20 +287,21 @@ class Frontend:
         self._routes.serve(config, self._leader.client, sampling)
         set_log_role(config.role)
         await former.close()
-        gc.unfreeze()  # what belonged to the former leader is garbage now
+        gc.unfreeze()  # the frozen objects of the former leader are garbage now
         if isinstance(config, PrefillConfig):
             check = (config.host, config.bootstrap_port, "--bootstrap-port")
             await asyncio.to_thread(check_port, *check, patience_s=PREDECESSOR_S)
         return await self._start_leader()
 
     async def _take_last_messages(self, process: LeaderProcess) -> None:
-        """Receive what is still in the socket of a leader that has ended, then fail the other requests."""
+        """Receive the last messages of a leader that has exited, then fail the requests that are still open."""
         await asyncio.sleep(LAST_MESSAGES_S)
         self._leader.client.fail_all(process.describe_exit())
 
     async def _drain(self, process: LeaderProcess, first: signal.Signals | None, then: str = "exits") -> int | None:
-        """Let the leader finish its requests and exit, within a bound. `first` is the signal that ends the server; None
-        for a role switch, during which one may still come. A second signal kills the leader.
+        """Let the leader finish its requests and exit, in bounded time. `first` is the signal that ends the server. It
+        is None for a role switch; a signal during that drain then ends the server, too. A second signal kills the
+        leader.
 
         Returns the exit code; None when there was no signal.
         """

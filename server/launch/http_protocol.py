@@ -1,9 +1,10 @@
 """uvicorn's HTTP protocol with timeouts for incomplete requests and unread responses.
 
-It fixes three defects of uvicorn:
-- It loses the body of a request that offers HTTP/2, as Java's client does.
-- It sends chunks to HTTP/1.0 clients, which cannot read them.
-- It resets connections whose request was refused before its body had arrived.
+It works around three defects of uvicorn:
+
+- It loses the body of a request that offers an upgrade to HTTP/2, as those of Java's client do.
+- It sends chunked responses to HTTP/1.0 clients, which cannot read them.
+- It resets a connection whose request was refused before its body had arrived.
 """
 
 import array
@@ -26,21 +27,21 @@ HEADER_LINE_BYTES = 4
 """Bytes of a header line beside name and value: colon, space and line end."""
 
 HANG_UP_S = 1.0
-"""How long a refused client may continue to send before its connection is closed."""
+"""Time between an error response to an incomplete request and the close of the connection."""
 
 LINGER_S = 10.0
-"""On a connection that closes after the response: how long the rest of the request body may still arrive."""
+"""How long a connection that ends with its response stays open for the rest of the request's body."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class HeadersTooLargeError(Exception):
-    """The response 431 was sent while the headers were parsed."""
+    """Stops the parser after response 431 was sent."""
 
 
 def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    """`send` for an HTTP/1.0 client: a body of unknown length ends with the connection, which uvicorn closes after
-    every response to such a client.
+    """Returns a `send` for an HTTP/1.0 client. It sends a body of unknown length without chunks: the end of the
+    connection, which uvicorn closes after every response to such a client, is the end of the body.
     """
     framed_send, unframed = cycle.send, False
 
@@ -51,7 +52,7 @@ def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any,
             if unframed:
                 cycle.chunked_encoding = False
         elif unframed:
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks each piece against it
         await framed_send(message)
 
     return send
@@ -60,9 +61,10 @@ def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any,
 def lingering_send(
     cycle: RequestResponseCycle, linger: Callable[[], None]
 ) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    """`send` for a connection that closes after the response, such as that of an HTTP/1.0 client. A response may end
-    before the body of its request has arrived, for example with 413. Then `linger` is called instead of closing the
-    connection: closing would reset it, and a client that is still sending would not read the response.
+    """Returns a `send` for a connection that ends with the response, as those of HTTP/1.0 clients do.
+
+    A response such as 413 may end before the body of the request has arrived. This `send` then calls `linger` instead
+    of closing the connection: the close would reset it, and a client that still sends would not read the response.
     """
     closing_send = cycle.send
 
@@ -81,11 +83,11 @@ def lingering_send(
 class PatientHttpProtocol(HttpToolsProtocol):
     """Closes a connection whose client is idle for too long or sends too many headers.
 
-    - A response of which the client reads nothing for `patience_s`: otherwise the client would hold its request, its KV
-      pages and a send buffer forever. The application sees a disconnect. A slow client stays connected as long as it
-      reads something.
-    - A request whose headers are incomplete `header_timeout_s` after the connection or the request began, or larger
-      than `max_header_bytes`. Bodies have their own limits (server/api/request_body.py).
+    - The client reads nothing of its response for `patience_s`. Otherwise it could hold its request, its KV pages and a
+      send buffer forever. The application sees a disconnect. A slow client stays connected as long as it reads
+      something.
+    - The headers are incomplete `header_timeout_s` after the connection or the request began, or larger than
+      `max_header_bytes`. Bodies have their own limits (server/api/request_body.py).
 
     An offer of another protocol (`Upgrade`) is ignored, which HTTP allows.
     """
@@ -128,7 +130,7 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self._in_body = True
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            # uvicorn makes the cycle itself
+            # patched here, because uvicorn has no hook for the class of the cycle
             self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
         if not self.cycle.keep_alive:
             self.cycle.send = lingering_send(self.cycle, self._linger)  # type: ignore[assignment, method-assign]
@@ -184,12 +186,12 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self.transport.write(head % (status_line, len(body)) + body)
         if self.transport.can_write_eof():  # not over TLS
             self.transport.write_eof()
-        # ignore what the client still sends: closing now would reset the connection before it reads the response
+        # ignore what the client still sends: a close now would reset the connection, and it could not read the response
         self._hanging_up = self.loop.call_later(HANG_UP_S, self.transport.close)
         self._stop_expecting_headers()
 
     def _linger(self) -> None:
-        """Close the connection when the rest of the body has arrived; it is ignored."""
+        """Ignore the rest of the body, then close the connection; at the latest after LINGER_S."""
         if self._in_body:
             self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
         else:
@@ -207,7 +209,9 @@ class PatientHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _unread_bytes(self) -> int:
-        """Bytes in our buffer and in the kernel's: a slow client reads from the latter for long before ours shrinks."""
+        """Bytes in the send buffers of this process and of the kernel. A slow client empties the kernel's for a long
+        time before the other one shrinks.
+        """
         in_kernel = array.array("i", [0])
         fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
         return self.transport.get_write_buffer_size() + in_kernel[0]
@@ -218,10 +222,10 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
 
 def without_upgrade(data: bytes) -> bytes:
-    """The beginning of a request with its `Upgrade` header renamed.
+    """Renames the `Upgrade` header in the beginning of a request.
 
-    With that header the parser treats the body as another protocol, and uvicorn passes on an empty body. A header name
-    that arrives in two pieces is not found; clients write their headers at once.
+    With that header the parser would take the body for another protocol, and uvicorn would pass on an empty body. A
+    header name that arrives in two pieces is not found; clients send all headers in one write.
     """
     end = data.find(b"\r\n\r\n")
     head = data if end < 0 else data[:end]

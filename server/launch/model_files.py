@@ -1,4 +1,4 @@
-"""Gets the model of a configuration from the Hugging Face Hub, before anything else reads it."""
+"""Downloads a model that is named by its Hugging Face repository, before anything else reads its files."""
 
 import logging
 from typing import TypeVar
@@ -13,8 +13,8 @@ ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig, AnyServerConfig)
 
 
 def with_local_model(config: ConfigT) -> ConfigT:
-    """The same configuration with `org/name` replaced by a path in the cache of this machine. Downloads what is
-    missing; weights only after everything that can be checked without them. Raises StartupError.
+    """Returns the configuration with `org/name` replaced by a path in the local Hugging Face cache. Downloads missing
+    files; weights only after all checks that do not need them. Raises StartupError.
     """
     found = find_on_hub(config.model, config.revision)
     if found is None:

@@ -1,7 +1,7 @@
-"""A machine with `--node-rank` above 0: starts the ranks of this machine and ends with them.
+"""`pdserve` on a machine with `--node-rank` above 0: starts the ranks of this machine, and exits when they end.
 
-Machine 0 has the HTTP server, the scheduler and the control protocol. When it ends, or any rank here fails, everything
-here ends.
+Machine 0 has the HTTP server, the scheduler and the control protocol. When machine 0 ends its ranks, or a rank on this
+machine fails, all ranks of this machine end.
 """
 
 import logging
@@ -19,7 +19,7 @@ from .startup_checks import check_startup
 log = logging.getLogger("pdserve.node")
 
 END_S = 10.0
-"""How long ranks may take to end: as on the leader's machine (scheduler/ranks/group.py)."""
+"""How long ranks may take to end; the same as on the leader's machine (scheduler/ranks/group.py)."""
 
 
 def run_node(config: AnyServerConfig) -> int:

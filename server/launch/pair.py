@@ -1,8 +1,9 @@
 """The settings of `pdserve up`: one set of names for a prefill and a decode server on this machine.
 
-A setting applies to the servers that have it. `port` is decode's, which clients use; prefill's is `prefill_port`.
-`host` is decode's only, because the pair talks over loopback, and so is `kv_events_port`. Without a cluster key in the
-environment the pair gets a random one: other users of this machine can connect to loopback, too.
+A setting applies to each of the two servers that has it. Exceptions: `port` is the port of the decode server, which
+clients use, and `prefill_port` that of the prefill server. `host` applies to the decode server only, because the two
+servers talk over loopback; `kv_events_port` does, too. Without a cluster key in the environment the pair gets a random
+one, because other users of this machine can connect to loopback as well.
 """
 
 import secrets
@@ -83,6 +84,6 @@ def _prefill_part(layer: Mapping[str, object]) -> dict[str, object]:
 
 
 def _decode_part(layer: Mapping[str, object]) -> dict[str, object]:
-    """All but the settings that only prefill has. Refuses unknown names."""
+    """All settings but those that only prefill has. Unknown names stay in: `build_config` refuses them."""
     others = PrefillConfig.model_fields.keys() - DecodeConfig.model_fields.keys() | {"prefill_port"}
     return {name: value for name, value in layer.items() if name not in others}

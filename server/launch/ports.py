@@ -8,13 +8,13 @@ import time
 from ...configs.errors import StartupError
 
 PREDECESSOR_S = 4.0
-"""How long to wait for the port of a previous server: a leader whose frontend was killed holds it for up to
-ORPHAN_GRACE_S (scheduler/engine/leader.py). A margin is added.
+"""How long to wait for a port that the leader of a previous server holds: up to ORPHAN_GRACE_S
+(scheduler/engine/leader.py) after its frontend was killed, and a margin.
 """
 
 
 def listen_on(host: str, port: int, flag: str) -> socket.socket:
-    """A listening TCP socket; raises a StartupError that names `flag`. The caller closes it."""
+    """Returns a listening TCP socket, which the caller closes. Raises a StartupError that names `flag`."""
     return _bind(host, port, flag, listen=True)
 
 
@@ -26,7 +26,7 @@ def check_port(host: str, port: int, flag: str, *, patience_s: float = 0.0) -> N
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now."""
+    """Returns ports of loopback that are free now; another process may take them before they are used."""
     with contextlib.ExitStack() as bound:
         servers = [bound.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [server.getsockname()[1] for server in servers]

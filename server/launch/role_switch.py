@@ -1,4 +1,4 @@
-"""Role switches of a running server: which are accepted, and the state of the current one. Executed by the frontend."""
+"""Role switches of a running server: checks and accepts them, and reports their state. The frontend executes them."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from .startup_checks import check_startup
 
 
 class RoleSwitch:
-    """One accepted switch: `config` is that of the new role."""
+    """One accepted switch from the configuration `former` to `config`."""
 
     def __init__(self, former: AnyServerConfig, config: AnyServerConfig, default_sampling: SamplingParams) -> None:
         self.former = former
@@ -56,10 +56,10 @@ class RoleSwitch:
 
 
 class RoleSwitches:
-    """Accepts one switch at a time. `leader` is the current one; the frontend replaces it."""
+    """Accepts one switch at a time. `leader` is the current leader; the frontend sets it when it starts another."""
 
     def __init__(self, source: ModelSource, leader: Leader, fixed_role: str | None) -> None:
-        """`fixed_role` says why the role of this server cannot change."""
+        """`fixed_role` is the reason why the role of this server cannot change; None if it can."""
         self.leader = leader
         self._source = source
         self._fixed = fixed_role or _why_fixed(leader.config)
@@ -69,11 +69,11 @@ class RoleSwitches:
         self._accepted: asyncio.Queue[RoleSwitch] = asyncio.Queue()
 
     async def accepted(self) -> RoleSwitch:
-        """Wait for the next switch to execute."""
+        """Wait for the next accepted switch, for the frontend to execute."""
         return await self._accepted.get()
 
     def end(self, error: str | None = None) -> None:
-        """The current switch, if there is one, has ended: with the new role, or with an error."""
+        """Mark the current switch, if there is one, as ended: the server has the new role, or it failed with `error`."""
         switch = self._last
         if switch is None or switch.is_over:
             return
@@ -127,7 +127,9 @@ class RoleSwitches:
             raise RoleConflictError(f"the role changes only while the server is ready, and it is {state}")
 
     def _check(self, config: AnyServerConfig) -> SamplingParams:
-        """What is checked when a server starts. Raises StartupError."""
+        """Repeats the checks of a server's start for the new role, and returns its default sampling. Raises
+        StartupError.
+        """
         check_startup(config, self._source)
         if isinstance(config, PrefillConfig):
             check_port(config.host, config.bootstrap_port, "--bootstrap-port")
@@ -135,7 +137,9 @@ class RoleSwitches:
 
 
 def default_sampling_of(config: AnyServerConfig, source: ModelSource) -> SamplingParams:
-    """Raises StartupError for a recommendation of the model that is invalid."""
+    """The sampling defaults of requests: the model's recommendation, or neutral values. Raises StartupError if the
+    recommendation is invalid.
+    """
     from_model = isinstance(config, DecodeConfig) and config.sampling_defaults == "model"
     return read_default_sampling(source) if from_model else NEUTRAL_SAMPLING
 

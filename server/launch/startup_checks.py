@@ -1,7 +1,7 @@
 """Refuses settings that do not fit the model, the machine or each other, before anything starts.
 
-This needs only the model's config.json or GGUF header: no process, no torch, no weights. Ranks call the same functions
-too, but only minutes later.
+The checks need only the model's config.json or GGUF header: no process, no torch, no weights. Ranks find the same
+problems with the same functions, but minutes later.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 MAX_RANKS = 64
 RING_ROUND_BYTES = 4096
-"""Rings are rounded up (memory/ring_memory.py)."""
+"""The size of a staging ring is rounded up to a multiple of this (memory/ring_memory.py)."""
 
 
 def check_startup(config: AnyServerConfig, source: ModelSource) -> None:
@@ -33,7 +33,9 @@ def check_startup(config: AnyServerConfig, source: ModelSource) -> None:
 
 
 def check_layout(config: AnyServerConfig, source: ModelSource) -> None:
-    """Raises StartupError if the model cannot be divided by tp and pp; the message has the values of tp that fit."""
+    """Raises StartupError if the model cannot be divided over tp and pp ranks; the message lists the values of tp that
+    fit.
+    """
     _check_all((_tensor_parallel, _pipeline), config, source)
 
 
@@ -97,7 +99,7 @@ def _kv_memory(config: ServerConfig, source: ModelSource) -> Iterator[str]:
 
 
 def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
-    """Bytes of KV of one token on the rank with the fewest heads and layers, in the smallest dtype; 0 if unknown."""
+    """A lower bound of the bytes of KV per token on any rank: on that with the fewest heads and layers. 0 if unknown."""
     shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
     if model.mla is not None or any(_problem_of(attempt) is not None for attempt in attempts):

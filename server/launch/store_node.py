@@ -1,4 +1,4 @@
-"""`pdserve store`: lends memory of this machine to a KV store and, unless it joins another one, runs its master."""
+"""`pdserve store`: lends memory of this machine to a KV store. Also runs the store's master, unless it joins a store."""
 
 import functools
 import importlib.util
@@ -28,12 +28,12 @@ MASTER_START_S = 20.0
 LEADER_S = 30.0
 RESTART_S = 5.0
 CLUSTER_VARIABLE, CLUSTER = "MC_STORE_CLUSTER_ID", "mooncake_cluster"
-"""The name of a store in etcd: the variable that clients of Mooncake read, and its default."""
+"""The name of the store in etcd: the environment variable from which Mooncake's clients take it, and its default."""
 POLL_S = 0.2
 
 
 def find_master() -> Path | None:
-    """The program `mooncake_master` of the Mooncake wheel."""
+    """The path of `mooncake_master` in the Mooncake wheel; None if it is not installed."""
     spec = importlib.util.find_spec("mooncake")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         program = Path(folder) / "mooncake_master"
@@ -43,7 +43,9 @@ def find_master() -> Path | None:
 
 
 def run_store(options: StoreOptions) -> int:
-    """Lend memory until SIGTERM or SIGINT (0), or until the master ends (1). With etcd, it is started again then."""
+    """Lend memory until SIGTERM or SIGINT (exit code 0), or until the master ends (1). With etcd, a master that ends is
+    started again.
+    """
     configure_logging("info", "store")
     if options.parent_pid is not None:
         end_with_parent(options.parent_pid)
@@ -80,12 +82,12 @@ def run_store(options: StoreOptions) -> int:
         logging.shutdown()
         sys.stdout.flush()
         if stop.is_set():
-            os._exit(0)  # without Mooncake's destructors, which wait for the master
+            os._exit(0)  # skips Mooncake's destructors, which would wait for the master
 
 
 def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", stop: threading.Event) -> Any | None:
-    """Lend memory to the store; None if `stop` is set meanwhile. Masters with etcd choose a leader first, which takes
-    seconds. Raises StartupError.
+    """Connect to the store and lend it memory. Returns None if `stop` is set meanwhile. With etcd, tries for LEADER_S:
+    the masters first elect a leader, which takes seconds. Raises StartupError.
     """
     deadline = time.monotonic() + (LEADER_S if options.etcd is not None else 0.0)
     while not stop.is_set():
@@ -101,8 +103,8 @@ def _connect(options: StoreOptions, master: "subprocess.Popen[bytes] | None", st
 
 
 def _start_again(options: StoreOptions, ended: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-    """Start the master again; returns `ended` if that fails. Until then another master leads, and the memory of this
-    machine stays in use.
+    """Start the master again; returns `ended` if that fails, so that the caller tries again. Meanwhile the master of
+    another machine leads, and the memory of this one stays in use.
     """
     try:
         return start_master(options)
@@ -136,7 +138,7 @@ def start_master(options: StoreOptions) -> "subprocess.Popen[bytes]":
         cluster = os.environ.get(CLUSTER_VARIABLE, CLUSTER)
         command += ["--enable_ha", "--enable_oplog", f"--etcd_endpoints={options.etcd.replace(',', ';')}"]
         command.append(f"--cluster_id={cluster}")
-        listens_on = options.metrics_port  # the other port is for the leader
+        listens_on = options.metrics_port  # only the master that leads listens on the other port
     end_with_us = functools.partial(end_with_parent, os.getpid())
     master = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=end_with_us)
     deadline = time.monotonic() + MASTER_START_S

@@ -21,11 +21,11 @@ class StoreOptions(NamedTuple):
     join: str | None
     parent_pid: int | None
     etcd: str | None = None
-    """Of several masters that replicate their state: HOST:PORT[,...]."""
+    """etcd servers, HOST:PORT[,...], through which several masters replicate their state."""
 
     @property
     def url(self) -> str:
-        """The store, as for `--kv-store`."""
+        """The URL of the store, for `--kv-store`."""
         if self.etcd is not None:
             return f"etcd://{self.etcd}"
         return self.join or f"mooncake://{self.host}:{self.port}"
@@ -70,7 +70,7 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
 
 
 def parse_memory(text: str, flag: str) -> int:
-    """Bytes of a size such as 8GiB. Raises StartupError."""
+    """The bytes of a size such as 8GiB, rounded down to whole slabs. Raises StartupError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(MiB|GiB|TiB)", text)
     size = int(float(match[1]) * UNITS[match[2]]) if match is not None else 0
     if size < SLAB_BYTES:
@@ -79,8 +79,8 @@ def parse_memory(text: str, flag: str) -> int:
 
 
 def take_local_store(flags: dict[str, str | bool]) -> StoreOptions | None:
-    """`pdserve up --kv-store 4GiB` starts a store on this machine that lends 4 GiB: its options. None if the flag is
-    absent or names a store. The flag is replaced by the URL of the store.
+    """Returns the options of the store that `pdserve up --kv-store 4GiB` starts on this machine, and replaces the flag
+    by the URL of that store. Returns None if the flag is absent or is the URL of a store.
     """
     given = flags.get("kv_store")
     if not isinstance(given, str) or "://" in given:

@@ -7,7 +7,7 @@ from ...configs.schema import AnyServerConfig
 
 
 def check_tls(config: AnyServerConfig) -> None:
-    """Raise StartupError unless the files hold a certificate and its key. uvicorn then loads them the same way."""
+    """Raise StartupError unless the files hold a certificate and its key. Loads them as uvicorn does later."""
     if config.ssl_certfile is None:
         return
     assert config.ssl_keyfile is not None, "the configuration has both or none"
@@ -32,8 +32,8 @@ def check_tls(config: AnyServerConfig) -> None:
 
 
 def own_server_context(config: AnyServerConfig) -> ssl.SSLContext | None:
-    """For a client on the same machine: trusts exactly the server's own certificate, for any name, because the client
-    connects to an address that the certificate need not have. None without TLS.
+    """The TLS context of a client on the same machine; None without TLS. It trusts only the server's own certificate,
+    and ignores the name in it: the client connects to an address that may not be in the certificate.
     """
     if config.ssl_certfile is None:
         return None
@@ -53,7 +53,7 @@ def _check_readable(field: str, path: str) -> None:
 
 
 def _explain(config: AnyServerConfig, error: ssl.SSLError, encrypted: bool) -> str:
-    """OpenSSL does not say which file is wrong, and its reasons differ by version."""
+    """Finds out which file is wrong: OpenSSL does not say, and its error texts differ between versions."""
     if error.reason == "KEY_VALUES_MISMATCH":
         return f"ssl_keyfile {config.ssl_keyfile} is not the key of the certificate in {config.ssl_certfile}"
     try:

@@ -45,7 +45,7 @@ class NotReadyError(PdserveError):
 
 
 class RunningPair:
-    """Both running servers. `running_pair` starts and ends them."""
+    """The two running servers, which `running_pair` starts and ends."""
 
     def __init__(self, config: PairConfig, children: Children, console: Console) -> None:
         self.config = config
@@ -61,7 +61,7 @@ class RunningPair:
         return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when both are healthy and have generated a token.
+        """Wait until both servers are healthy and have generated a token together.
 
         Raises ChildEndedError when one of them ends, NotReadyError when it takes longer than `timeout_s`.
         """
@@ -94,7 +94,7 @@ class RunningPair:
         self.console.print(f"ready after {time.monotonic() - started:.1f} s")
 
     def watch(self) -> None:
-        """Run until a signal raises KeyboardInterrupt, or a child ends (ChildEndedError)."""
+        """Wait forever: ends only when a signal raises KeyboardInterrupt, or with ChildEndedError when a child ends."""
         while True:
             self.children.check()
             time.sleep(POLL_S)
@@ -102,7 +102,7 @@ class RunningPair:
 
 @contextmanager
 def running_pair(config: PairConfig, console: Console, store: StoreOptions | None = None) -> Iterator[RunningPair]:
-    """Start both servers, and a KV store, and end them in bounded time when the block ends.
+    """Start both servers, and a KV store if `store` is given. End them in bounded time when the block ends.
 
     SIGINT and SIGTERM raise KeyboardInterrupt in the block; a second one kills the servers. Main thread only.
     """
@@ -142,8 +142,8 @@ def running_pair(config: PairConfig, console: Console, store: StoreOptions | Non
 
 
 def run_up(config: PairConfig, store: StoreOptions | None = None) -> int:
-    """Serve until Ctrl-C (0) or until a server ends (1; 2 when its settings were wrong). `store` is a KV store to start
-    with them.
+    """Serve until Ctrl-C (exit code 0), or until a server ends (1; 2 when its settings were wrong). `store` is a KV
+    store to start together with the servers.
     """
     console = Console(stderr=True, highlight=False)
     try:
@@ -184,12 +184,12 @@ def curl_command(config: PairConfig, text: str) -> str:
 
 
 def curl_program(config: PairConfig) -> str:
-    """`-k` with TLS, as `--insecure` of chat: the certificate need not have the address that this machine uses."""
+    """curl, with TLS as `curl -k`: the address that this machine uses may not be in the certificate."""
     return "curl" if config.decode.ssl_certfile is None else "curl -k"
 
 
 def base_url(config: AnyServerConfig) -> str:
-    """The URL of the server from this machine: a wildcard address becomes loopback."""
+    """The URL of the server for clients on this machine: a wildcard address becomes loopback."""
     host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     return f"{config.http_scheme}://{f'[{host}]' if ':' in host else host}:{config.port}"
 
@@ -207,7 +207,7 @@ def store_command(store: StoreOptions) -> list[str]:
 
 
 def server_environ(config: AnyServerConfig) -> dict[str, str]:
-    """Our environment plus the secrets, which must not appear in the process list."""
+    """The environment of a server: that of this process and the secrets, which flags would show in the process list."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     for field, variable in SECRET_VARIABLES.items():
         secret = getattr(config, field)
@@ -217,7 +217,7 @@ def server_environ(config: AnyServerConfig) -> dict[str, str]:
 
 
 def probe(client: httpx.Client, url: str) -> str | None:
-    """None when `url` returns 200, otherwise a short reason."""
+    """Returns None when `url` answers 200, otherwise a short reason to wait. Raises NotReadyError for other errors."""
     try:
         response = client.get(url)
     except httpx.ConnectError:
@@ -228,7 +228,7 @@ def probe(client: httpx.Client, url: str) -> str | None:
         return None
     if response.status_code not in RETRIED_STATUSES:
         raise NotReadyError(f"{url} returned {response.status_code}: {response.text[:200]}")
-    try:  # the first of the server's `reasons`, or its `status`
+    try:  # the body of /health: the first of its `reasons`, or its `status`
         body = response.json()
         return str((body.get("reasons") or [body["status"]])[0])
     except (ValueError, AttributeError, LookupError, TypeError):

@@ -73,7 +73,7 @@ class RoleSwitches:
         return await self._accepted.get()
 
     def end(self, error: str | None = None) -> None:
-        """Mark the current switch, if there is one, as ended: the server has the new role, or it failed with `error`."""
+        """Mark the current switch, if there is one, as ended: it succeeded, or failed with `error`."""
         switch = self._last
         if switch is None or switch.is_over:
             return

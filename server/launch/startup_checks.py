@@ -99,7 +99,7 @@ def _kv_memory(config: ServerConfig, source: ModelSource) -> Iterator[str]:
 
 
 def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
-    """A lower bound of the bytes of KV per token on any rank: on that with the fewest heads and layers. 0 if unknown."""
+    """Bytes of KV per token on the rank with the fewest heads and layers: a lower bound for all. 0 if unknown."""
     shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
     if model.mla is not None or any(_problem_of(attempt) is not None for attempt in attempts):

@@ -1,4 +1,4 @@
-"""`pdserve store`: lends memory of this machine to a KV store. Also runs the store's master, unless it joins a store."""
+"""`pdserve store`: lends memory of this machine to a KV store, and runs the store's master unless it joins a store."""
 
 import functools
 import importlib.util

@@ -1,7 +1,7 @@
-"""How a model writes calls of tools and its reasoning: from its chat template, or from the settings.
+"""How a model writes tool calls and its reasoning: detected from its chat template, or set in the configuration.
 
-If a template does not use `tools`, the tools are put into the system message, in the words of Qwen2.5's template. The
-model then writes calls in the format of Hermes.
+If the template does not use `tools`, the system message describes them, in the words of Qwen2.5's template, and the
+model is expected to write Hermes calls.
 """
 
 import json
@@ -19,8 +19,8 @@ from .tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The format of calls (None if unknown), the style of reasoning (None if there is none), and whether the chat
-    template uses `tools`.
+    """The format of tool calls (None: unknown), the style of reasoning (None: the model does not reason), and whether
+    the chat template uses `tools`.
     """
 
     family: CallFamily | None = None
@@ -28,7 +28,7 @@ class ChatFormat:
     has_tools: bool = False
     call_token_ids: frozenset[int] = frozenset()
     reasoning_token_ids: frozenset[int] = frozenset()
-    """Special tokens that the parsers need in the text."""
+    """Special tokens that the parsers of calls and of reasoning need in the text."""
 
     @classmethod
     def of(
@@ -56,8 +56,8 @@ class ChatFormat:
     def new_parser(
         self, tools: Tools | None, *, separate: bool = True, is_open: bool = False, max_calls: int | None = None
     ) -> OutputParser:
-        """The parser of one output. Without `tools`, calls stay in the content; without `separate`, reasoning does.
-        `is_open`: the prompt ends with the opening tag of the reasoning.
+        """Returns the parser of one output. Without `tools`, it treats calls as content; without `separate`, it treats
+        reasoning as content. `is_open`: the output begins inside the reasoning, because the prompt has opened it.
         """
         reasoning = (
             ReasoningParser(self.reasoning, is_open=is_open) if self.reasoning is not None and separate else None
@@ -66,14 +66,14 @@ class ChatFormat:
         return OutputParser(reasoning, calls, max_calls)
 
     def kept_token_ids(self, *, calls: bool, reasoning: bool) -> frozenset[int]:
-        """Special tokens that the parsers of calls and reasoning need in the text."""
+        """Special tokens that must stay in the text, because a parser that is used looks for them."""
         none: frozenset[int] = frozenset()
         return (self.call_token_ids if calls else none) | (self.reasoning_token_ids if reasoning else none)
 
     def with_tools_as_text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[Mapping[str, Any]]:
-        """Messages for a template without `tools`: tools, calls and their results are text."""
+        """Returns messages for a template without `tools`: tools, calls and their results are written as text."""
         texts = [_as_text(message) for message in messages]
         if not tools:
             return texts
@@ -83,13 +83,13 @@ class ChatFormat:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of an earlier call, for a chat template. Most templates expect an object; some concatenate JSON
-    text. This class behaves as both.
+    """The arguments of an earlier call, for a chat template. Most templates expect an object, some concatenate JSON
+    text: this class behaves as both.
     """
 
     @classmethod
     def of(cls, text: str) -> "Arguments | str":
-        """Text that is no JSON object stays text."""
+        """Parses the arguments. Returns text that is not a JSON object unchanged."""
         try:
             value = json.loads(text or "{}")
         except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """JSON values that only grow. Each part is encoded once; every cumulative stream event copies the encoded bytes.
 
-In SGLang's API each event of a stream repeats the whole output so far. Encoding all of it for every new token would
-take quadratic time.
+In SGLang's API each event of a stream repeats the whole output so far. Encoding that again for every token would be
+slow: the time would grow with the square of the length.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""The text of one output as it grows: whole characters, without stop tokens and stop strings."""
+"""Converts the tokens of one output to text as they arrive: whole characters, without stop tokens and stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class TextRules:
     hidden_token_ids: frozenset[int] = frozenset()
     skip_special_tokens: bool = True
     kept_token_ids: frozenset[int] = frozenset()
-    """Special tokens that are shown in any case: parsers need them."""
+    """Special tokens that are shown even with `skip_special_tokens`, because parsers need them."""
     min_new_tokens: int = 0
     before: Sequence[int] = ()
-    """The prompt, if the text continues it. Otherwise the output is a text of its own: some tokenizers leave out the
-    space before its first word.
+    """The tokens of the prompt, if the output continues its text. Empty if the output is a text of its own: some
+    tokenizers then leave out the space before its first word.
     """
 
 
@@ -51,12 +51,12 @@ class OutputText:
         return self._stops.matched
 
     def push(self, token: int) -> str:
-        """The text that can be shown after this token. Do not call it after `stop_string` is set."""
+        """Add a token; returns the text that can be shown now. Must not be called after `stop_string` is set."""
         self._tokens += 1
         return self._take("" if token in self._rules.hidden_token_ids else self._stream.push([token]))
 
     def finish(self) -> str:
-        """The text that was held back, up to a stop string that it completes."""
+        """Returns the text that was held back, up to a stop string that it completes. No token follows."""
         if self.stop_string is not None:
             return ""
         shown = self._take(self._stream.finish())

@@ -1,4 +1,4 @@
-"""`echo` of `/v1/completions`: the prompt as text, which the output follows."""
+"""The text of the prompt that `/v1/completions` with `echo` returns before the output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ class Echo:
 
 
 def make_echo(given: object, prompt_ids: Sequence[int], tokenizer: Tokenizer) -> Echo:
-    """For a prompt given as text, that text; for one given as ids, their text with all special tokens."""
+    """Returns the client's own text for a prompt that was given as text, and the decoded text, with all special tokens,
+    for one that was given as token ids.
+    """
     stream = TextStream(tokenizer, skip_special_tokens=False)
     pieces, offsets, length = [], [], 0
     for token in prompt_ids:
@@ -25,5 +27,5 @@ def make_echo(given: object, prompt_ids: Sequence[int], tokenizer: Tokenizer) ->
     decoded = "".join(pieces) + stream.finish()
     if not isinstance(given, str):
         return Echo(decoded, tuple(offsets))
-    added = max(0, len(decoded) - len(given))  # a BOS token, which the tokenizer prepends
+    added = max(0, len(decoded) - len(given))  # the text of a BOS token that the tokenizer has prepended
     return Echo(given, tuple(max(0, offset - added) for offset in offsets))

@@ -1,8 +1,9 @@
-"""Regular expressions of Python's syntax, without look-around and back-references, as automata of bounded size.
+"""Compiles regular expressions to automata of bounded size. The syntax is Python's, without look-around and
+back-references.
 
-The only module that uses private parts of `re`: Python has no public parser of its expressions. They are the same in
-Python 3.11 to 3.13, which tests/server/text/test_regex_automata.py checks. No third-party imports: that test runs it in
-other interpreters.
+This is the only module that uses private parts of `re`, because Python has no public parser of its expressions. These
+parts are the same in Python 3.11 to 3.13: tests/server/text/test_regex_automata.py runs this module in other
+interpreters to check that, so it has no third-party imports.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +13,12 @@ from re import RegexFlag, _compiler, _parser, error  # type: ignore[attr-defined
 from typing import Any
 
 MAX_SIZE = 512
-"""Most characters and classes of an expression, with its repetitions `{m,n}` written out."""
+"""Most items (characters, classes, groups) of an expression, with its repetitions `{m,n}` written out."""
 MAX_LISTED, LAST_LISTED = 1 << 18, 0xFFFF
-"""Most characters in the ranges of all classes of an expression. `re` lists the characters of a range up to U+FFFF one
-by one, which takes 0.1 to 0.5 us each.
-"""
+"""Most characters in the ranges of all classes of an expression. Only those up to U+FFFF count: `re` lists each of
+them, which takes 0.1 to 0.5 us."""
 END = ""
-"""Passed instead of the next character at the end of a piece: the text ends here, for now."""
+"""Stands for the next character at the end of the text that has arrived so far."""
 
 _ALPHABETS = RegexFlag.ASCII | RegexFlag.LOCALE | RegexFlag.UNICODE
 _UNSUPPORTED = {
@@ -37,7 +37,9 @@ class StopRegexError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class State:
-    """A state of an automaton: consumes a character or checks a condition, if it has one, and continues with `next`."""
+    """A state of an automaton. With `accepts` it consumes a character, with `condition` it checks the position; without
+    both it does neither. Then the states in `next` follow.
+    """
 
     accepts: Callable[[str], bool] | None = None
     condition: Callable[[str | None, str], bool] | None = None
@@ -48,8 +50,11 @@ class State:
 def follow(
     origins: Iterable[tuple[State, int]], previous: str | None, following: str
 ) -> tuple[dict[State, int], int | None]:
-    """The states that can consume the next character, and where a match that ends here began. `origins` are sorted by
-    their beginning, so that every state is first seen with its earliest one.
+    """Follows all transitions that consume no character. Returns the states that can consume the next character, each
+    with the beginning of its match, and the beginning of a match that ends here, if there is one.
+
+    `origins` are states with the beginning of their match, sorted by it: so each state is first reached with its
+    earliest beginning.
     """
     ready: dict[State, int] = {}
     seen: set[State] = set()
@@ -72,7 +77,7 @@ def follow(
 
 @lru_cache(maxsize=256)
 def compile_stop_regex(pattern: str) -> State:
-    """The first state of the automaton; raises StopRegexError."""
+    """Compiles an expression and returns the first state of its automaton; raises StopRegexError."""
     try:
         tree = _parser.parse(pattern)
         begin = _Builder().sequence(tree, tree.state.flags, State(final=True))
@@ -84,13 +89,16 @@ def compile_stop_regex(pattern: str) -> State:
 
 
 class _Builder:
-    """Makes states from the items of an expression, from the end to the beginning. Any: items of `re` have no types."""
+    """Makes states from the items of an expression, from the last to the first: each state needs its successor. Items
+    are typed Any, because `re` has no types for them.
+    """
 
     def __init__(self) -> None:
         self._size = 0
         self._listed = 0
         self._matchers: dict[tuple[str, int], Callable[[str], bool]] = {}
-        """By item and flags. A class of many characters takes `re` 30 ms, and repetitions have many copies of it."""
+        """Compiled matchers by item and flags. `re` needs 30 ms for a class of many characters, and an expression with
+        repetitions has many copies of it."""
 
     def sequence(self, items: Sequence[Any], flags: int, then: State) -> State:
         for item in reversed(items):
@@ -103,14 +111,14 @@ class _Builder:
         match name:
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
                 return State(accepts=self._matcher(item, flags), next=[then])
-            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy are the same: the first complete match counts
+            case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy do not differ, because the first complete match counts
                 least, most, items = argument
                 return self._repeat(least, None if most is _parser.MAXREPEAT else most, items, flags, then)
             case "BRANCH":
                 return State(next=[self.sequence(option, flags, then) for option in argument[1]])
             case "SUBPATTERN":
                 _, added, removed, items = argument
-                kept = flags & ~_ALPHABETS if added & _ALPHABETS else flags  # an alphabet replaces the previous one
+                kept = flags & ~_ALPHABETS if added & _ALPHABETS else flags  # a new alphabet replaces the old one
                 return self.sequence(items, (kept | added) & ~removed, then)
             case "AT":
                 return State(condition=_condition(str(argument), flags), next=[then])
@@ -131,11 +139,13 @@ class _Builder:
         return state
 
     def _matcher(self, item: Any, flags: int) -> Callable[[str], bool]:
-        """Compares a character as `re` does: classes, categories and IGNORECASE are its own."""
+        """Returns a function that tests one character. `re` does the test, so classes, categories and IGNORECASE mean
+        the same as in Python.
+        """
         key = repr(item), flags
         if key not in self._matchers:
             self._count_listed(item)
-            fresh = _parser.State()  # a new one: the State of the tree would add its flags
+            fresh = _parser.State()  # the state of the whole expression would add its flags
             matches = _compiler.compile(_parser.SubPattern(fresh, [item]), flags).match
             self._matchers[key] = lambda character: matches(character) is not None
         return self._matchers[key]
@@ -153,7 +163,7 @@ class _Builder:
 
 
 def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:
-    """What a position must be like, by the characters before and after it."""
+    """Returns a test of a position, such as `^` or `\\b`, which takes the characters before and after the position."""
     lines, only_ascii = bool(flags & RegexFlag.MULTILINE), bool(flags & RegexFlag.ASCII)
 
     def is_word(character: str | None) -> bool:

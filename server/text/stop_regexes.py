@@ -1,8 +1,8 @@
 """Finds stop regular expressions, and stop strings beside them, in a text that arrives in pieces.
 
-Expressions are not matched by backtracking but simulated as automata (regex_automata.py), in one pass over the text:
-the work per character is at most proportional to the size of the expressions, which is bounded, so no expression can
-block the server.
+Expressions are simulated as automata (regex_automata.py) in one pass over the text, without backtracking. The work per
+character is at most proportional to the size of the expressions, which is bounded, so no expression can block the
+server.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from .regex_automata import END, State, compile_stop_regex, follow
 from .stop_strings import StopStrings
 
 MAX_MATCH_CHARACTERS = 4096
-"""A longer match is not found: the text that may belong to a match is held back."""
+"""Longer matches are not found. The limit bounds the text that is held back because it may belong to a match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Match:
 
 class StopRegexes:
     """Ends a text at the first match of an expression or a stop string, also across pieces, and never shows a part of
-    the match. The one that ends first counts; of several that end at the same place, the longest. `matched` is the
+    the match. The match that ends first counts; of several that end at the same place, the longest. `matched` is the
     pattern or the stop string.
 
-    `$` and `\\b` see the end of a piece as the end of the text, as in SGLang, which searches after each token.
+    `$` and `\\b` treat the end of a piece as the end of the text, as in SGLang, which searches after each token.
     """
 
     def __init__(self, strings: Sequence[str], patterns: Sequence[str], show_stop: bool = False) -> None:
@@ -37,13 +37,14 @@ class StopRegexes:
         self._show_stop = show_stop
         self._strings = StopStrings(strings)
         self._string_match: Match | None = None
-        """Of the stop string that ends at `_position`, if one does."""
+        """Match of the stop string that ends at `_position`, if one does."""
         self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
-        # for each automaton: the states that the text so far leads to, and the position where each match began
+        # for each automaton: the states that the text so far has reached, with the position where their match began
         self._reached: list[dict[State, int]] = [{} for _ in self._automata]
         self._position = 0
         self._held_back = ""
-        """The end of the text, up to `_position`, that is not shown yet."""
+        """The last characters of the text, up to `_position`, which are not shown yet because they may be in a match.
+        """
         self._previous: str | None = None
         self._armed = False
 
@@ -66,9 +67,12 @@ class StopRegexes:
         return held_back
 
     def _search(self, text: str, armed: bool) -> Match | None:
-        """The first match that ends in this piece. In a piece that is not `armed` none counts."""
+        """Returns the first match that this piece completes. A match counts if the piece of its last character is
+        `armed`.
+        """
         for character in text:
-            # a match that ends here has its last character in this piece or, at first, in the one before
+            # _advance() finds a match that ends before `character`: for the first one, that is in the piece before, and
+            # `_armed` is still the value of that piece
             if (match := self._advance(character)) is not None and self._armed:
                 return match
             self._previous, self._armed = character, armed
@@ -76,7 +80,9 @@ class StopRegexes:
         return self._advance(END) if text and armed else None
 
     def _advance(self, following: str) -> Match | None:
-        """Consume a character; returns the match that ended before it. At the end of a piece nothing is consumed."""
+        """Consume the character `following`; returns the match that ended before it. END, at the end of a piece, is not
+        consumed.
+        """
         best = self._string_match
         for index, (pattern, begin) in enumerate(self._automata):
             origins = (*sorted(self._reached[index].items(), key=_by_start), (begin, self._position))
@@ -90,7 +96,7 @@ class StopRegexes:
         return best
 
     def _consume_in_strings(self, character: str) -> Match | None:
-        """The match of the stop string that ends with this character."""
+        """Returns the match of the longest stop string that ends with this character."""
         end, string = self._position + 1, self._strings.follow(character)
         return None if string is None else Match(end - len(string), end, string)
 

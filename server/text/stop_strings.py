@@ -19,8 +19,8 @@ class StopStrings:
         self._show_stop = show_stop
 
     def push(self, text: str, armed: bool = True) -> str:
-        """The text that can be shown after this piece; none after a match. A stop string that ends in a piece that is
-        not `armed` is ordinary text.
+        """Add a piece; returns the text that can be shown now. Must not be called after a match. A stop string that
+        ends in a piece that is not `armed` is ordinary text.
         """
         assert self.matched is None, "text after a stop string"
         if not self._stops:
@@ -47,7 +47,7 @@ class StopStrings:
         return max(self._lengths, default=0)
 
     def follow(self, character: str) -> str | None:
-        """Advance every automaton by one character; returns the longest stop string that it completes."""
+        """Advance every automaton by one character; returns the longest stop string that this character completes."""
         matched = None
         for index, (stop, borders) in enumerate(self._stops):
             length = self._lengths[index]

@@ -1,12 +1,12 @@
-"""A lower bound of the number of tokens of a long text, without tokenizing all of it.
+"""Finds a lower bound of the number of tokens of a long text without tokenizing all of it.
 
 Tokenizing a megabyte takes about a second and 200 MB. A text that is too long for the model must not cost that much.
 Two bounds are tried, the cheaper one first:
 
 1. The number of bytes divided by the length of the longest token. This needs a tokenizer that puts every byte of the
    text into some token: byte-level BPE, or BPE with byte fallback, with rules that drop nothing.
-2. The number of tokens of the first slices, tokenized one by one. A cut may split a word and add a few tokens, which
-   are not counted.
+2. The number of tokens of the first slices, tokenized one by one. A cut between slices may split a word and so add a
+   few tokens; these are subtracted.
 """
 
 import math
@@ -21,10 +21,11 @@ from ...models.formats.byte_level import BYTE_LEVEL
 from ...models.formats.token_bytes import steps_of
 
 SMALL_BYTES_PER_TOKEN = 8
-"""Shorter text, in bytes per token of the limit, is not checked here. Ordinary text has about four bytes per token."""
+"""Text of at most this many bytes per token of the limit is not checked here, because it may fit: ordinary text has
+about four bytes per token."""
 SLICE_CHARACTERS = 32 << 10
 CUT_TOKENS = 16
-"""More tokens than a cut between two slices can add."""
+"""Tokens that are subtracted for each slice: more than a cut can add."""
 
 _KEEPING_NORMALIZERS = frozenset({"NFC", "Prepend"})
 _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace"})
@@ -40,7 +41,9 @@ class TokenFloor:
         self._token_bytes = token_bytes
 
     def above(self, text: str, limit: int) -> int | None:
-        """A lower bound of the tokens of `text`, if it is above `limit`; None otherwise, and for short text."""
+        """Returns a lower bound of the tokens of `text` if the bound is above `limit`; otherwise, and for short text,
+        None.
+        """
         if len(text.encode(errors="replace")) <= SMALL_BYTES_PER_TOKEN * limit:
             return None
         by_bytes = self._by_bytes(text)
@@ -56,7 +59,7 @@ class TokenFloor:
     def _by_bytes(self, text: str) -> int:
         if self.longest_token_bytes is None:
             return 0
-        composed = unicodedata.normalize("NFC", text)  # a normalizer may run first, and makes some text shorter
+        composed = unicodedata.normalize("NFC", text)  # the tokenizer may do this first, which makes some text shorter
         known = composed.encode(errors="replace").translate(None, self._unknown_bytes)
         return math.ceil(len(known) / self.longest_token_bytes)
 

@@ -1,6 +1,6 @@
-"""Text to token ids and back, chat templates, and streamed text. No torch, no transformers.
+"""Tokenizes and detokenizes text, renders chat templates, and streams text. Imports neither torch nor transformers.
 
-Hugging Face directories have a tokenizer.json, which is used unchanged. For GGUF files the same pipeline is built from
+Hugging Face directories have a tokenizer.json, which is used unchanged. For GGUF files an equal pipeline is built from
 their metadata (models/formats/gguf_tokenizer.py).
 """
 
@@ -69,7 +69,7 @@ class Tokenizer:
     """Thread-safe: after construction it only fills caches, at most once per id.
 
     `eos_token_ids` are those of the model's configuration and the tokenizer's own end token. `tool_template` is the
-    chat template of requests with tools; None: the same as of others.
+    chat template for requests with tools; None if they use `chat_template`.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Tokenizer:
         self._bytes = {token: byte for byte, token in self._byte_tokens.items()}
         self.floor = TokenFloor(backend, token_bytes.find)
         self.token_bytes = cache(token_bytes.find)
-        """The bytes that a token adds to a text, which may be a part of a character; none for an unknown id."""
+        """Returns the bytes that a token adds to a text, possibly a part of a character; no bytes for an unknown id."""
         self.length_alone = cache(lambda token_id: len(self.decode((token_id,), skip_special_tokens=False)))
-        """Characters of a token that is decoded alone."""
+        """Returns the number of characters of a token that is decoded alone."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -115,39 +115,44 @@ class Tokenizer:
 
     @cached_property
     def template_tests_content(self) -> bool:
-        """Whether the chat templates test if a message has content. Others would write `None`."""
+        """Whether the chat templates test if the content of a message is none. Templates without such a test would
+        write the text `None`.
+        """
         test = re.compile(r"content(['\"]\])? is (not )?none", re.IGNORECASE)
         return all(test.search(template or "") for template in (self.chat_template, self.tool_template))
 
     @cached_property
     def template_has_developer(self) -> bool:
-        """Whether the chat templates have the role `developer`, OpenAI's newer name of `system`. Many ignore messages
-        of roles that they do not have.
+        """Whether the chat templates know the role `developer`, OpenAI's newer name of `system`. Many templates ignore
+        messages of roles that they do not know.
         """
         return all("developer" in (template or "") for template in (self.chat_template, self.tool_template))
 
     def special_tokens_in(self, texts: Sequence[str]) -> frozenset[int]:
-        """The special tokens that are a part of one of these texts."""
+        """Ids of the special tokens whose text occurs in one of these texts."""
         return frozenset(
             token for token in self._special if (own := self.token_text(token)) and any(own in text for text in texts)
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the BOS that the post-processor adds. A rendered chat has one: pass False.
+        """Returns the token ids of `text`. With `add_special_tokens`, the post-processor adds a BOS token if the model
+        uses one; pass False for a rendered chat, which has it already.
 
         Encodes a batch of one, because only the batch call releases the GIL.
         """
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; ids outside the vocabulary have none."""
+        """Returns the text of `token_ids`, without ids outside the vocabulary."""
         if not self._bytes.keys().isdisjoint(token_ids):
             return self._decode_with_bytes(token_ids, skip_special_tokens)
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def _decode_with_bytes(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The library replaces every byte of a run of byte tokens that is not valid as a whole, so the first byte of a
-        character would change those before it. Only bytes that belong to no character are replaced here.
+        """Decodes byte tokens, and replaces only bytes that belong to no valid character.
+
+        The library replaces every byte of a run of byte tokens if the run as a whole is not valid UTF-8. An unfinished
+        character at the end of a run would so change the characters before it.
         """
         ids: list[int] = []
         heard = (token for token in token_ids if not self.is_silent(token, skip_special_tokens))
@@ -160,7 +165,7 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` always leaves this id out: it is outside the vocabulary, or skipped."""
+        """Whether `decode` leaves this id out, because it is outside the vocabulary or a special token to skip."""
         return (skip_special_tokens and token_id in self._special) or self._backend.id_to_token(token_id) is None
 
     def token_text(self, token_id: int) -> str:
@@ -174,9 +179,10 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """`messages` rendered with the model's template; raises ClientError when the template refuses them.
+        """Renders `messages` with the model's chat template; raises ClientError when the template refuses them.
 
-        `variables` are the template's own (Qwen3 has `enable_thinking`), without the names that are set here.
+        `variables` are those that only this template has, such as Qwen3's `enable_thinking`. They cannot replace the
+        variables that are set here.
         """
         template = self._template if tools is None else self._tool_template
         if template is None:
@@ -193,16 +199,16 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except Exception as error:  # a template is foreign code on the client's values: it can raise anything
+        except Exception as error:  # a template is third-party code that runs on the client's values
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
         return whole_characters(rendered)
 
 
 class TextStream:
-    """Turns tokens into text deltas whose concatenation is the decoded whole.
+    """Converts tokens to text deltas. Their concatenation is the text of all tokens decoded together.
 
-    Text that later tokens may still change is held back: a character whose bytes have not all arrived. A push decodes
-    a bounded number of tokens for any output.
+    A character whose bytes have not all arrived is held back, because later tokens still change it. Each push decodes a
+    bounded number of tokens (the window), however long the output is.
     """
 
     def __init__(
@@ -212,12 +218,16 @@ class TextStream:
         kept_token_ids: frozenset[int] = frozenset(),
         before: Sequence[int] = (),
     ) -> None:
-        """`kept_token_ids` are special tokens that are not skipped. `before` are tokens whose text is continued."""
+        """`kept_token_ids` are special tokens that are not skipped. `before` are the tokens whose text the output
+        continues.
+        """
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._kept = kept_token_ids
-        self._decode_skips = skip_special_tokens and not kept_token_ids  # otherwise push leaves them out
-        self._window: list[int] = []  # [context) is emitted, kept because a decoder treats the first token differently
+        self._decode_skips = skip_special_tokens and not kept_token_ids  # otherwise push() leaves special tokens out
+        self._window: list[int] = []  # the tokens that the next push decodes, together with the new ones
+        # The first `_context` tokens of the window are returned already. They stay, because a decoder treats the first
+        # token of a text differently.
         self._context = 0
         self._emitted = 0  # characters of the window's text that were returned
         last = next((token for token in reversed(before) if self._is_heard(token)), None)
@@ -225,7 +235,7 @@ class TextStream:
             self._window, self._context, self._emitted = [last], 1, len(text)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens, possibly none."""
+        """Add tokens; returns the text that no later token can change, possibly none."""
         self._window += filter(self._is_heard, token_ids)
         text = self._decode(self._window)
         unfinished = int(text.endswith(_REPLACEMENT))  # the bytes of an unfinished character decode to one replacement
@@ -241,7 +251,7 @@ class TextStream:
         return delta
 
     def finish(self) -> str:
-        """The text that was held back, with replacement characters."""
+        """Returns the text that was held back, with replacement characters for incomplete ones. No token follows."""
         delta = self._decode(self._window)[self._emitted :]
         self._emitted += len(delta)
         return delta
@@ -250,9 +260,10 @@ class TextStream:
         return token in self._kept or not self._tokenizer.is_silent(token, self._skip_special_tokens)
 
     def _shorten_window(self, text: str) -> None:
-        """Drop the older half of a window in which no character is complete: a run of invalid bytes.
+        """Drop up to half of a window in which no character gets complete: it is a run of invalid bytes.
 
-        The cut is where the two parts decode to the same text as the whole.
+        The window is cut at the last place in its first half where the two parts, decoded one by one, have the same
+        text as the whole.
         """
         for cut in range(len(self._window) // 2, 0, -1):
             before = self._decode(self._window[:cut])
@@ -267,7 +278,7 @@ class TextStream:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; serving renders only its body."""
+    """Renders only the body of `{% generation %}...{% endgeneration %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a plain set
 
@@ -278,7 +289,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @cache
 def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face templates expect; sandboxed, because they come with the weights."""
+    """The Jinja environment that Hugging Face templates expect; sandboxed, because templates come with the weights."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
     )
@@ -303,7 +314,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML. The options are those of transformers, which templates of GLM use."""
+    """The filter `tojson`. Jinja's own filter escapes for HTML. The options are those of transformers; GLM's templates
+    use them.
+    """
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -316,8 +329,8 @@ def _strftime_now(layout: str) -> str:
 
 
 def _hf_chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name: `default`, and `tool_use` if requests with tools have another one. Files take precedence over
-    tokenizer_config.json, which has one template, or a list with names.
+    """Returns the chat templates by name: `default`, and `tool_use` if requests with tools have a template of their
+    own. Template files take precedence over tokenizer_config.json, which has one template or a list of named ones.
     """
     paths = {name: directory / file for name, file in CHAT_TEMPLATE_FILES.items() if (directory / file).is_file()}
     if paths:

@@ -1,7 +1,8 @@
-"""Calls as grammars: what a family's format allows, as a structural tag (models/grammar/structural_tags.py).
+"""Builds grammars for tool calls, in the format of a model family, as structural tags
+(models/grammar/structural_tags.py).
 
-JSON arguments match the schema of their function. Where each argument stands between tags, arguments come in
-the order of the schema; strings are any text or one of their `enum`, other values match their schema.
+JSON arguments match the schema of their function. In formats with tags around each argument, the arguments have the
+order of the schema; a string is any text, or a value of its `enum`, and other values match their schema.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ _NOTHING: Format = {"type": "const_string", "value": ""}
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchema:
-    """A function that may be called. Of a schema that is not `strict`, keywords that cannot be enforced are ignored."""
+    """A function that may be called. If it is not `strict`, keywords of its schema that cannot be enforced are
+    ignored.
+    """
 
     name: str
     parameters: Mapping[str, Any]
@@ -26,18 +29,22 @@ class FunctionSchema:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentTags:
-    """What surrounds one argument: `{key}` stands for its name, `{string}` for whether it is a string."""
+    """The text around one argument. In `begin`, `{key}` is replaced by its name and `{string}` by whether its value is
+    a string.
+    """
 
     begin: str
     end: str
     separator: str = ""
     text: bool = True
-    """Strings are written as they are, not as JSON."""
+    """Whether strings are written as plain text instead of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """What surrounds one call, with its `{name}`, and all calls. `arguments` is None where they are a JSON object."""
+    """The text around one call (`begin`, with the function's `{name}`, and `end`), between calls, and around all calls.
+    `arguments` is None if the arguments are one JSON object.
+    """
 
     begin: str
     end: str
@@ -46,8 +53,7 @@ class CallTags:
     list_end: str = ""
     arguments: ArgumentTags | None = None
     first_character: str = ""
-    """Set for formats in which either the whole output is calls, or nothing in it: the character that calls begin with.
-    """
+    """For formats in which the output is either only calls or only text: the character with which calls begin."""
 
     def calls(self, functions: Sequence[FunctionSchema], *, parallel: bool) -> Format:
         """One or more calls and nothing else."""
@@ -63,7 +69,7 @@ class CallTags:
         return _sequence(_constant(self.list_begin), listed, _constant(self.list_end))
 
     def text_with_calls(self, functions: Sequence[FunctionSchema]) -> Format:
-        """Any text, in which calls are of these functions."""
+        """Any text, with any number of calls of these functions."""
         calls = self.calls(functions, parallel=True)
         if self.first_character:
             other = rf"([^\s\{self.first_character}](.|\n)*)?"
@@ -94,7 +100,8 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
     items = [(_argument(key, value, shared, function, tags), key in required) for key, value in properties.items()]
     if not tags.separator:
         return _sequence(*(item if needed else _optional(item) for item, needed in items))
-    # only the first argument has no separator before it, so there is one alternative for each possible first argument
+    # only the first argument has no separator before it, and optional ones may be absent: hence one alternative for
+    # each argument that may be the first
     alternatives: list[Format] = []
     for at, (item, needed) in enumerate(items):
         rest = [
@@ -117,7 +124,7 @@ def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: Functi
     if text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
         content = {"type": "or", "elements": [_constant(choice) for choice in choices]}
     elif text:
-        # the value ends at the closing tag even if the model omits the line break before the tag, as in the parser
+        # the string ends at the closing tag even if the model leaves out the line break before it, as in the parser
         closing = tags.end.strip()
         string = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
         return _sequence(string, _constant(tags.end.partition(closing)[2]))

@@ -1,7 +1,7 @@
-"""The base of parsers that find calls of tools in the text of an output, piece by piece.
+"""The base class of parsers that find tool calls in the text of an output, which arrives in pieces.
 
-Text that only looks like a call becomes content, until CallBegin is emitted. A call that turns out to be broken after
-its CallBegin just ends there, and its arguments may be invalid JSON.
+Text that only looks like a call becomes content. That is no longer possible after CallBegin was emitted: a call that
+turns out to be broken later ends there, and its arguments may be invalid JSON.
 """
 
 from abc import abstractmethod
@@ -14,7 +14,7 @@ from .events import CallArguments, CallBegin, CallEnd, Content
 from .text_parser import EndOfTextError, HeldSpace, Steps, TextParser, partial_marker
 
 Tools = Mapping[str, Mapping[str, Any]]
-"""The parameters of each function, a JSON schema, by its name."""
+"""The JSON schema of each function's parameters, by the function's name."""
 
 LONGEST_NAME = 256
 
@@ -24,7 +24,7 @@ class NotACallError(Exception):
 
 
 def find_first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
-    """The first marker in a text, after its position. No marker begins another."""
+    """Returns the position of the first marker in a text, and the marker. No marker may be a prefix of another."""
     return min(((at, marker) for marker in markers if (at := text.find(marker)) >= 0), default=None)
 
 
@@ -37,7 +37,7 @@ class CallParser(TextParser):
     """Finds calls in a text that arrives in pieces. White space around calls is dropped."""
 
     markers: ClassVar[tuple[str, ...]]
-    """What begins a call, or a list of calls, in ordinary text."""
+    """Strings with which a call, or a list of calls, begins within other text."""
     tags: ClassVar[tuple[str, ...]] = ()
     """All strings of the format that a tokenizer may have as special tokens: they must stay in the text."""
 
@@ -45,7 +45,7 @@ class CallParser(TextParser):
         super().__init__()
         self._tools = tools
         self._unsure = ""
-        """Text since a marker that becomes content if no call follows."""
+        """Text taken since the marker, and white space before it. It becomes content if no call follows."""
         self._calls = 0
         self._in_call = False
         self._after_call = False
@@ -65,11 +65,11 @@ class CallParser(TextParser):
             steps = self._content_and_calls()
 
     def _beginning(self) -> Steps[None]:
-        """Calls at the beginning of the output, in formats that need no marker there."""
+        """Parse calls at the beginning of the output, in formats that need no marker there."""
         yield from ()
 
     def _content_and_calls(self) -> Steps[None]:
-        """Content up to the next marker, and the calls that follow it."""
+        """Parse content up to the next marker, and the calls after it."""
         space = HeldSpace()
         while (found := find_first(self._buffer, self.markers)) is None:
             partial = 0 if self._final else partial_marker(self._buffer, self.markers)
@@ -85,17 +85,17 @@ class CallParser(TextParser):
 
     @abstractmethod
     def _parse_calls(self, marker: str) -> Steps[None]:
-        """The calls after a marker. Raises NotACallError if something else follows."""
+        """Parse the calls after a marker. Raises NotACallError if something else follows."""
 
     def _consume(self, count: int) -> str:
-        """Take text that becomes content again if no call follows."""
+        """Take text from the buffer. Until a call begins, remember it, because it becomes content if none does."""
         text = self._take(count)
         if not self._in_call:
             self._unsure += text
         return text
 
     def _put_back(self, text: str) -> None:
-        """Text that was taken comes again."""
+        """Put text that was taken back into the buffer."""
         self._buffer = text + self._buffer
 
     def _skip_space(self) -> Steps[str]:
@@ -131,7 +131,9 @@ class CallParser(TextParser):
         return "".join(before), self._consume(len(found[1]))
 
     def _soon(self, *ends: str) -> Steps[tuple[str, str]]:
-        """The same, of at most LONGEST_NAME characters. Raises NotACallError if the text is longer, and takes none."""
+        """The same, but for at most LONGEST_NAME characters before the end. Raises NotACallError, and takes nothing, if
+        there are more.
+        """
         while (found := find_first(self._buffer, ends)) is None or found[0] > LONGEST_NAME:
             if len(self._buffer) > LONGEST_NAME + max(map(len, ends)):
                 raise NotACallError
@@ -144,7 +146,9 @@ class CallParser(TextParser):
         return tag
 
     def _name_until(self, *ends: str) -> Steps[tuple[str, str]]:
-        """The name before the first of `ends`, without the white space around it, and that end."""
+        """Take the name before the first of `ends`, and that end. Returns both, the name without surrounding white
+        space.
+        """
         name, end = yield from self._soon(*ends)
         return name.strip(), end
 
@@ -161,7 +165,7 @@ class CallParser(TextParser):
         self._in_call, self._after_call = False, True
 
     def _give_up(self) -> None:
-        """No call follows here: what was taken since the marker is content. A call that has begun ends."""
+        """Handle text that is not a call: end a call that has begun, and emit the text since the marker as content."""
         if self._in_call:
             self._end()
         if self._unsure.strip() or not self._after_call:

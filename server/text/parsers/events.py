@@ -1,4 +1,4 @@
-"""What a parser finds in the text of an output, in order. Events of one output are concatenated by kind and index."""
+"""Events that a parser emits for the text of an output, in order. Texts of the same kind and call are concatenated."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of a tool. The calls of an output are numbered from 0."""
+    """The beginning of a tool call. The calls of an output are numbered from 0."""
 
     index: int
     name: str
@@ -36,7 +36,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """Every CallBegin has one, also where the output ends in the middle of the call."""
+    """The end of a tool call. Follows every CallBegin, also if the output ends in the middle of the call."""
 
     index: int
 

@@ -1,4 +1,4 @@
-"""The formats in which families of models write calls of tools: by name, and which one a chat template has."""
+"""The formats in which model families write tool calls, by name, and the detection of the format of a chat template."""
 
 import random
 import string
@@ -25,8 +25,8 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallFamily:
-    """A format of calls. `in_template` are texts that every chat template of the family contains. The id of a call is
-    `id_prefix` and `id_letters` letters: the templates of Mistral accept only ids of their own form.
+    """A format of tool calls. `in_template` are texts that every chat template of the family contains. The id of a call
+    is `id_prefix` and `id_letters` random letters and digits: Mistral's templates accept only ids of 9 such characters.
     """
 
     name: str
@@ -60,7 +60,8 @@ def _dsml(calls: str) -> CallTags:
 
 
 _FAMILIES = (
-    # In this order templates are searched: a text of one family may stand in the template of another.
+    # The first family whose texts are in a template counts. The order matters: a template may also contain the texts of
+    # a later family.
     CallFamily("deepseek-v4", DsmlParser, ("｜DSML｜", "tool_calls>"), _dsml("tool_calls")),
     CallFamily("deepseek-v32", DsmlParser, ("｜DSML｜",), _dsml("function_calls")),
     CallFamily(
@@ -123,5 +124,5 @@ FAMILIES = {family.name: family for family in reversed(_FAMILIES)}
 
 
 def family_of_template(template: str) -> CallFamily | None:
-    """The family whose texts a chat template has."""
+    """Returns the first family whose texts are all in a chat template; None if there is none."""
     return next((family for family in _FAMILIES if all(text in template for text in family.in_template)), None)

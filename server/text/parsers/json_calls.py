@@ -1,4 +1,4 @@
-"""Families whose calls are JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek-V3."""
+"""Parsers of families that write calls as JSON: Hermes and Qwen, Llama 3, Mistral, DeepSeek-V3."""
 
 import json
 from collections.abc import Callable
@@ -12,14 +12,14 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class JsonCallParser(CallParser):
-    """The parts of calls that are JSON."""
+    """Parses the parts of calls that are JSON."""
 
     only_known_names = False
-    """For formats without a marker: an object with any other name is content."""
+    """Whether an object whose name is not that of a tool is content. For formats in which no marker precedes a call."""
 
     def _object(self) -> Steps[None]:
-        """A call, `{"name": "f", "arguments": {...}}`, in any order and with other keys between. Arguments after the
-        name are passed on as they arrive.
+        """Parse a call, `{"name": "f", "arguments": {...}}`. Keys may have any order, and other keys are ignored.
+        An object of arguments after the name is emitted as it arrives; other arguments when the call ends.
         """
         name: str | None = None
         arguments, begun = "{}", False
@@ -59,13 +59,13 @@ class JsonCallParser(CallParser):
         return name
 
     def _arguments(self) -> Steps[None]:
-        """The arguments of a call that has begun, and its end."""
+        """Parse the arguments of a call that has begun, and end the call."""
         yield from self._value(pass_on=self._argue)
         self._end()
 
     def _value(self, first: str = "", pass_on: Callable[[str], None] = lambda _: None) -> Steps[str]:
-        """Take a JSON value that begins with a character of `first`, if any are given. `pass_on` gets its text as it
-        arrives.
+        """Take a JSON value and return its text. `pass_on` gets the text as it arrives. Raises NotACallError if the
+        value does not begin with a character of `first`; if that is empty, all are allowed.
         """
         if first and self._buffer[0] not in first:
             raise NotACallError
@@ -98,7 +98,8 @@ class HermesParser(JsonCallParser):
         yield from self._object()
         while (yield from self._skip_space()) == "{":  # models write several calls between two tags
             yield from self._object()
-        # models write a bracket too many; a call without its closing tag is complete, and longer text is content
+        # Some models write a bracket too many before the closing tag: skip a few characters. Without a closing tag
+        # nearby the call is complete as well, and the text after it is content.
         _, tag = yield from self._soon("</tool_call>", "<tool_call>")
         if tag == "<tool_call>":
             self._put_back(tag)
@@ -173,7 +174,7 @@ class DeepSeekParser(JsonCallParser):
 
     def _call(self) -> Steps[None]:
         kind, _ = yield from self._name_until(SEPARATOR)
-        # before the arguments: nothing, or the name and the beginning of a code block
+        # between the separator and the arguments: nothing (V3.1), or the name and the beginning of a code block (V3)
         before, brace = yield from self._soon("{")
         lines = before.split("\n")
         name = lines[0].strip() or kind

@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces: where a value ends."""
+"""Finds where a JSON value ends in text that arrives in pieces."""
 
 _CLOSING = {"{": "}", "[": "]"}
 _SPACE = " \n\r\t"
@@ -17,7 +17,9 @@ class JsonValue:
         self._bare = False
 
     def feed(self, text: str) -> int:
-        """How many characters belong to the value. It has `failed` if the next one cannot follow."""
+        """Returns how many characters of `text` belong to the value. If the next character cannot follow, sets
+        `failed`.
+        """
         for at, character in enumerate(text):
             if self._bare and character in f"{_SPACE},]}}":
                 self.complete = True

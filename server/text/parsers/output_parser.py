@@ -1,4 +1,4 @@
-"""The parser of one output: reasoning first, then content and calls of tools."""
+"""The parser of one output: finds the reasoning at its beginning, then content and tool calls."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,9 @@ from .reasoning import ReasoningParser
 
 
 class OutputParser:
-    """Feed it the text of an output, in any pieces, and then `finish` it. Each call returns events, which together are
-    independent of the pieces. Without its parts it returns all text as content.
+    """Parses the text of one output: call `feed` for each piece, then `finish`. Both return events. The events of the
+    whole output do not depend on how the text was divided into pieces. Without `reasoning` and `calls`, all text is
+    content.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class OutputParser:
         return merged(found)
 
     def _wanted(self, events: list[Event]) -> list[Event]:
-        """Without the calls beyond the maximum."""
+        """Drops the events of calls beyond the maximum."""
         if self._max_calls is None:
             return events
         return [

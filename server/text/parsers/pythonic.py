@@ -1,4 +1,4 @@
-"""Calls in Python's syntax as the whole output, `[f(a=1, b="x"), g()]`: Llama 3.2 and 4, and others."""
+"""Parser of outputs that are a list of calls in Python syntax, `[f(a=1, b="x"), g()]`: Llama 3.2 and 4, and others."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ LONGEST_LIST = 1 << 16
 
 
 class PythonicParser(CallParser):
-    """A list is parsed when it is complete, and its calls have known names; otherwise it is content."""
+    """Parses a list when it is complete. If it is not a list of calls of known tools, it is content."""
 
     markers = ("<|python_start|>",)
     tags = ("<|python_start|>", "<|python_end|>")
@@ -44,7 +44,7 @@ class PythonicParser(CallParser):
         yield from self._optional_tag("<|python_end|>")
 
     def _find_end(self) -> Steps[int]:
-        """Where the list in the buffer ends. Raises NotACallError if it is longer than LONGEST_LIST."""
+        """Returns where the list in the buffer ends. Raises NotACallError if it is longer than LONGEST_LIST."""
         at, depth, quote = 0, 0, ""
         while True:
             while at < len(self._buffer):
@@ -68,8 +68,8 @@ class PythonicParser(CallParser):
             yield from self._more()
 
     def _calls_in(self, text: str) -> list[tuple[str, str]]:
-        """The names and arguments of the calls in a list. Raises NotACallError if it is something else."""
-        # replace the names by valid identifiers: a name may have hyphens or be a keyword of Python, such as `from`
+        """Returns the names and JSON arguments of the calls in a list. Raises NotACallError for any other text."""
+        # Replace all names before Python parses the text: they may have hyphens, or be keywords such as `from`.
         stand_ins: dict[str, str] = {}
         parsed = _NAME.sub(
             lambda found: found[1] or stand_ins.setdefault(found[0], f"name_{len(stand_ins)}"),
@@ -77,7 +77,7 @@ class PythonicParser(CallParser):
         )
         names = {stand_in: name for name, stand_in in stand_ins.items()}
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes such as "\\d"
+            with warnings.catch_warnings(action="ignore"):  # Python warns about escapes such as "\\d"
                 items = ast.parse(parsed, mode="eval").body
             if isinstance(items, ast.List):
                 return [self._call(item, names) for item in items.elts]
@@ -100,7 +100,7 @@ class PythonicParser(CallParser):
 
 
 def _value(node: ast.expr) -> object:
-    """A literal; JSON's names of constants are accepted too."""
+    """Returns the value of a literal. JSON's true, false and null are accepted, too."""
     match node:
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]

@@ -1,7 +1,7 @@
 """Separates the reasoning of a model from its answer.
 
-Reasoning stands between two tags at the beginning of the output. The opening tag is the last text of the prompt, or the
-first of the output. White space around the reasoning is dropped.
+The output begins with the reasoning, between two tags. The opening tag is at the end of the prompt or at the beginning
+of the output. White space around the reasoning is dropped.
 """
 
 import re
@@ -17,9 +17,9 @@ LONGEST_CONTENT_TYPE = 64
 class ReasoningStyle:
     """The tags of reasoning.
 
-    `always`: an output begins with reasoning even if neither it nor the prompt has the opening tag. `answer` is the tag
-    before an answer without reasoning, and `again` the tag between two pieces of reasoning; both may be empty. With
-    `header_end`, `close` and `answer` end with it, and a content type may stand before it.
+    With `always`, the output begins with reasoning even if neither the prompt nor the output has the opening tag.
+    `answer` is the tag of an answer without reasoning, and `again` the tag between two pieces of reasoning; empty if
+    the style has none. If `header_end` is set, `close` and `answer` end with it, and a content type may precede it.
     """
 
     open: str
@@ -30,8 +30,8 @@ class ReasoningStyle:
     header_end: str = ""
 
     def is_open(self, prompt: str, begun: str = "") -> bool:
-        """Whether the output that follows `prompt` begins with reasoning. `begun` is the end of the prompt that the
-        client wrote as the beginning of the output.
+        """Whether the output after `prompt` begins inside the reasoning. `begun` is the beginning of the answer that
+        the client has written (`continue_final_message`); `prompt` ends with it.
         """
         if begun and (self.open in begun or self.close in begun):
             return begun.rfind(self.open) > begun.rfind(self.close)
@@ -41,7 +41,7 @@ class ReasoningStyle:
         return end.endswith(self.open) or (self.always and not end.endswith(self.close))
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the prompt ends with the closing tag: the template has switched reasoning off."""
+        """Whether the prompt ends with the closing tag: templates write empty reasoning to switch it off."""
         return prompt.rstrip().endswith(self.close)
 
 
@@ -66,13 +66,15 @@ STYLES = {
 
 
 def style_of_template(template: str) -> ReasoningStyle | None:
-    """The style of a chat template: it writes or removes the closing tag of earlier reasoning, or opens the next."""
+    """Returns the style whose tags occur in a chat template: templates open the next reasoning, or write or remove the
+    tags of earlier reasoning.
+    """
     styles = (THINK, BRACKETS, CHANNELS)
     return next((style for style in styles if style.open in template or style.close in template), None)
 
 
 class _Tag:
-    """A tag of a style, with any content type: gpt-oss writes `final <|constrain|>json<|message|>` before JSON."""
+    """Finds a tag, which may have a content type: gpt-oss writes `final <|constrain|>json<|message|>` before JSON."""
 
     def __init__(self, text: str, header_end: str) -> None:
         self._beginning = text.removesuffix(header_end)
@@ -83,14 +85,16 @@ class _Tag:
         )
 
     def partial(self, text: str) -> int:
-        """How many characters at the end of `text`, which does not have the tag, are the beginning of it."""
+        """How many characters at the end of `text` may be the beginning of the tag. `text` has no complete tag."""
         if self._without_end is not None and (found := self._without_end.search(text)) is not None:
             return len(text) - found.start()
         return partial_marker(text, (self._beginning,))
 
 
 class ReasoningParser(TextParser):
-    """Finds the reasoning in a text that arrives in pieces. `is_open`: the text begins with it."""
+    """Finds the reasoning in a text that arrives in pieces. `is_open`: the text begins inside the reasoning, without an
+    opening tag.
+    """
 
     def __init__(self, style: ReasoningStyle, *, is_open: bool) -> None:
         super().__init__()
@@ -99,7 +103,7 @@ class ReasoningParser(TextParser):
         self._is_over = False
 
     def feed(self, text: str) -> list[Event]:
-        """Reasoning and content in more text."""
+        """Add text; returns the reasoning and content found in it."""
         return [Content(text)] if self._is_over else super().feed(text)
 
     def _parse(self) -> Steps[None]:
@@ -112,7 +116,7 @@ class ReasoningParser(TextParser):
         self._is_over = True
 
     def _opening_tag(self) -> Steps[None]:
-        """An opening tag at the beginning, that of an answer, or none."""
+        """Take the opening tag or the tag of an answer at the beginning of the text, if there is one."""
         opening = self._style.open
         answer = _Tag(self._style.answer, self._style.header_end) if self._style.answer else None
         while True:
@@ -136,7 +140,7 @@ class ReasoningParser(TextParser):
         self._buffer = rest
 
     def _reasoning(self) -> Steps[None]:
-        """All reasoning; pieces of it are on lines of their own."""
+        """Parse all reasoning up to the closing tag. Pieces that `again` separates are joined by a line break."""
         close, again, space = _Tag(self._style.close, self._style.header_end), self._style.again, HeldSpace()
         begun = False
         while True:
@@ -154,7 +158,7 @@ class ReasoningParser(TextParser):
                 continue
             if end is not None:
                 break
-            partial = 0  # characters at the end that may be the start of a tag: they wait for more text
+            partial = 0  # characters at the end that may be the beginning of a tag: they wait for more text
             if not self._final:
                 partial = max(close.partial(self._buffer), partial_marker(self._buffer, (again,)) if again else 0)
             begun = begun or partial < len(self._buffer)

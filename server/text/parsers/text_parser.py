@@ -1,7 +1,8 @@
-"""The base of parsers of an output's text, which arrives in pieces.
+"""The base class of parsers for the text of an output, which arrives in pieces.
 
-A parser is a generator, `_parse`. It takes characters from `self._buffer` and yields, with `_more`, where it needs more
-of them. Its decisions depend on the characters alone, so that any division of a text into pieces gives the same events.
+The parser is the generator `_parse`. It takes characters from `self._buffer`. When it needs more of them, it yields
+(`_more`), and the next piece resumes it. Its decisions depend on the characters alone: however a text is divided into
+pieces, the events are the same.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from .events import Event, merged
 
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
-"""A part of a parser, which yields where it waits for more text."""
+"""A generator that is a part of a parser. It yields whenever it needs more text."""
 
 
 class EndOfTextError(Exception):
@@ -21,20 +22,20 @@ class EndOfTextError(Exception):
 
 
 def partial_marker(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of `text` are the beginning of a marker."""
+    """Returns how many characters at the end of `text` are the beginning of a marker; `text` contains no marker."""
     tail = text[-max(map(len, markers)) :]
     beginnings = (at for at in range(len(tail)) if any(marker.startswith(tail[at:]) for marker in markers))
     return len(tail) - next(beginnings, len(tail))
 
 
 class HeldSpace:
-    """Holds back white space that may stand before a marker. Each character is looked at once."""
+    """Holds back white space, because it is dropped if a marker follows. Reads each character once."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
 
     def add(self, text: str) -> str:
-        """More text; returns what is not held back."""
+        """Add text; returns all of it that is not held back."""
         shown = text.rstrip()
         space = text[len(shown) :]
         if not shown:
@@ -44,13 +45,13 @@ class HeldSpace:
         return shown
 
     def take(self) -> str:
-        """The white space that was held back."""
+        """Returns the white space that was held back, and forgets it."""
         space, self._held = "".join(self._held), []
         return space
 
 
 class TextParser(ABC):
-    """Runs a parser over the text."""
+    """Feeds text to the generator `_parse` and returns the events that it has found."""
 
     def __init__(self) -> None:
         self._buffer = ""
@@ -59,12 +60,12 @@ class TextParser(ABC):
         self._parsing = self._parse()
 
     def feed(self, text: str) -> list[Event]:
-        """The events of more text."""
+        """Add text; returns the events found in it."""
         self._buffer += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """The events of text that was held back, when no more text follows."""
+        """Returns the events of text that was held back. No text follows."""
         self._final = True
         return self._run()
 
@@ -73,7 +74,7 @@ class TextParser(ABC):
         """Parse the whole text."""
 
     def _more(self) -> Steps[None]:
-        """Wait for more text. Raises EndOfTextError if there is none."""
+        """Wait for more text. Raises EndOfTextError if the output has ended."""
         if self._final:
             raise EndOfTextError
         yield

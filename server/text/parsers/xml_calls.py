@@ -1,6 +1,7 @@
-"""Families that write each argument between tags: Qwen3-Coder, GLM, DeepSeek-V3.2 (DSML).
+"""Parsers of families that write each argument between tags: Qwen3-Coder, GLM, DeepSeek-V3.2 (DSML).
 
-Values are text. The schema of the function, or an attribute of the tag, says which are strings; others are JSON.
+The schema of the function, or an attribute of the tag, says which values are strings. Strings are written as plain
+text, other values as JSON.
 """
 
 import ast
@@ -13,7 +14,7 @@ from .text_parser import Steps, partial_marker
 
 
 def is_text(schema: object) -> bool | None:
-    """Whether values of a schema are strings; None if it does not say."""
+    """Whether the values of a schema are strings; None if the schema does not say."""
     if not isinstance(schema, Mapping):
         return None
     kind = schema.get("type")
@@ -26,9 +27,7 @@ def is_text(schema: object) -> bool | None:
 
 
 def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 8) -> frozenset[str] | None:
-    """The JSON types that values of a schema may have; None if it does not say. `root` has the schemas that `$ref`
-    names.
-    """
+    """The JSON types that values of a schema may have; None if it does not say. `$ref` is resolved in `root`."""
     if not isinstance(schema, Mapping) or not depth:
         return None
     match schema:
@@ -50,8 +49,8 @@ def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 8) -> frozens
 
 
 def to_json(text: str, kinds: frozenset[str] | None = None) -> str:
-    """The JSON of a value that is written as text: JSON, Python's spelling of it, or a string. A value that may be a
-    string is one unless it has another of its `kinds`.
+    """Converts the text of a value to JSON. The text may be JSON, a Python literal, or a plain string. If `kinds`
+    allows strings, the text is a string unless it is a value of another allowed kind.
     """
     try:
         value, written = json.loads(text, parse_constant=_refuse_constant), text.strip()
@@ -80,16 +79,16 @@ _KINDS = {
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """NaN and Infinity, which Python's parser accepts."""
+    """Refuses NaN and Infinity, which Python's JSON parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
 class XmlCallParser(CallParser):
-    """The parts of a call after its name."""
+    """Parses the part of a call after its name."""
 
     value_end: str
     padding = ""
-    """What stands between a value and its tags."""
+    """Text between a value and its tags, which is removed."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
@@ -110,8 +109,8 @@ class XmlCallParser(CallParser):
         self._end()
 
     def _value(self, key: str, *, is_string: bool | None = None) -> Steps[None]:
-        """The value of an argument. None: its schema says whether it is a string. Strings are passed on as they
-        arrive.
+        """Parse the value of an argument. If `is_string` is None, the schema says whether it is a string. Strings are
+        emitted as they arrive, other values when they are complete.
         """
         self._argue((", " if self._given else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._given += 1
@@ -184,8 +183,8 @@ class GlmParser(XmlCallParser):
 
 
 class DsmlParser(XmlCallParser):
-    """DeepSeek-V3.2: `<｜DSML｜invoke name="f">`, in it `<｜DSML｜parameter name="key" string="true">value` with its
-    end tag. All calls stand between the tags of `function_calls`, in V4 of `tool_calls`.
+    """DeepSeek-V3.2: `<｜DSML｜invoke name="f">` contains `<｜DSML｜parameter name="key" string="true">value`, both
+    with end tags. All calls are between the tags of `function_calls`; in V4, of `tool_calls`.
     """
 
     markers = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
@@ -196,7 +195,7 @@ class DsmlParser(XmlCallParser):
         invoke, parameter, end = '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', "</" + marker[1:]
         while (yield from self._tag(invoke, end)) == invoke:
             name, _ = yield from self._soon('">')
-            if (yield from self._skip_space()) == "{":  # the model writes the arguments as an object instead
+            if (yield from self._skip_space()) == "{":  # the model has written the arguments as a JSON object instead
                 self._begin(name)
                 arguments, _ = yield from self._until("</｜DSML｜invoke>")
                 self._argue(arguments.strip())

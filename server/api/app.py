@@ -1,8 +1,9 @@
 """The HTTP application of one server: its routes and their authentication. Errors: server/api/error_responses.py.
 
 A decode server generates. A prefill server has the same routes, but its generation routes only check the body, which a
-router sends to both servers (`bootstrap_room`). With an API key every route needs `Authorization: Bearer KEY` except
-`/`, `/health`, `/ping`, `/metrics`, `/docs` and `/openapi.json`, which show neither prompts nor configuration.
+router sends to both servers (`bootstrap_room`). With an API key, every route needs `Authorization: Bearer KEY` or
+`X-Api-Key: KEY`, except `/`, `/page/...`, `/health`, `/ping`, `/metrics`, `/docs` and `/openapi.json`, which show
+neither prompts nor configuration.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class AbortReply(TypedDict):
 
 
 def create_app(routes: "Routes") -> ASGIApp:
-    """The ASGI application. It owns nothing: the caller runs the leader's client and closes it."""
+    """Returns the ASGI application. It owns no resources: the caller closes `routes` and the leader's client."""
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.include_router(routes.public())
     app.include_router(routes.protected())
@@ -127,14 +128,14 @@ class Routes:
         self.serve(config, leader, default_sampling)
 
     def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
-        """Pass all later requests to this leader. Settings that both roles have must be the same as before."""
+        """Pass all later requests to this leader. A role switch must not change settings that both roles have."""
         self.config = config
         self._leader = leader
         self._default_sampling = default_sampling
         self._info = ServerInfo(config, leader)
 
     def close(self) -> None:
-        """When the HTTP server has ended."""
+        """End the grammar compiler. Called when the HTTP server has ended."""
         self._grammars.close()
 
     def public(self) -> APIRouter:
@@ -179,7 +180,7 @@ class Routes:
         if self.config.api_key is None:
             return
         expected = self.config.api_key.get_secret_value().encode()
-        # headers are latin-1, in which str.strip() would remove some bytes of a key as white space
+        # compare bytes: headers are decoded as latin-1, and str.strip() would remove some bytes of a key as white space
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer":
             given = request.headers.get("x-api-key", "").encode("latin-1")  # Anthropic's clients
@@ -191,7 +192,9 @@ class Routes:
         return health_response(self._info.health())
 
     async def health_generate(self) -> Response:
-        """Generate one token; through the pair with local_prefill never. On a prefill server the same as `/health`."""
+        """Generate one token, as a health check. The prompt goes through a prefill server if local_prefill is never. On
+        a prefill server the same as `/health`.
+        """
         report = self._info.health()
         report["generated"] = False
         if report["status"] == "ok" and self.config.role == "decode":
@@ -203,7 +206,7 @@ class Routes:
         return health_response(report)
 
     async def _generate_one_token(self) -> str | None:
-        """None, or the reason why no token was generated in time."""
+        """Sends a probe to the leader. Returns None, or the reason why no token was generated in time."""
         probe = Submit(
             rid=f"{PROBE_PREFIX}{new_rid()}",
             prompt_ids=(min(self._leader.check_available().model.eos_token_ids, default=0),),
@@ -253,7 +256,7 @@ class Routes:
 
     async def version(self) -> Response:
         """The version of pdserve."""
-        # as /v1/models does: routers take a server that answers only /version for vLLM
+        # 503 while the server starts, as /v1/models: routers take a server that answers only /version for vLLM
         self._leader.check_available()
         return json_response({"version": package_version()})
 
@@ -300,7 +303,7 @@ class Routes:
         return await self._respond(request, call, GenerateRendering(call.listed, token_text))
 
     async def completions(self, request: Request) -> Response:
-        """The same in OpenAI's shape."""
+        """Generate text for one prompt or a list of prompts, in OpenAI's shape."""
         call = await self._parse(request, lambda body: parse_completion(body, self._limits(), self._tokenizer))
         return await self._respond(request, call, CompletionRendering(call, self._info.model_name, self._tokenizer))
 
@@ -341,7 +344,7 @@ class Routes:
 
     async def _respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:
         check_addressed_role(request, call.submits, self.config, self._roles.former())
-        if self.config.role == "decode":  # the other half of a call for a prefill server
+        if self.config.role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
             for name, grammar in call.grammars:
                 if (problem := await self._grammars.check(grammar)) is not None:
                     raise FieldError(name, problem)

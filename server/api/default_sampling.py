@@ -20,10 +20,10 @@ EMBEDDED_RECOMMENDATION = {"temperature": 0.2, "top_p": 0.9}
 
 
 def read_default_sampling(source: ModelSource) -> SamplingParams:
-    """The recommended values, as SGLang and vLLM read them; neutral values for everything else.
+    """Returns the recommended values, as SGLang and vLLM read them, and neutral values for everything else.
 
-    Raises StartupError for a value that is invalid in requests, too. GGUF files recommend nothing, so those of the
-    embedded model are in this file.
+    Raises StartupError for a value that would be invalid in a request. GGUF files have no recommendations; that for the
+    embedded model is in this file.
     """
     origin, values = _recommendation(source)
     try:
@@ -36,7 +36,7 @@ def read_default_sampling(source: ModelSource) -> SamplingParams:
 
 
 def _recommendation(source: ModelSource) -> tuple[str, dict[str, Any]]:
-    """Where the values come from, and the values."""
+    """Returns the origin of the values, for error messages, and the values."""
     if source.format == "gguf":
         return source.name, EMBEDDED_RECOMMENDATION if source.name == EMBEDDED_MODEL else {}
     path = source.path / "generation_config.json"

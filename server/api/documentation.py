@@ -1,6 +1,7 @@
 """`/openapi.json` and `/docs`: the routes with the models of their bodies and replies.
 
-Handlers read raw bodies and write bytes, so models are named where a route is added, not in its handler's signature.
+Handlers read raw bodies and write bytes, so FastAPI cannot take the models from their signatures. Instead, the models
+are named where a route is added.
 """
 
 import inspect
@@ -37,12 +38,12 @@ class Operation:
 
 
 def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:
-    """Add both routes. They need no API key: a browser cannot send one with `/docs`, and the schema shows no
+    """Adds both routes, without authentication: a browser cannot send a key with `/docs`, and the schema shows no
     configuration.
     """
 
     @cache
-    def document() -> bytes:  # when it is first requested: it takes 0.1 s
+    def document() -> bytes:  # made when it is first requested, because that takes 0.1 s
         return _make_document(operations)
 
     @app.api_route("/openapi.json", methods=["GET", "HEAD"])

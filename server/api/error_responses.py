@@ -23,14 +23,14 @@ HTTP_ERROR_CODES = {404: "not_found", 405: "method_not_allowed"}
 RETRY_STATUSES = (429, 503)
 DEFAULT_RETRY_S = 1.0
 HOPELESS_STATUSES = (409, 504)
-"""OpenAI's clients retry these by default, but a retry cannot succeed: the rid is in use, or the deadline has passed.
-"""
+"""Statuses that OpenAI's clients retry by default although a retry cannot succeed: a rid in use, or a deadline that has
+passed. `X-Should-Retry: false` tells them not to."""
 
 
 def error_response(
     path: str, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
 ) -> JSONResponse:
-    """The response to an error, in the shape of the route `path`."""
+    """Returns the response to an error, in the shape that clients of the route `path` expect."""
     headers = {}
     if status in RETRY_STATUSES:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s or DEFAULT_RETRY_S)))
@@ -54,7 +54,9 @@ def response_for(path: str, error: RequestError) -> JSONResponse:
 
 
 def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) -> None:
-    """Refused requests are counted here, failed ones in server/engine/leader_client.py."""
+    """Adds the handlers. They count requests that were refused; server/engine/leader_client.py counts those that failed
+    in the engine.
+    """
 
     def refused(request: Request, status: int, code: str, param: str | None = None) -> None:
         metrics.request_refused(code)
@@ -90,6 +92,6 @@ def add_error_handlers(app: FastAPI, metrics: Metrics, *, log_requests: bool) ->
 
 
 def near_path(path: str) -> str | None:
-    """A similar route: with /v1 before it, or without a trailing slash."""
+    """Returns a route that the client may have meant: `path` with /v1 before it, or without a trailing slash."""
     near = f"/v1{path}" if f"/v1{path}" in V1_PATHS else path.rstrip("/")
     return near if near not in ("", path) else None

@@ -1,6 +1,6 @@
 """Writes a generation response: JSON or an event stream.
 
-When the client disconnects, its requests are cancelled. This is noticed at any time, also while nothing is sent.
+If the client disconnects, its requests are cancelled at once, also while no token is sent.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ ResultT = TypeVar("ResultT")
 
 
 class GenerationResponse(Response):
-    """Opens requests in the leader and sends their outputs.
+    """Submits requests to the leader and sends their outputs to the client.
 
-    `outputs` has one entry for every sample of every message. A failure before the first byte is sent becomes an HTTP
-    error and ends the whole call. After the first byte, the failed output ends with an error event, and the others
+    `outputs` has one entry for every sample of every message. If a request fails before the first byte is sent, the
+    whole call ends with an HTTP error. If it fails later, its output ends with an error event, and the other outputs
     continue.
     """
 
@@ -93,7 +93,8 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": closing + _end_of_stream(self._rendering)})
 
     async def _advance(self, inbox: Inbox) -> list[tuple[int, Delta]]:
-        """Wait for events, add them to their outputs and return what is new, by index of the output.
+        """Wait for events and add them to their outputs. Returns the new part of each output, with the output's index.
+        An output that a stop string has completed is ended in the leader.
 
         Raises EngineError for a failure before the first byte is sent.
         """
@@ -112,11 +113,11 @@ class GenerationResponse(Response):
 
 
 def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:
-    """The response of a prefill server to a body that a router sends to both servers: without tokens, and at once.
+    """Returns the response of a prefill server to a body that a router sends to both servers. It has no tokens and does
+    not wait for the prefill.
 
-    The decode server requests the prefill, retries it if necessary, and responds to the client. This server does not
-    wait for that: a failure of the transfer or of the decode server is not its failure, and the wait would delay the
-    router and its client.
+    The decode server asks for the prefill, responds to the client, and retries if necessary. A failure of the transfer
+    or of the decode server is not a failure of this server, and waiting for it would delay the router and its client.
     """
     events: list[object] = []
     for index, output in enumerate(outputs):
@@ -144,9 +145,9 @@ def _end_of_stream(rendering: Rendering) -> bytes:
 
 
 async def run_until_disconnect(working: "asyncio.Future[ResultT]", receive: Receive) -> ResultT:
-    """The result of `working`. Cancels it and raises ClientDisconnect when the client disconnects before.
+    """Returns the result of `working`. If the client disconnects first, cancels `working` and raises ClientDisconnect.
 
-    Call it after the whole body has been read.
+    Must be called after the whole body has been read, because it consumes the messages of `receive`.
     """
     watching = asyncio.ensure_future(_wait_disconnect(receive))
     futures: set[asyncio.Future[Any]] = {working, watching}

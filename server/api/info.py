@@ -1,4 +1,4 @@
-"""Replies of the information routes: health, model, configuration, load and peers."""
+"""Builds the replies of the information routes: health, model, configuration, load and peers."""
 
 import time
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Peer = Annotated[
 
 
 class KvStoreHealth(TypedDict):
-    """A store that does not answer does not make this server unhealthy: prompts are computed."""
+    """The state of the KV store. Without the store this server is still healthy: it computes all prompts."""
 
     url: str
     state: Literal["ok", "unavailable"]
@@ -33,7 +33,7 @@ class KvStoreHealth(TypedDict):
 
 
 class Health(TypedDict):
-    """Peers are reported; a lost peer does not make this server unhealthy."""
+    """The health of this server. Peers are listed, but a lost peer does not make this server unhealthy."""
 
     status: Literal["ok", "unavailable"]
     state: str
@@ -74,7 +74,7 @@ class ModelList(TypedDict):
 
 
 class Load(TypedDict):
-    """In SGLang's shape: an entry for each data-parallel rank; one without data-parallel attention."""
+    """The load of one data-parallel rank, in SGLang's shape. Without data-parallel attention there is one entry."""
 
     dp_rank: int
     num_reqs: int
@@ -87,7 +87,7 @@ class Version(TypedDict):
 
 
 class Pool(TypedDict):
-    """The KV pool, with dp_attention that of each data-parallel rank."""
+    """The size of the KV pool; with dp_attention, of the pool of each data-parallel rank."""
 
     page_size: int
     num_pages: int
@@ -128,7 +128,7 @@ class ServerReport(TypedDict):
 
 
 class ServerInfo:
-    """The replies, from the configuration and the leader's latest messages."""
+    """Builds the replies from the configuration and the leader's latest messages."""
 
     def __init__(self, config: AnyServerConfig, leader: LeaderClient) -> None:
         self._config = config
@@ -159,7 +159,7 @@ class ServerInfo:
         return health
 
     def _warnings(self) -> list[str]:
-        """A decode server is healthy without a prefill server, but may be unable to generate."""
+        """Returns why no prefill server is paired. A decode server is healthy then, but may be unable to generate."""
         peers, config = self._peers(), self._config
         if isinstance(config, PrefillConfig) or self._leader.status is None or any(p.state == "paired" for p in peers):
             return []
@@ -221,7 +221,7 @@ class ServerInfo:
         return [{"dp_rank": rank.dp_rank, "states": rank.states, "gauges": rank.gauges} for rank in status.dp_ranks]
 
     def server(self) -> ServerReport:
-        """Routers read the SGLang names in it."""
+        """The reply of /server_info. Some fields have SGLang's names, because routers read them."""
         config, ready, status = self._config, self._leader.ready, self._leader.status
         info: ServerReport = {
             "version": package_version(),
@@ -257,7 +257,7 @@ class ServerInfo:
         return info
 
     def _public_config(self) -> dict[str, object]:
-        """Shows whether a secret is set, not its value or length."""
+        """The configuration with values that the leader chose. For a secret it says only that it is set."""
         public = public_dict(self._config)
         public.update({name: "set" for name, value in self._config if isinstance(value, SecretStr)})
         if self._leader.ready is not None:

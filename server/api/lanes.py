@@ -1,7 +1,7 @@
-"""Where bodies are parsed and tokenized: short ones on the event loop, longer ones in threads, by length class.
+"""Parses and tokenizes bodies: short ones on the event loop, longer ones in threads.
 
-A long text takes seconds. Each length class (lane) has its own threads, so a long text delays only other long texts.
-Its memory is returned to the system afterwards.
+Tokenizing a long text takes seconds. Each class of lengths (lane) has its own threads, so that a long text delays only
+other long texts. After a long text, freed memory is returned to the system.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from ...configs.errors import OverloadedError
 from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10
-"""Bodies up to this are parsed on the event loop: 16 KiB of text is about a millisecond of tokenizing."""
+"""Bodies up to this size are parsed on the event loop: tokenizing 16 KiB takes about a millisecond."""
 LONG_BYTES = 256 << 10
-"""Bodies above this go to the lane for long ones: they take about a quarter of a second or more."""
+"""Bodies above this size go to a lane for long ones: they take about a quarter of a second or more."""
 MOST_LONG_THREADS = 4
 MOST_WAITING = 64
-"""Most bodies in one lane, because each of them is held in memory. More are refused."""
+"""Most bodies in one lane: each of them is held in memory. Further ones are refused with 429."""
 
 ResultT = TypeVar("ResultT")
 
@@ -64,8 +64,8 @@ class Lanes:
     async def run(
         self, request: Request, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
     ) -> ResultT:
-        """Run `parse(body)`. Long bodies that are not prompts have their own lane, because the model's context length
-        does not bound them.
+        """Returns `parse(body)`. Long bodies of /tokenize and similar routes (`is_prompt` is false) have their own
+        lane, because the context length of the model does not bound them.
         """
         if len(body) <= INLINE_BYTES:
             return parse(body)
@@ -82,7 +82,7 @@ class Lanes:
 
 
 def _find_trim() -> Callable[[], object]:
-    """glibc keeps freed memory; other C libraries do not have the call and do not need it."""
+    """Returns a function that makes glibc return freed memory to the system. Other C libraries do not have the call."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda: None) if trim is None else (lambda: trim(0))
 

@@ -1,6 +1,7 @@
-"""`/`: a live page of this server. Its files are in server/api/page/, without a build step, and refer to no other host.
+"""Serves `/`, a live page of this server. Its files are in server/api/page/; they need no build step and load nothing
+from other hosts.
 
-The page needs no API key; what it shows comes from /server_info, which does.
+The page itself needs no API key. It shows data of /server_info, which needs the key.
 """
 
 from functools import cache
@@ -24,7 +25,7 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Without authentication, and not part of the API's schema."""
+    """Adds the page and its files, without authentication. They are not part of /openapi.json."""
     contents = cache(_read_files)
 
     @app.api_route("/", methods=["GET", "HEAD"])

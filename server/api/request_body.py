@@ -1,4 +1,4 @@
-"""Reads a request body: bounded in size and time, and inflated if the client has compressed it with gzip."""
+"""Reads a request body, with limits of size and time, and inflates it if the client has compressed it with gzip."""
 
 import asyncio
 import zlib
@@ -13,7 +13,7 @@ from .common.fields import BodyError
 BODY_TIMEOUT_S = 60.0
 GZIP_FORMAT = 16 + zlib.MAX_WBITS
 PIECE_BYTES = 1 << 20
-"""Bytes that are inflated at once, a few milliseconds; other clients are served in between."""
+"""Bytes that are inflated at once, in a few milliseconds. The event loop serves other clients in between."""
 
 
 class BodyTimeoutError(ClientError):
@@ -27,7 +27,9 @@ class UnsupportedEncodingError(ClientError):
 
 
 async def read_body(request: Request, max_body_bytes: int) -> bytes:
-    """The whole body. Enforces the limit while reading, regardless of Content-Length, and on the inflated body."""
+    """Returns the whole body. Enforces the limit while reading, regardless of Content-Length; for a compressed body,
+    the limit is that of the inflated one.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_body_bytes:
         raise TooLargeError(f"the body has {declared} bytes; at most {max_body_bytes} (max_body_bytes) are allowed")
@@ -53,7 +55,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The content of a gzip file, which may consist of several members. Raises BodyError for anything else."""
+    """Yields the inflated content of a gzip file, which may have several members. Raises BodyError if it is invalid."""
     inflater = zlib.decompressobj(GZIP_FORMAT)
     began = False
     async for chunk in chunks:
@@ -68,7 +70,7 @@ async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
                 raise BodyError(f"the body is not valid gzip: {error}") from None
             yield piece
             chunk = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
-            # zlib may hold more of a whole piece, with all its input consumed
+            # after a full piece, zlib may hold more output although it has consumed all input
             more = bool(chunk) or (len(piece) == PIECE_BYTES and not inflater.eof)
             if more:
                 await asyncio.sleep(0)

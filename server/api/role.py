@@ -1,4 +1,6 @@
-"""`/role`: its body and reply, the check of permissions, and the interface to what changes the role."""
+"""`/role`: its body and reply, the check of permissions, and the interface of the object that switches roles
+(server/launch/role_switch.py).
+"""
 
 import ipaddress
 from collections.abc import Iterable, Mapping
@@ -15,7 +17,8 @@ from ...scheduler.messages.frontend import Submit
 from .common.fields import Body, Boolean, FieldError, optional
 
 FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "origin")
-"""A proxy or a browser on this machine sends requests of others, with one of these headers."""
+"""Headers that show that a request comes from elsewhere although its sender, a proxy or a browser, is on this machine.
+"""
 
 SwitchStage = Literal["draining", "starting", "restoring", "done", "failed"]
 
@@ -67,7 +70,9 @@ class RoleControl(Protocol):
 
 
 def check_may_switch(request: Request, config: AnyServerConfig) -> None:
-    """Where there is an API key, it has been checked. Without one, only clients on this machine may change the role."""
+    """Raises ForbiddenError for clients on other machines if the server has no API key. If it has one, the route has
+    checked it already.
+    """
     if config.api_key is not None:
         return
     if not _is_loopback(request) or any(name in request.headers for name in FORWARDING_HEADERS):
@@ -96,12 +101,11 @@ def wants_to_wait(request: Request, body: RoleBody) -> bool:
 def check_addressed_role(
     request: Request, submits: Iterable[Submit], config: AnyServerConfig, former: AnyServerConfig | None
 ) -> None:
-    """Refuse requests of a router that does not know yet that the role of this server has changed. Raises
-    UnavailableError.
+    """Raises UnavailableError for a request of a router that does not know yet that this server has switched its role.
 
     A router sends each request to a prefill and to a decode server. The request names the prefill server, by the host
-    that the router sends to. Without this check, a server that is prefill now would answer a request for decode with an
-    empty text.
+    to which the router sends it. Without this check, a server that has become prefill would answer a request for decode
+    with an empty text.
     """
     if former is None:
         return

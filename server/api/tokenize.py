@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: the token ids of a prompt before it is sent, and back."""
+"""`/tokenize` and `/detokenize`: convert a prompt to token ids without generating, and token ids to text."""
 
 from typing_extensions import TypedDict
 
@@ -35,7 +35,9 @@ class DetokenizeReply(TypedDict):
 
 
 def tokenize(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> TokenizeReply:
-    """Also of text that is too long for a prompt, so that clients can cut it, up to a megabyte."""
+    """Tokenizes a prompt or a chat. A text that is too long for a prompt is accepted up to a million characters, so
+    that clients can cut it.
+    """
     fields = parse_body(TokenizeBody, body)
     if (fields.prompt is None) == (fields.messages is None):
         given = "both were" if fields.prompt is not None else "neither was"

@@ -108,7 +108,7 @@ def _stop_reason(output: Output) -> str:
 
 
 def _usage(output: Output) -> Json:
-    """Anthropic counts tokens of the prompt that were cached beside the others."""
+    """Token counts. Anthropic's `input_tokens` excludes the cached tokens of the prompt, which it counts separately."""
     return {
         "input_tokens": output.prompt_tokens - output.cached_tokens,
         "cache_read_input_tokens": output.cached_tokens,

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` as chats."""
+"""Translates bodies of `/v1/messages` to chats in OpenAI's dialect."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +34,7 @@ from .models import (
 SAME_FIELDS = (*ROUTING_AND_DISTRIBUTION, "seed", "stream", "max_tokens")
 """Fields with the same name and meaning in a chat."""
 OTHER_NAMES = (FLAT_TOOL, ("continue_final_message", "messages"))
-"""Names of fields in a chat, and here."""
+"""Names of fields in a chat, with their names here, for `fields_named`."""
 
 
 def parse_message(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
@@ -102,7 +102,7 @@ def _response_format(fields: MessagesBody) -> dict[str, Any] | None:
 
 
 def _messages(message: InputMessage, path: str) -> list[dict[str, Any]]:
-    """A message, and before it one for each result of a tool, which OpenAI's dialect has in messages of their own."""
+    """Translates a message. The tool results in it become messages before it, as OpenAI's dialect requires."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     blocks = [

@@ -20,7 +20,7 @@ class ErrorReply(TypedDict):
 
 
 class EngineError(RequestError):
-    """A request that the leader ended without a result."""
+    """The leader has failed a request."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message, retry_after_s=failed.retry_after_s)
@@ -40,7 +40,7 @@ def error_object(status: int, code: str, message: str, param: str | None = None)
 
 
 def request_id_header(rid: str) -> dict[str, str]:
-    """The id of the request in the log. A `rid` that is not ASCII cannot be a header."""
+    """Returns the header with the request's id in the log. Without it if the `rid` is not ASCII: headers must be."""
     return {"X-Request-Id": rid} if rid.isascii() else {}
 
 

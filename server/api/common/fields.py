@@ -1,8 +1,8 @@
 """Request bodies as pydantic models: their field types, and the one translation of validation errors to HTTP errors.
 
 An error names the field, the limit and the value. An explicit null means the same as an absent field. Clients of other
-servers send many fields that this server does not have. An unknown field is ignored unless it is similar to a known one
-or would change the response.
+servers send many fields that this server does not have. So an unknown field is ignored, unless it looks like a misspelt
+one, or its value asks for something that this server does not support (`Body.unsupported`).
 """
 
 import difflib
@@ -34,11 +34,12 @@ from ....configs.errors import ClientError
 from ....configs.words import shortened, shown
 
 NEAR = 0.8
-"""Two names with at least this difflib ratio are spellings of one name."""
+"""An unknown field with at least this difflib ratio to a known one is taken for a misspelling of it."""
 NEAR_ELSEWHERE = 0.82
-"""The same for names of other requests: `max_input_tokens` is not a spelling of `max_new_tokens`."""
+"""The same ratio for fields of other routes and objects (`elsewhere`). Higher, so that `max_input_tokens` is not taken
+for `max_new_tokens`."""
 MOST_COMPARED = 32
-"""Unknown names of one object that are compared with the known ones."""
+"""Most unknown names of one object that are compared with the known ones."""
 
 
 class FieldError(ClientError):
@@ -52,8 +53,9 @@ class FieldError(ClientError):
 
 @contextmanager
 def fields_named(*names: tuple[str, str]) -> Iterator[None]:
-    """For a body that was translated to another dialect: make its errors name the fields that the client has sent.
-    `names` are regular expressions for the beginning of a name, and their replacements.
+    """Renames the field of a FieldError, for bodies that are translated to another dialect: the error then names the
+    field that the client has sent. `names` are regular expressions for the beginning of a name, with their
+    replacements.
     """
     try:
         yield
@@ -65,11 +67,13 @@ def fields_named(*names: tuple[str, str]) -> Iterator[None]:
 
 
 class BodyError(ClientError):
-    """The body as a whole is not what the route takes."""
+    """The body as a whole is invalid: for example empty, or not a JSON object."""
 
 
 def problem(text: str, field: str | None = None) -> PydanticCustomError:
-    """What a validator raises; `field` is set when the validated value is the object that holds the wrong field."""
+    """Returns the error that a validator raises. If the validator checks a whole object, `field` is the wrong field in
+    it.
+    """
     return PydanticCustomError("problem", "{text}", {"text": text, "field": field})
 
 
@@ -79,7 +83,7 @@ class Body(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields of other servers, with the values that change nothing. Any other value is refused."""
+    """Fields of other servers, each with the values that would change nothing. Other values are refused."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Fields that belong to another object or route, with the error text that names it."""
     unknown_fields: ClassVar[Literal["ignored", "refused if similar", "refused"]] = "ignored"
@@ -87,7 +91,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, value: object) -> object:
-        """Before the fields are checked: a misspelt field explains why another one is missing."""
+        """Checks the names before the values: a misspelt field explains better than a missing one what is wrong."""
         if isinstance(value, dict) and (others := [name for name in value if name not in cls.__pydantic_fields__]):
             cls._refuse({name: value[name] for name in others if value[name] is not None})
         return value
@@ -162,7 +166,9 @@ def validate(model: type[BodyT], value: Mapping[str, object], vocab_size: int = 
 
 
 def validate_item(models: Mapping[str, type[BodyT]], value: object, within: str, default: str | None = None) -> BodyT:
-    """The checked fields of an object whose `type` says what it is; `within` is its path in the body."""
+    """Returns the checked fields of an object. Its `type`, or `default`, selects the model; `within` is its path in the
+    body.
+    """
     if not isinstance(value, dict):
         raise FieldError(within, f"must be an object, got {shown(value)}")
     kind = value.get("type") or default
@@ -183,7 +189,7 @@ _EXPECTED = {
 
 
 def _field_error(error: ValidationError, vocab_size: int, within: str = "") -> FieldError:
-    """The first of pydantic's errors, with the texts of this API."""
+    """Converts the first of pydantic's errors to a FieldError with the wording of this API."""
     first = error.errors(include_url=False)[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
     path = _path(first["loc"], within)
@@ -211,7 +217,9 @@ def _field_error(error: ValidationError, vocab_size: int, within: str = "") -> F
 
 
 def _path(location: tuple[int | str, ...], path: str = "") -> str:
-    """`sampling_params[1].top_p`, without the tags of unions; `path` goes before it."""
+    """Returns the path of a field, such as `sampling_params[1].top_p`, without pydantic's tags of unions. It is
+    appended to `path`.
+    """
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
@@ -222,7 +230,7 @@ def _path(location: tuple[int | str, ...], path: str = "") -> str:
 
 @dataclass(frozen=True)
 class Within:
-    """The range of a number; with `above`, `minimum` itself is too small."""
+    """The range of a number. With `above`, the number must be larger than `minimum`."""
 
     minimum: int
     maximum: int | None = None
@@ -253,7 +261,9 @@ class Within:
 
 
 def check_within(value: int, name: str, minimum: int, maximum: int, origin: str = "") -> int:
-    """Raises FieldError. For a range that depends on the request; `origin` says where the limit is from."""
+    """Raises FieldError if `value` is out of range; for ranges that depend on the request. `origin` is appended to the
+    error and says where the limit comes from.
+    """
     if not minimum <= value <= maximum:
         raise FieldError(name, Within(minimum, maximum).refusal(value) + (origin and f"; {origin}"))
     return value
@@ -278,8 +288,8 @@ class Characters:
 
 
 class FirstError:
-    """Makes the validation of a list stop at its first wrong item. pydantic's own FailFast cannot be used in unions:
-    their members must be hashable.
+    """Stops the validation of a list at its first wrong item. pydantic's own FailFast cannot be used, because it is not
+    hashable, and annotations of union members must be.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -330,7 +340,7 @@ def _ids_within(vocab_size: int) -> Any:
 
 
 def check_token_ids(values: list[int], name: str, vocab_size: int) -> tuple[int, ...]:
-    """Token ids of the served vocabulary; the first wrong one is named by its index."""
+    """Returns the ids as a tuple. Raises a FieldError with the index of the first id outside the vocabulary."""
     try:
         ids: tuple[int, ...] = msgspec.convert(values, _ids_within(vocab_size))
     except msgspec.ValidationError:

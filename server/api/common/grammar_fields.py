@@ -28,7 +28,7 @@ NamedGrammar = tuple[str, Grammar]
 
 
 def _encoded(value: object) -> str:
-    """A JSON value as text. Text is taken as it is: clients send a schema as an object or as its JSON."""
+    """Returns a JSON value as text, and text unchanged: clients send a schema as an object or as its JSON text."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -61,7 +61,9 @@ class GrammarFields(Body):
         return [(kind, Grammar(kind, text)) for kind, text in given if text is not None]
 
     def grammar(self, path: str = "") -> NamedGrammar | None:
-        """The grammar of the output, if any, with the name of its field; `path` goes before it."""
+        """Returns the grammar of the output, if any, and the name of its field with `path` before it. Raises FieldError
+        if there are several grammars.
+        """
         found = self.grammars()
         if len(found) > 1:
             names = ", ".join(path + name for name, _ in found)

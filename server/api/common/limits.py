@@ -12,7 +12,7 @@ _MAXIMUM = "this model's maximum context length is"
 
 
 class ContextLengthError(FieldError):
-    """The prompt, or prompt and output together, are longer than this server takes.
+    """The prompt, or the prompt and the output together, are longer than this server allows.
 
     The code and the wording of `Limits.describe_total` are OpenAI's: clients use them to detect that a shorter prompt
     would fit.
@@ -33,7 +33,7 @@ class Limits:
     max_new_tokens: int
     max_batch_items: int
     bootstrap_hosts: AllowedHosts
-    """Hosts that a request may name as its prefill server. A prefill server allows all: it does not connect to them."""
+    """Hosts that a request may name as its prefill server. A prefill server allows all, because it connects to none."""
     default_sampling: SamplingParams = NEUTRAL_SAMPLING
     """Used for fields that a request does not set."""
 

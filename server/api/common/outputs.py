@@ -15,7 +15,9 @@ from .parsed_output import BlockEvent, ParsedOutput
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The new part of an output: text, the tokens from `first_token` on, and for a chat what is new in its blocks."""
+    """The new part of an output: its text, its tokens from index `first_token` on and, for a chat, the events of its
+    blocks.
+    """
 
     text: str
     first_token: int
@@ -25,8 +27,9 @@ class Delta:
 class Output:
     """The output of one request. It only grows.
 
-    Token ids include the stop token that ended the request; the text does not. A stop string completes the output
-    (`complete`): later tokens are ignored, and only the leader's terminal message is missing.
+    Token ids include the stop token that ended the request; the text does not. A stop string makes the output
+    `complete` before the leader has ended the request: later tokens are ignored, and only the terminal message is
+    awaited.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Output:
         """Where the KV of the cached tokens was."""
         self.terminal: Finished | Failed | None = None
         self.parsed = parsed
-        """`message` of a chat; None of other outputs."""
+        """The message of a chat; None for other outputs."""
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._pieces: list[str] = []
@@ -64,7 +67,7 @@ class Output:
 
     @property
     def message(self) -> ParsedOutput:
-        """Of a chat: reasoning, text and calls of tools."""
+        """The message of a chat: reasoning, text and tool calls."""
         assert self.parsed is not None, "an output of a chat has a parser"
         return self.parsed
 
@@ -83,14 +86,12 @@ class Output:
 
     @property
     def failed(self) -> Failed | None:
-        """The failure that ended it, or None. An abort is not a failure, and neither is one after the output was
-        complete.
-        """
+        """The failure that ended the output; None if it was complete before, and for an abort."""
         return self.terminal if isinstance(self.terminal, Failed) and not self.complete and not self.aborted else None
 
     @property
     def aborted(self) -> str | None:
-        """Why it was aborted. As in SGLang, the response is then the output so far, not an error."""
+        """Why the output was aborted, if it was. As in SGLang, the response is then the output so far, not an error."""
         terminal = self.terminal
         if isinstance(terminal, Failed) and terminal.code == AbortedError.code and not self.complete:
             return terminal.message
@@ -98,7 +99,7 @@ class Output:
 
     @property
     def matched_stop(self) -> str | int | None:
-        """What ended it: a stop string, the pattern of a stop regular expression, or a token."""
+        """What ended the output: a stop string, the pattern of a stop regular expression, or a token id."""
         if self.ended and not self.complete and isinstance(self.terminal, Finished):
             return self.terminal.reason.matched
         return self.stop_string
@@ -125,7 +126,7 @@ class Output:
         return (self._ended_at or time.monotonic()) - self._started_at
 
     def advance(self, progress: Progress) -> Delta:
-        """Add new events. No event may follow a terminal one."""
+        """Add new events; returns the new part of the output. No event may follow a terminal one."""
         assert self.terminal is None, f"request {self.rid} has an event after its terminal event"
         first_token = len(self.token_ids)
         if progress.prefilled is not None:

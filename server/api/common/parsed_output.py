@@ -1,4 +1,4 @@
-"""The message of a chat as it grows: blocks of reasoning, text and calls of tools, one after the other."""
+"""The message of a chat as it grows: a sequence of blocks, each of which is reasoning, text or a tool call."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +12,9 @@ Kind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """Reasoning, text or the arguments of a call, as JSON. A call also has its id, name and number."""
+    """A part of a message. Its text is reasoning, content, or the JSON arguments of a call, which also has an id, a
+    name and a number.
+    """
 
     index: int
     kind: Kind
@@ -48,12 +50,12 @@ BlockEvent = BlockBegin | BlockText | BlockEnd
 
 
 class ParsedOutput:
-    """Makes blocks from the text of one output. `new_id` makes the id of a call."""
+    """Divides the text of one output into blocks. `new_id` makes the ids of calls."""
 
     def __init__(self, parser: OutputParser, new_id: Callable[[], str]) -> None:
         self.blocks: list[Block] = []
         self.reasoning_tokens = 0
-        """Tokens up to the end of the reasoning, with its tags."""
+        """Number of tokens up to the end of the reasoning, including its tags."""
         self._parser = parser
         self._new_id = new_id
         self._open: Block | None = None
@@ -71,7 +73,7 @@ class ParsedOutput:
         return [block for block in self.blocks if block.kind == "call"]
 
     def push(self, text: str, tokens: int = 0) -> list[Event]:
-        """What the parser finds in more text, which came with `tokens` tokens."""
+        """Add text, which came with `tokens` tokens; returns the events that the parser finds in it."""
         was_open = self._parser.in_reasoning
         events = self._parser.feed(text) if text else []
         if was_open or self._parser.in_reasoning:
@@ -79,11 +81,11 @@ class ParsedOutput:
         return events
 
     def finish(self) -> list[Event]:
-        """What the parser finds in text that was held back."""
+        """Returns the events that the parser finds in text that was held back. No text follows."""
         return self._parser.finish()
 
     def collect(self, events: Iterable[Event]) -> list[BlockEvent]:
-        """Add what the parser has found to the blocks."""
+        """Add events of the parser to the blocks; returns how the blocks have changed."""
         found: list[BlockEvent] = []
         for event in events:
             match event:
@@ -100,7 +102,7 @@ class ParsedOutput:
         return found
 
     def close(self) -> list[BlockEvent]:
-        """When the output has ended. An output without any block gets one of empty text."""
+        """End the last block, because the output has ended. An output without any block gets an empty text block."""
         begun = [] if self.blocks else self._begin("text")
         return [*begun, *self._end()]
 

@@ -1,4 +1,4 @@
-"""The base of what writes responses in the shape of one route."""
+"""The base class of renderings, which write outputs in the shape of one route."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,13 +11,11 @@ class Rendering(ABC):
     """Writes the outputs of one call."""
 
     named_events: ClassVar[bool] = False
-    """True: events of a stream are named by their `type`, and nothing follows the last one. False: they have no name,
-    and `[DONE]` follows the last one.
-    """
+    """Whether each event of a stream is named by its `type`. If not, `[DONE]` follows the last event."""
 
     @abstractmethod
     def events(self, index: int, output: Output, delta: Delta) -> Sequence[object]:
-        """The events of a stream for what is new of one output."""
+        """The events of a stream for the new part of one output."""
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:  # noqa: ARG002 (subclasses use it)
         """The events after all outputs have ended."""

@@ -1,9 +1,11 @@
 """Routing fields of a call: the ids of its requests, their priority and deadline, and the prefill server.
 
-With a list of prompts, `rid` and `bootstrap_*` may be lists of the same length; one value stands for all, except that a
-single `rid` becomes `rid_0, rid_1, ...` and a single `bootstrap_room` counts up, as in SGLang. Further samples of a
-prompt (`n`) are the requests `rid_1, rid_2, ...` after its own `rid`; they share its prefill and its room. A router may
-send a room for every sample: the first of a prompt's rooms is used.
+With a list of prompts, `rid` and `bootstrap_*` may be lists of the same length. A single value applies to all prompts,
+with two exceptions, as in SGLang: a single `rid` becomes `rid_0, rid_1, ...`, and a single `bootstrap_room` is the room
+of the first prompt and counts up.
+
+The first sample of a prompt has the prompt's `rid`; further samples (`n`) are the requests `rid_1, rid_2, ...`. They
+share its prefill and its room. A router may send a room for every sample: then the first room of each prompt is used.
 """
 
 import re
@@ -67,12 +69,12 @@ class CallShape:
     samples: int
 
     def spread(self, value: ValueT | list[ValueT], name: str, *, per_sample: bool = False) -> list[ValueT]:
-        """A value for each prompt, of a field that is one value or a list."""
+        """Returns a value for each prompt, from a field that is a single value or a list."""
         return self.listed(value, name, per_sample=per_sample) if isinstance(value, list) else [value] * self.prompts
 
     def listed(self, value: list[ValueT], name: str, *, per_sample: bool = False) -> list[ValueT]:
-        """The values of a list, one for each prompt. With `per_sample` it may also have one for each sample: then the
-        first of each prompt counts.
+        """Returns the values of a list, which must have one for each prompt. With `per_sample` it may instead have one
+        for each sample: then the first value of each prompt is returned.
         """
         if per_sample and self.samples > 1 and len(value) == self.prompts * self.samples:
             return value[:: self.samples]
@@ -105,7 +107,9 @@ class RoutingFields(Body):
     def submits(
         self, shape: CallShape, limits: Limits, prompts: Sequence[tuple[int, ...]]
     ) -> tuple[Sequence[Submit], str | None]:
-        """The message for each prompt, with default sampling, and the one id of the whole call where it has one."""
+        """Returns a message for each prompt, with default sampling, and the id of the whole call: the single `rid` of a
+        list of prompts, otherwise None.
+        """
         rids, group = self._rids(shape)
         endpoints, rooms = self._endpoints(shape, limits), self._rooms(shape)
         submits = [
@@ -159,7 +163,9 @@ class RoutingFields(Body):
 
 
 def check_rooms(submits: Iterable[Submit]) -> None:
-    """On a prefill server: a decode server was sent every prompt, too."""
+    """Raises FieldError for a prompt without a room, on a prefill server: a room shows that a router has sent the
+    prompt to a decode server, too.
+    """
     if any(submit.room is None for submit in submits):
         raise FieldError(
             "bootstrap_room",

@@ -1,7 +1,7 @@
 """Sampling and stop fields: in `sampling_params` of `/generate`, at the top level of OpenAI's routes.
 
-`n` asks for several samples of a prompt: sample i is drawn with seed + i. Without a `seed` (or SGLang's name,
-`sampling_seed`) a random one is drawn once per prompt, so samples differ in either case.
+`n` asks for several samples of a prompt: sample i is drawn with seed + i. Without a `seed` (SGLang: `sampling_seed`), a
+random seed is drawn once per prompt. So the samples of a prompt differ in either case.
 """
 
 import random
@@ -43,7 +43,7 @@ MAX_SEED = (1 << 63) - 1
 
 
 def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | None:
-    """A string or a list of them, in which null is skipped."""
+    """Validates a string or a list of strings, of which nulls are dropped."""
     strings = [value] if isinstance(value, str) else value
     if strings is None:
         return None
@@ -61,7 +61,7 @@ def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | Non
 
 
 def _stop_regexes(value: object) -> list[str] | None:
-    """As `stop_strings`, of regular expressions that can be followed."""
+    """The same for regular expressions, which must compile (text/regex_automata.py)."""
     checked = stop_strings(value, MAX_STOP_REGEXES)
     for pattern in checked or ():
         try:
@@ -136,12 +136,12 @@ class SamplingFields(DistributionFields, GrammarFields):
 
     @property
     def default_new_tokens(self) -> int | None:
-        """Most new tokens if the request sets no maximum, as far as they fit; None for all that fit."""
+        """Most new tokens if the request sets no maximum; fewer if fewer fit. None: as many as fit."""
         return 128
 
     @abstractmethod
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
-        """Names and values of the maximum and the minimum number of new tokens."""
+        """Name and value of the maximum, then of the minimum, of new tokens; the names depend on the dialect."""
 
     def sampling(self, limits: Limits, prompt_tokens: int, grammar: Grammar | None, path: str) -> SamplingParams:
         """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""
@@ -198,7 +198,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         return asked
 
     def _seed(self, path: str) -> int:
-        """The seed of the first sample. It is so small that the seed of the last sample (+ n - 1) is in range too."""
+        """The seed of the first sample. Leaves room for that of the last one, which is larger by n - 1."""
         name, seed = ("sampling_seed", self.sampling_seed) if self.seed is None else ("seed", self.seed)
         if seed is None or seed == -1:
             return random.getrandbits(62)
@@ -210,7 +210,7 @@ class SamplingFields(DistributionFields, GrammarFields):
             return ()
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise FieldError(name, f"holds {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
-        longest = len(str(vocab_size))  # also keeps int() from numbers of a million digits
+        longest = len(str(vocab_size))  # refuses numbers of a million digits before int() parses them
         biases: dict[int, float] = {}
         for key, bias in self.logit_bias.items():
             if not (key.isascii() and key.isdigit() and len(key) <= longest and int(key) < vocab_size):
@@ -222,7 +222,9 @@ class SamplingFields(DistributionFields, GrammarFields):
 
 
 def check_samples(params: Sequence[tuple[SamplingFields, str]], limits: Limits) -> int:
-    """`n`, which all prompts of a call share; `params` has the fields of each prompt and their path."""
+    """Returns `n`, which must be the same for all prompts of a call. `params` has the fields of each prompt and their
+    path in the body. Raises FieldError.
+    """
     (first, first_path), total = params[0], len(params) * params[0][0].samples
     for fields, path in params:
         if fields.samples != first.samples:

@@ -14,9 +14,9 @@ TokenText = Callable[[int], str]
 
 
 class GenerateRendering(Rendering):
-    """Text, ids and log-probabilities are cumulative. In a list, events have an `index`.
+    """Text, ids and log-probabilities are cumulative. If the outputs are `listed`, events have an `index`.
 
-    With `token_text`, log-probabilities show each token's text, otherwise null.
+    With `token_text`, entries of log-probabilities have the text of their token, otherwise null.
     """
 
     def __init__(self, listed: bool, token_text: TokenText | None = None) -> None:
@@ -53,7 +53,7 @@ class CumulativeResult:
         self._has_inputs = False
 
     def add(self, output: Output, delta: Delta) -> bool:
-        """Add the new part of the output; False when there is none."""
+        """Add the new part of the output. Returns False if there is no new text and no new token."""
         self._text.append(delta.text)
         for token in output.token_ids[delta.first_token :]:
             self._token_ids.append(token)

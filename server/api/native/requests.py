@@ -1,4 +1,4 @@
-"""A `/generate` body as checked, tokenized prompts."""
+"""Converts a `/generate` body to checked, tokenized prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,21 +26,23 @@ FieldsT_co = TypeVar("FieldsT_co", bound=RoutingFields, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[FieldsT_co]):
-    """A checked body of a generation route. `group` is the single rid of a list of prompts; aborting it aborts all."""
+    """A checked call of a generation route. `group` is the single `rid` that was given for a list of prompts: aborting
+    it aborts all of them.
+    """
 
     fields: FieldsT_co
     submits: tuple[Submit, ...]
     """A message to the leader for each prompt."""
     text_rules: tuple[TextRules, ...]
-    """Of each prompt's output."""
+    """The rules of each prompt's output."""
     stream: bool
     group: str | None
     listed: bool
     """`/generate`: the reply is a list, prompt by prompt and sample by sample, and stream events have an `index`."""
     grammars: tuple[NamedGrammar, ...] = ()
-    """The grammars of its prompts."""
+    """The different grammars of all prompts, each with the name of its field."""
     new_parsed: Callable[[], ParsedOutput] | None = None
-    """Of a chat: what collects the message of one output."""
+    """For a chat: makes the object that collects the message of one output."""
     echoes: tuple[Echo, ...] = ()
     """With `echo`, the text that the output of each prompt begins with; otherwise empty."""
 
@@ -71,8 +73,8 @@ def make_call(
     stream: bool | None,
     grammars: Sequence[NamedGrammar | None] | None = None,
 ) -> Call[FieldsT]:
-    """A call of tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body. The
-    fields have the grammars of the outputs, unless `grammars` are given.
+    """Makes a call from tokenized prompts. `params` has the sampling fields of each prompt, and their path in the body.
+    `grammars` are those of the prompts' outputs; if None, they are taken from the sampling fields.
     """
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
     routed, group = fields.submits(shape, limits, prompt_ids)
@@ -100,7 +102,7 @@ def read_prompts(
     limits: Limits,
     tokenizer: Tokenizer,
 ) -> list[tuple[int, ...]]:
-    """The token ids of the prompts in a field: of one prompt, or of each in a list."""
+    """Returns the token ids of each prompt in a field, which holds one prompt or, if `batched`, a list of them."""
     if not batched:
         return [_read_prompt(value, field, limits, tokenizer)]
     if not value:
@@ -111,11 +113,13 @@ def read_prompts(
 
 
 LONG_TEXT_CHARACTERS = 1 << 20
-"""Texts up to this are tokenized for clients although they may be too long for a prompt: clients can then cut them."""
+"""/tokenize accepts texts up to this length even if they are too long for a prompt, so that clients can cut them."""
 
 
 def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer, *, allowed: int = 0) -> None:
-    """Refuse a text that is too long for this server before it is tokenized. Up to `allowed` characters pass."""
+    """Raises ContextLengthError for a text that is surely too long for a prompt, without tokenizing it. Texts of up to
+    `allowed` characters always pass.
+    """
     if len(text) <= allowed:
         return
     tokens = tokenizer.floor.above(text, limits.max_prompt_tokens)
@@ -124,8 +128,8 @@ def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer, *, al
 
 
 def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tuple[int, ...]:
-    """A prompt that is neither empty nor too long for this server, of tokens that the model has: a tokenizer may have
-    more, and their rows of the embedding do not exist.
+    """Returns the prompt. Raises FieldError if it is empty, too long for this server, or has a token that the model
+    does not have: a tokenizer may have more tokens than the embedding has rows.
     """
     if not prompt_ids:
         raise FieldError(name, "is empty; give at least one token")
@@ -161,7 +165,7 @@ def _read_prompts(fields: GenerateBody, limits: Limits, tokenizer: Tokenizer) ->
 def _read_logprobs(
     fields: GenerateBody, prompts: list[tuple[int, ...]], shape: CallShape
 ) -> list[LogprobParams | None]:
-    """`return_logprob`, `top_logprobs_num` and `logprob_start_len`, whose -1 stands for output tokens only."""
+    """Reads `return_logprob`, `top_logprobs_num` and `logprob_start_len`, in which -1 means output tokens only."""
     if fields.return_logprob is fields.top_logprobs_num is fields.logprob_start_len is None:
         return [None] * shape.prompts
     wanted = shape.spread(fields.return_logprob, "return_logprob")

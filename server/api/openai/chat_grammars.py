@@ -1,6 +1,6 @@
-"""The grammar of a chat: calls that `tool_choice` requires, calls of strict functions, `response_format` and others.
+"""Builds the grammar of a chat from `tool_choice`, strict functions, `response_format` and the other grammar fields.
 
-A grammar begins after the reasoning of the model.
+The grammar applies after the reasoning of the model.
 """
 
 import json
@@ -21,8 +21,8 @@ from .tool_models import NamedChoice, ToolDefinition
 def chat_grammar(
     fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat, prompt: str, begun: str
 ) -> NamedGrammar | None:
-    """The grammar of the output, if there is one, with the name of its field; raises FieldError. `prompt`, `begun`:
-    as for `ReasoningStyle.is_open`.
+    """Returns the grammar of the output, if there is one, with the name of its field; raises FieldError. `prompt` and
+    `begun` are those of `ReasoningStyle.is_open`.
     """
     found = _with_calls(fields, tools, chat)
     style = chat.reasoning
@@ -35,8 +35,8 @@ def chat_grammar(
 
 
 def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> None:
-    """Raises FieldError if the text that the client has begun contains a call of a tool, or the start of the JSON that
-    the schema requires. Calls are searched, and grammars start, only in the output.
+    """Raises FieldError if the text that the client has begun contains a tool call, or an unfinished part of the JSON
+    that a schema requires: calls are parsed, and grammars applied, only from the beginning of the output.
     """
     if tools and chat.family is not None and any(marker in begun for marker in chat.family.parser.markers):
         raise FieldError("continue_final_message", "cannot continue a message that calls tools")
@@ -73,7 +73,7 @@ def _with_calls(fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFor
 
 
 def _as_format(name: str, grammar: Grammar) -> dict[str, Any]:
-    """The grammar of an answer that calls no tool, as a part of a structural tag."""
+    """Converts the grammar of an answer without a call to a part of a structural tag. Raises FieldError."""
     match grammar.kind:
         case "regex":
             return {"type": "regex", "pattern": grammar.text}

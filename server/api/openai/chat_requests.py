@@ -1,6 +1,6 @@
-"""Bodies of `/v1/chat/completions` as a checked, tokenized prompt and the parser of its outputs.
+"""Converts bodies of `/v1/chat/completions` to a checked, tokenized prompt and the parser of its outputs.
 
-`make_chat_call` takes the body as a model, so that other chat dialects can translate theirs to it.
+`make_chat_call` takes a ChatBody, so that other dialects of chats can translate their bodies to it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ ROUTING_AND_DISTRIBUTION = (*RoutingFields.model_fields, *DISTRIBUTION_FIELDS)
 
 
 def parse_chat(body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat) -> Call[ChatBody]:
-    """`messages` are rendered with the model's own chat template."""
+    """Checks a body, and renders its messages with the model's own chat template."""
     return make_chat_call(parse_body(ChatBody, body, limits.vocab_size), limits, tokenizer, chat)
 
 
@@ -48,7 +48,7 @@ def make_chat_call(fields: ChatBody, limits: Limits, tokenizer: Tokenizer, chat:
 
 
 def renamed_grammars(call: Call[ChatBody], name: str) -> Call[ChatBody]:
-    """The call of another dialect, where `response_format` has this name."""
+    """Renames the field `response_format` of the call's grammars, for errors in dialects where it has another name."""
     grammars = [(name if field.startswith("response_format") else field, grammar) for field, grammar in call.grammars]
     return replace(call, grammars=tuple(grammars))
 
@@ -79,8 +79,8 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The text of a chat, and the tools that it offers. With `continue_final_message` the text ends with `begun`, the
-    content of the last message.
+    """The prompt of a chat as text, and the tools that it offers. With `continue_final_message` the text ends with
+    `begun`, the content of the last message; otherwise `begun` is empty.
     """
 
     text: str
@@ -91,7 +91,9 @@ class RenderedChat:
 def render_chat(
     fields: TemplateFields, given: Sequence[Message], tokenizer: Tokenizer, chat: ChatFormat
 ) -> RenderedChat:
-    """Raises FieldError for tools of a model that cannot call them."""
+    """Renders messages and tools with the chat template. Raises FieldError for tools if the format of the model's calls
+    is not known, and for a last message that cannot be continued.
+    """
     tools = fields.offered_tools()
     if tools and chat.family is None:
         raise FieldError(
@@ -122,14 +124,15 @@ def render_chat(
 
 
 _BEGUN = "\N{OBJECT REPLACEMENT CHARACTER}begun\N{OBJECT REPLACEMENT CHARACTER}"
-"""Placeholder for the content of a message, to find its position in a rendered chat."""
+"""Placeholder for the content of the last message: shows where a template writes it."""
 
 
 def _before_begun(text: str, begun: str, style: ReasoningStyle | None, whole: Callable[[], str]) -> str:
-    """The prompt before `begun`, the answer that the client has begun. Usually that is `text`, the chat with its
-    generation prompt. But if `text` ends with the opening tag of reasoning, or if answers have a tag of their own, the
-    answer would continue the reasoning. Then it is the part of the `whole` chat before the content of the message. If
-    `begun` has tags itself, or is blank, it continues `text`, without an opening tag that `begun` repeats.
+    """Returns the prompt before `begun`, the beginning of an answer that the output continues.
+
+    Usually this is `text`, the chat with its generation prompt. But if `text` opens the reasoning, or the style has a
+    tag for answers, `begun` would be in the wrong place. Then it is the text that the template writes before the
+    content of an answer (`whole` renders such a chat), unless `begun` has the tags itself.
     """
     if style is None or not (text.rstrip().endswith(style.open) or style.answer):
         return text
@@ -144,7 +147,7 @@ def _before_begun(text: str, begun: str, style: ReasoningStyle | None, whole: Ca
 
 
 def _for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A message as chat templates expect it: fields that it does not have are absent."""
+    """Returns a message as chat templates expect it: without the fields that it does not have."""
     missing = None if tokenizer.template_tests_content else ""
     role = "system" if message.role == "developer" and not tokenizer.template_has_developer else message.role
     made: dict[str, Any] = {"role": role, "content": missing if message.text is None else message.text}

@@ -1,7 +1,7 @@
 """Replies of `/v1/completions` and `/v1/chat/completions` in OpenAI's shape: whole, or as stream chunks.
 
-Choices are ordered by prompt, then by sample. Log-probabilities cover every token that `usage` counts, also the stop
-token. In a stream they are sent with the text that their tokens complete.
+Choices are ordered by prompt, then by sample. Log-probabilities cover every token that `usage` counts, including the
+stop token. In a stream they are sent with the next chunk that has text: the text of their tokens may be held back.
 """
 
 import time
@@ -47,7 +47,7 @@ class OpenAiRendering(Rendering):
         return [self._chunk(choice, output) for choice in choices]
 
     def _has_text(self, delta: Delta) -> bool:
-        """Whether log-probabilities are sent with this delta."""
+        """Whether the delta has text to send. The log-probabilities of all tokens not sent yet then go with it."""
         return bool(delta.text)
 
     def closing_events(self, outputs: Sequence[Output]) -> Sequence[object]:
@@ -76,7 +76,7 @@ class OpenAiRendering(Rendering):
         """The choice of a response that is not streamed."""
 
     def _ending(self, output: Output, finish_reason: str | None) -> dict[str, object]:
-        """The fields of a choice that say how it ended. vLLM's `stop_reason` does not name the model's end token."""
+        """The fields of a choice that say how it ended. vLLM's `stop_reason` is null for the model's own end token."""
         matched = output.matched_stop
         wanted = isinstance(matched, str) or matched in self._call.submits[0].sampling.stop_token_ids
         return {"finish_reason": finish_reason, "matched_stop": matched, "stop_reason": matched if wanted else None}
@@ -266,7 +266,7 @@ def _chat_finish_reason(output: Output) -> str | None:
 
 
 def _usage(outputs: Sequence[Output]) -> dict[str, object]:
-    """Samples of a prompt share it: it counts once."""
+    """Token counts of a call. The tokens of a prompt count once, because its samples share it."""
     firsts = [output for output in outputs if output.sample == 0] or outputs[:1]
     prompt_tokens = sum(output.prompt_tokens for output in firsts)
     completion_tokens = sum(output.completion_tokens for output in outputs)

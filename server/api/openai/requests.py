@@ -1,4 +1,4 @@
-"""Bodies of `/v1/completions` as checked, tokenized prompts, as for `/generate`."""
+"""Converts bodies of `/v1/completions` to checked, tokenized prompts, as native/requests.py does for `/generate`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,8 +38,8 @@ def make_openai_call(
     *,
     echo: bool = False,
 ) -> Call[BodyT]:
-    """The call of a checked body; `prompts` are its token ids. With `echo`, log-probabilities are computed for the
-    prompt too.
+    """Makes the call of a checked body with the token ids `prompts`. With `echo`, log-probabilities, if they are asked
+    for, include those of the prompt.
     """
     samples = fields.samples
     if fields.best_of not in (None, 1, samples):
@@ -53,7 +53,9 @@ def make_openai_call(
 
 
 def _logprobs(fields: OpenAiBody, echo: bool) -> LogprobParams | None:
-    """Which log-probabilities the engine computes. It has a single number of alternatives, for output and prompt."""
+    """The log-probabilities that the engine computes. It has one number of alternatives for output and prompt: the
+    larger one.
+    """
     output_top, prompt_top = fields.output_alternatives, fields.prompt_logprobs
     if output_top is None and prompt_top is None:
         return None

@@ -13,7 +13,7 @@ from ..common.fields import EACH, ONE, Body, Boolean, FieldError, FirstError, Te
 
 MAX_TOOLS = 1024
 FLAT_TOOL = (r"(tools\[\d+\])\.function\.", r"\1.")
-"""Fields of a function in dialects without `function`, for `fields_named`."""
+"""Renames fields of a function in errors (`fields_named`), for dialects in which a tool has no object `function`."""
 _NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{LONGEST_NAME}}}")
 
 

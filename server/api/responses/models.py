@@ -87,7 +87,9 @@ class _Typed(Body):
 
 
 class FunctionTool(FunctionDefinition, _Typed):
-    """The type is the first field, so it is refused before a missing name: tools that OpenAI runs itself have none."""
+    """A function. `type` is the first field, so that tools that OpenAI runs itself, which have no name, are refused
+    because of their type.
+    """
 
 
 class FunctionChoice(Body):

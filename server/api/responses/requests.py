@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` as chats: the items of the input become messages."""
+"""Translates bodies of `/v1/responses` to chats: the items of the input become messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class ResponsesChat(ChatBody):
 def parse_response(
     body: bytes, limits: Limits, tokenizer: Tokenizer, chat: ChatFormat
 ) -> tuple[Call[ChatBody], ResponsesBody]:
-    """The call, and the body, whose settings the response repeats."""
+    """Returns the call, and the checked body, because the response repeats its settings."""
     fields = parse_body(ResponsesBody, body)
     with fields_named((r"messages.*", "input"), FLAT_TOOL):
         call = make_chat_call(_chat_of(fields, limits), limits, tokenizer, chat)
@@ -86,14 +86,14 @@ def _messages(fields: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _merged(items: Sequence[object]) -> list[dict[str, Any]]:
-    """The messages of a chat. Reasoning, text and calls of one turn of the assistant are separate items here, but one
-    message in a chat.
+    """Converts items to messages. The reasoning, text and calls of one turn of the assistant are separate items, but
+    one message.
     """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
 
     def assistant(*taken: str) -> dict[str, Any]:
-        """The message of the assistant's turn: a new one if it has one of the fields `taken`."""
+        """Returns the message of the assistant's current turn. Begins a new one if it has one of the fields `taken`."""
         nonlocal turn
         if turn is None or any(name in turn for name in taken):
             turn = {"role": "assistant"}

@@ -39,7 +39,7 @@ class RequestRecord:
     detail: str = ""
 
     def fail(self, reason: str, detail: str) -> None:
-        """Only the first failure counts."""
+        """Record a failure, unless one is recorded already."""
         if self.failure is None:
             self.failure, self.detail = reason, detail
 
@@ -94,7 +94,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """The part of an event that is decoded; its cumulative text and ids are skipped."""
+    """The fields of an event that are decoded. Text and ids are cumulative, so decoding them would be slow."""
 
     meta_info: _Meta | None = None
     error: _Error | None = None
@@ -233,7 +233,7 @@ class _Connection(asyncio.Protocol):
     _transport: asyncio.Transport
     _response: _Response | None = None
     usable = True
-    """Open, and between two requests."""
+    """Whether the connection is open and has no request in flight."""
 
     async def send(self, request: bytes, response: _Response) -> None:
         """Returns when the response is complete; raises OSError when the connection ends before."""

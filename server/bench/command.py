@@ -75,7 +75,8 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
     client = BenchClient(options.url, api_key=options.api_key, timeout_s=options.timeout_s, tls=options.tls)
     started_at = datetime.now(UTC)
     try:
-        with kept_for_now(), _progress(screen) as progress:  # prompts of a long run are millions of objects
+        # kept_for_now(): the GC skips the prompts, which are millions of objects in a long run
+        with kept_for_now(), _progress(screen) as progress:
             run = _Run(client, options, progress)
             await run.carry_out(workload)
     finally:
@@ -142,7 +143,9 @@ class _Run:
             await self._measure(prompt, started)
 
     async def _send_at_rate(self, prompts: Sequence[BenchPrompt], started: float, tasks: asyncio.TaskGroup) -> None:
-        """Arrivals do not wait for responses, so the latencies of an overloaded server grow."""
+        """Sends each prompt at its arrival time, without waiting for responses: the latencies of an overloaded server
+        grow.
+        """
         for prompt, at_s in zip(prompts, arrival_times_s(len(prompts), self._options), strict=True):
             await asyncio.sleep(max(0.0, started + at_s - time.perf_counter()))
             tasks.create_task(self._measure(prompt, started))

@@ -23,7 +23,7 @@ _COLORS = ("#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#0
 """The colours of Okabe and Ito, which colour-blind people can distinguish, and two more."""
 _MARKED_SHARES = (0.5, 0.95, 0.99)
 _LONG_MS = 10_000.0
-"""Axes that are longer show seconds."""
+"""Time axes that reach further show seconds instead of milliseconds."""
 _TAIL = 2.0
 """A distribution is drawn up to this multiple of its p99. Otherwise a single late value would flatten the rest."""
 
@@ -42,7 +42,7 @@ def draw(result: BenchResult, path: Path) -> None:
 
 
 def picture(result: BenchResult) -> "Figure":
-    """Of successful requests only."""
+    """Returns the plot, which shows successful requests only."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

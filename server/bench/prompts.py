@@ -40,14 +40,18 @@ class BenchPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """No warm-up prompt shares a prefix with a measured one: warm-up must not fill the prefix cache."""
+    """The prompts of a run. Warm-up prompts share no prefix with measured ones, so that they do not fill the prefix
+    cache for them.
+    """
 
     warmup: list[BenchPrompt]
     measured: list[BenchPrompt]
 
 
 def make_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
-    """The same options give the same prompts. Raises StartupError when the dataset has too few of them."""
+    """Makes the prompts of a run; equal options give equal prompts. Raises StartupError when the dataset has too few
+    conversations, or the requested lengths do not fit the server.
+    """
     if options.dataset == "sharegpt":
         assert options.dataset_path is not None, "checked with the flags"
         texts = read_sharegpt(options.dataset_path, limits.max_total_tokens - options.output_len)

@@ -34,7 +34,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met the latency bounds, out of all that ended; a failed request does not."""
+    """The requests that met the latency bounds, of all that ended. A failed request has not met them."""
 
     slo_ttft_s: float | None
     slo_itl_s: float | None

@@ -61,7 +61,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 
 
 def check_cuda(facts: Facts) -> Iterator[Finding]:
-    """torch, driver and GPUs fit each other and the setting `device`."""
+    """Whether torch, the driver and the GPUs fit each other and the setting `device`."""
     wanted = facts.settings.device.startswith("cuda")
     if facts.driver is not None and facts.settings.device == "cpu":
         yield Finding("ok", "cuda", f"driver {facts.driver}, not used: device is cpu")

@@ -18,7 +18,7 @@ from .facts import Peer
 
 TIMEOUT_S = 10.0
 SETTLE_S = 2.0
-"""After a reason why the server cannot be reached, time for a more precise one."""
+"""How long to wait for a more precise reason after a first reason why the server cannot be reached."""
 OTHER_MODEL = "models differ: "
 
 
@@ -54,7 +54,7 @@ def _answer(endpoint: str, events: "queue.SimpleQueue[Event]", started: float, t
             case PeerUp():
                 return Peer(endpoint, True, "paired", took_s)
             case PeersUnreachable(reasons=reasons) if endpoint in reasons:
-                # of a first attempt; a better reason may follow
+                # the reason of the first attempt to connect; a more precise one may follow
                 reason, ends_at = reasons[endpoint], min(ends_at, time.monotonic() + SETTLE_S)
             case _:
                 pass

@@ -1,6 +1,6 @@
-"""Measures a transfer between two Mooncake engines of this process, over one transport. A program of its own.
+"""A program that measures a transfer between two Mooncake engines of its process, over one transport.
 
-A broken driver can end or hang the process that uses it, so `measure` starts it as a child with a time limit.
+A broken driver can end or hang the process that uses it, so `measure` runs this program as a child with a time limit.
 
     python -m pdserve.server.doctor.transfer_test TRANSPORT HOST [DEVICE ...]
 """

@@ -1,4 +1,4 @@
-"""What a server does at the moment: its requests, its rates and its pools, from two of its Status messages."""
+"""Computes what a server does at the moment (requests, rates, use of its pools) from two of its Status messages."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ WAITING = tuple(state.value for state in (State.QUEUED, State.RESERVED, State.AR
 
 @dataclass(frozen=True)
 class Activity:
-    """Numbers of the later message, and rates since the earlier one."""
+    """Numbers from the later message, and rates between the two."""
 
     running: int
-    """Requests in the decode batch; on prefill, prompts that are computed."""
+    """Requests in the decode batch; on prefill, prompts in computation."""
     waiting: int
     """Requests that wait; on prefill also prompts whose KV is being loaded from the KV store."""
     in_prefill: int
@@ -64,7 +64,7 @@ def activity_between(role: str, earlier: Status, later: Status) -> Activity:
         output_tokens_per_s=since("generation_tokens") / seconds,
         transfer_bytes_per_s=since("transfer_bytes") / seconds,
         kv_used=_share(gauges.get("kv_pages_held", 0), gauges.get("kv_pages", 0)) or 0.0,
-        # decode counts whole prompts, prefill only tokens that it computes
+        # `prompt_tokens` includes the reused tokens on decode, but not on prefill
         prefix_hits=_share(reused, prompt_tokens if on_decode else prompt_tokens + reused),
         hot_hits=_share(hits, hits + misses),
     )

@@ -1,7 +1,7 @@
-"""The metrics that the leader reports: its name of each in Status, and the exported name, labels and HELP text.
+"""The metrics that the leader reports: maps the name of each in Status to the exported name, labels and HELP text.
 
-Exported names follow Prometheus' rules: base units (seconds, bytes, ratio), `_total` for counters, and what differs
-between series of one metric (rank, reason, path) is a label. /server_info has the leader's names.
+Exported names follow Prometheus' rules: base units (seconds, bytes, ratio), `_total` for counters, and labels for the
+differences between series of one metric (rank, reason, path). /server_info shows the leader's names.
 """
 
 import re
@@ -13,7 +13,7 @@ _RANK_BUSY = re.compile(r"^rank_(\d+)_busy_seconds$")
 
 
 class Exported(NamedTuple):
-    """A metric without its prefix and without `_total`. `labels` are those of the reported value."""
+    """A metric. `name` is without PREFIX and `_total`; `labels` are those of the reported value."""
 
     name: str
     help: str
@@ -162,12 +162,14 @@ COUNTERS: Mapping[str, Exported] = (
 
 
 def exported_as(name: str, catalogue: Mapping[str, Exported]) -> Exported:
-    """How a gauge or counter of the leader is exported. One that is not in the catalogue keeps its name."""
+    """Returns how a gauge or counter of the leader is exported. If it is not in the catalogue, it keeps its name."""
     return catalogue.get(name) or Exported(name, f"Reported by the engine: {name}.")
 
 
 def rank_counter(gauge: str) -> Exported | None:
-    """How a value of one rank, which the leader reports among the gauges, is exported as a counter. None for others."""
+    """Returns how a value of one rank is exported: as a counter, although the leader reports it as a gauge. None for
+    other gauges.
+    """
     found = _RANK_BUSY.match(gauge)
     if found is None:
         return None

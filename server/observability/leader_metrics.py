@@ -1,4 +1,4 @@
-"""Turns what the leader reports into metric families, at scrape time."""
+"""Converts the leader's latest report to metric families when a scraper asks for them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -18,7 +18,7 @@ ENDED_STATES = (State.DRAINING.value, PrefillState.CLOSING.value)
 
 
 class LeaderView(Protocol):
-    """What a leader has reported. None until its first report."""
+    """The latest reports of a leader; None before the first one."""
 
     @property
     def ready(self) -> Ready | None: ...
@@ -29,7 +29,7 @@ class LeaderView(Protocol):
 
 
 class LeaderCollector(Collector):
-    """The metrics of the current leader. Names in `taken()` are measured by the frontend and left out."""
+    """Collects the metrics of the current leader, except those in `taken()`, which the frontend measures itself."""
 
     def __init__(self, leader: Callable[[], LeaderView], taken: Callable[[], frozenset[str]]) -> None:
         self._leader = leader
@@ -56,7 +56,9 @@ class LeaderCollector(Collector):
 
 
 def leader_process_collector(pid: Callable[[], int | None]) -> ProcessCollector:
-    """CPU time, memory and open files of the leader process, which includes a single rank. Empty without a process."""
+    """Collects CPU time, memory and open files of the leader process, in which a single rank runs as well. Collects
+    nothing if there is no process.
+    """
     return ProcessCollector(namespace=PREFIX + "leader", pid=lambda: pid() or -1, registry=None)
 
 

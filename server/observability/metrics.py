@@ -82,13 +82,13 @@ class Metrics:
         GCCollector(registry=self.registry)
 
     def watch_leader(self, leader: Callable[[], LeaderView], pid: Callable[[], int | None] = lambda: None) -> None:
-        """Export the latest report of the current leader from now on, and its process."""
+        """From now on, also export the latest report of the current leader, and the metrics of its process."""
         measured = frozenset(family.name for family in self._of_decode.collect())
         self.registry.register(LeaderCollector(leader, lambda: measured if self._decodes else frozenset()))
         self.registry.register(leader_process_collector(pid))
 
     def tokens_arrived(self, count: int, opened_at: float, last_token_at: float | None, now: float) -> None:
-        """Count `count` output tokens that arrived together; they share the latency evenly."""
+        """Count `count` output tokens that arrived together; the time since the last one is divided among them."""
         if last_token_at is not None:
             self._tokens.add(count, now - last_token_at)
         elif count:
@@ -97,7 +97,9 @@ class Metrics:
             self._tokens.add(count - 1, 0.0)
 
     def request_ended(self, end: Finished | Failed, elapsed_s: float, *, first_sample: bool) -> None:
-        """The samples of a prompt share it: its tokens count once."""
+        """Count a request that has ended. Prompt tokens count only for the first sample, because samples share a
+        prompt.
+        """
         if isinstance(end, Failed):
             self._requests.labels(end.code).inc()
             return
@@ -144,7 +146,7 @@ class Metrics:
 
 
 def _stage_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:
-    """The histogram of each stage. All exist from the start."""
+    """Returns a histogram for each stage. All stages are exported from the start, also those without requests."""
     text = (
         "Time of finished requests in each stage, as in `meta_info.timeline`. 0 counts for a stage that was not needed."
     )
@@ -166,16 +168,16 @@ class _WithSamples(CollectorRegistry):
 
 
 class _TokenCollector(Collector):
-    """Counts every output token. prometheus_client's counters take a lock each time and its histograms visit every
-    bucket, which would double the frontend's time per token.
+    """Counts every output token, cheaply. prometheus_client's counters take a lock each time and its histograms visit
+    every bucket, which would double the frontend's time per token.
 
-    For one thread: tokens arrive and scrapes are served on the event loop.
+    Not thread-safe: tokens arrive and scrapes are served on the same event loop.
     """
 
     def __init__(self) -> None:
         self._count = 0
         self._latencies = [0] * (len(INTER_TOKEN_BUCKETS_S) + 1)
-        """Tokens with a latency up to each bound, and above the last bound."""
+        """Number of tokens per bucket: up to each bound, and above the last one."""
         self._latency_sum_s = 0.0
 
     def add(self, count: int, after_s: float | None = None) -> None:

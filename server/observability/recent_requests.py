@@ -1,4 +1,4 @@
-"""The last requests of a server, for /server_info: how they ended and the time of each stage. No prompts or outputs."""
+"""Keeps the last ended requests of a server for /server_info: outcome and time of each stage, no prompts or outputs."""
 
 import time
 from collections import deque
@@ -12,7 +12,7 @@ from ...scheduler.messages.frontend import Failed, Finished
 
 KEPT = 32
 PROBE_PREFIX = "health-"
-"""Of the rid of requests that /health_generate makes."""
+"""Prefix of the rids of requests that /health_generate makes."""
 
 
 class RecentRequest(TypedDict):
@@ -28,7 +28,7 @@ class RecentRequest(TypedDict):
 
 
 class RecentRequests:
-    """The newest last."""
+    """The last KEPT requests that have ended, the newest last."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[Finished | Failed, float, float]] = deque(maxlen=KEPT)

@@ -12,7 +12,7 @@ TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def client_request_id(scope: Scope) -> str | None:
-    """The client's id; None without one, or when it cannot be part of a log line."""
+    """Returns the client's id; None if there is none, or if it is not fit for a log line."""
     for name, value in scope["headers"]:
         if name == HEADER:
             text = str(value, "latin-1")
@@ -26,7 +26,7 @@ def trace_context(scope: Scope) -> dict[str, str]:
 
 
 class KeepsRequestIds:
-    """Wraps the application: its responses have the client's `X-Request-Id`."""
+    """Wraps the application and adds the client's `X-Request-Id` to its responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

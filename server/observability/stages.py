@@ -12,4 +12,4 @@ STAGES = {
 }
 """In the order of a timeline."""
 AFTER_FIRST_TOKEN = ("admit", "retracted", "decode")
-"""Stages that the time to first token does not contain."""
+"""Stages that are not part of the time to first token."""

@@ -1,20 +1,20 @@
-"""The stats line: what the server does, in the log every few seconds while it has work (`--log-stats-interval`)."""
+"""The stats line, which the server logs every few seconds while it has work (`--log-stats-interval`)."""
 
 from ...scheduler.messages.frontend import Status
 from .activity import Activity, activity_between, byte_rate
 
 
 class StatsLog:
-    """Makes lines from the leader's reports, which arrive a few times a second. `taken_at` of a report is the clock."""
+    """Makes lines from the leader's reports, which arrive a few times a second. Measures time by their `taken_at`."""
 
     def __init__(self, role: str, interval_s: float) -> None:
-        """No lines with an interval of 0."""
+        """With an interval of 0 there are no lines."""
         self._role = role
         self._interval_s = interval_s
         self._earlier: Status | None = None
 
     def line(self, status: Status) -> str | None:
-        """The line of the interval that ends with this report; None within an interval and when the server is idle."""
+        """Returns the line of the interval that this report ends; None if it ends none, or the server was idle."""
         if not self._interval_s:
             return None
         earlier = self._earlier
@@ -51,5 +51,5 @@ def prefill_line(now: Activity) -> str:
 
 
 def _percent(share: float | None) -> str:
-    """A dash without prompts in the interval."""
+    """A percentage; a dash if there were no prompts in the interval."""
     return "-" if share is None else f"{share:.1%}"

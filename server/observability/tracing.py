@@ -1,8 +1,9 @@
 """OpenTelemetry traces: one span per request with a child for each stage, exported over OTLP/HTTP.
 
-Spans are built in the frontend when a request ends, from the timelines that the schedulers keep anyway; the engine loop
-only passes the `traceparent` on. A decode server has the whole request. A prefill server adds its part of it, below the
-span of the decode server, which sends its `traceparent` with the prompt. Spans have no prompts and no outputs.
+The frontend adds the stages when a request ends, from the timelines that the schedulers keep anyway; the engine loop
+only passes the `traceparent` on. A decode server exports a span of the whole request. It sends its `traceparent` with
+the prompt, so that the prefill server can export its part as a child of that span. Spans contain no prompts and no
+outputs.
 
 Needs the extra `otel`. Off unless `otlp_endpoint` is set, or OTEL_EXPORTER_OTLP_ENDPOINT in the environment.
 """
@@ -32,7 +33,7 @@ BEFORE_FIRST_TOKEN = tuple(stage for stage in STAGE_ORDER if stage not in AFTER_
 
 
 def start_tracing(endpoint: str | None, role: str, version: str, environ: Mapping[str, str]) -> "Tracing | None":
-    """The tracing of this process; None if it is off. Raises StartupError if OpenTelemetry is not installed."""
+    """Returns the tracing of this process; None if it is off. Raises StartupError if OpenTelemetry is missing."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     if endpoint is None and not any(environ.get(name) for name in ENDPOINT_VARIABLES):
@@ -62,14 +63,14 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, rid: str, headers: Mapping[str, str]) -> "Span":
-        """The span of a request that begins now, below the span that the client's headers name, if any."""
+        """Starts the span of a request. It is a child of the span that the client's headers name, if they do."""
         from opentelemetry.trace import SpanKind
 
         parent = self._propagator.extract(headers)
         return self._tracer.start_span("generate", parent, SpanKind.SERVER, {"gen_ai.request.id": rid})
 
     def context_of(self, span: "Span") -> str | None:
-        """The `traceparent` for prefill; None if the trace is not sampled."""
+        """The `traceparent` to send to prefill; None if the trace is not sampled."""
         if not span.is_recording():
             return None
         from opentelemetry.trace import set_span_in_context
@@ -104,7 +105,7 @@ class Tracing:
         span.end()
 
     def prompt_sent(self, sent: PromptSent) -> None:
-        """The span of a prompt that this prefill server has computed and sent, which ends now."""
+        """Exports the span of a prompt that this prefill server has now computed and sent completely."""
         from opentelemetry.trace import SpanKind
 
         stages = (("prefill_queue", sent.queue_s), ("prefill", sent.compute_s), ("transfer", sent.transfer_s))
@@ -122,13 +123,13 @@ class Tracing:
         span.end()
 
     def close(self) -> None:
-        """Export what is left, for LAST_SPANS_S at most: the collector may be unreachable."""
+        """Export the remaining spans, but for LAST_SPANS_S at most: the collector may be unreachable."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(LAST_SPANS_S)
 
     def _add_stages(self, span: "Span", stages: Iterable[tuple[str, float]], started_at_ns: int) -> None:
-        """Children of a span, one after the other."""
+        """Adds a child span for each stage, one after the other in time."""
         from opentelemetry.trace import set_span_in_context
 
         context, at_ns = set_span_in_context(span), started_at_ns

@@ -1,4 +1,4 @@
-"""Versions of what is installed, from its metadata: importing torch takes seconds."""
+"""Versions of installed packages, read from their metadata: importing torch for that would take seconds."""
 
 from functools import cache
 from importlib import metadata
@@ -8,7 +8,7 @@ from ...transfer.mooncake.library import WHEELS
 
 @cache
 def version_of(distribution: str) -> str | None:
-    """None if it is not installed."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -16,7 +16,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def package_version() -> str:
-    """Of pdserve; it may run from a checkout without an install."""
+    """The version of pdserve; `unknown` in a checkout that is not installed."""
     return version_of("pdserve") or "unknown"
 
 
@@ -26,6 +26,6 @@ def mooncake_wheels() -> dict[str, str]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Labels of the build; an empty version if something is not installed."""
+    """Versions for the labels of `pdserve_build_info`; empty if something is not installed."""
     mooncake = next(iter(mooncake_wheels().values()), "")
     return {"version": version_of("pdserve") or "", "torch": version_of("torch") or "", "mooncake": mooncake}

@@ -115,7 +115,7 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
 
 
 def _advice(sizes: Sizes, compared: bool) -> str:
-    """The settings of a server of these sizes. `compared`: there are two, with HiSparse and without it."""
+    """The settings for a server of these sizes. `compared`: the plan has two servers, with and without HiSparse."""
     if not sizes.hisparse:
         label = "without HiSparse" if compared else "settings"
         return f"{label}: --max-running-requests {sizes.max_running_requests}"

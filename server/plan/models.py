@@ -57,7 +57,7 @@ def listing() -> Group:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """Of one copy of the weights: the embeddings of fp8 checkpoints have 16 bits."""
+    """Bytes of one copy of the weights. The embeddings of fp8 checkpoints have 16 bits."""
     embeddings = config.parameters - config.layer_parameters
     return (1 if config.has_fp8 else 2) * config.layer_parameters + 2 * embeddings
 
@@ -71,7 +71,7 @@ def kv_token_bytes(config: ModelConfig) -> int:
 
 
 def _known_models() -> Iterator[tuple[str, ModelConfig | None]]:
-    """None for the embedded model where it is not installed."""
+    """Yields the models of the table and their configurations; None for the embedded model if it is not installed."""
     try:
         yield f"{EMBEDDED_MODEL} (embedded)", locate_model(EMBEDDED_MODEL).config
     except StartupError:

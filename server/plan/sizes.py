@@ -60,8 +60,8 @@ class _Pages:
 
 
 class Plan:
-    """The decode server of `config` with one rank of each of its pipeline stages. Without `max_running_requests` the
-    largest number that fits is planned.
+    """Plans the decode server of `config`. `stages` has one rank of each pipeline stage. If `max_running_requests` is
+    not set, the largest number that fits is planned.
     """
 
     def __init__(self, config: DecodeConfig, stages: list[ModelRunner], *, context: int, device_bytes: int) -> None:
@@ -164,7 +164,7 @@ class Plan:
         pages = pages_for(self._context, self._config.page_size)
         if not self._config.enable_hisparse:
             return runner.make_cache(pages, self._config.page_size).device_bytes
-        # whole contexts: the tables of a smaller cache are shorter
+        # compare caches that hold a whole context: the tables of a smaller one would be shorter
         least = pages_for(self._model.context_length, self._config.page_size)
         before, after = (
             self._cache(runner, _Pages(least + extra * pages, (1 + extra) * self._buffer_pages), 1 + extra).device_bytes
@@ -186,8 +186,11 @@ class Plan:
 def plan_sizes(
     config: DecodeConfig, source: ModelSource, *, context: int, device_bytes: int, fp8: bool, hisparse: bool | None
 ) -> list[Sizes]:
-    """The server without and with HiSparse, or one of them. `fp8`: whether the GPU has it. Raises
-    StartupError for a model that cannot be divided like this, has no sparse attention, or does not support the context.
+    """Returns the sizes of the server with or without HiSparse; if `hisparse` is None, without and, for a model with
+    sparse attention, with it. `fp8`: whether the GPU has fp8.
+
+    Raises StartupError if the model cannot be divided over the ranks, lacks the sparse attention that HiSparse needs,
+    or does not support the context.
     """
     model = source.config
     if context > model.context_length:
@@ -226,7 +229,7 @@ def _outline(
     index_dtype: IndexDtypeSetting,
     fp8: bool,
 ) -> ModelRunner:
-    """Cached, because a model of many experts has tens of thousands of tensors."""
+    """Builds a rank on the meta device. Cached, because a model of many experts has tens of thousands of tensors."""
     dsa = source.config.dsa
     return ModelRunner.outline(
         source.config,
@@ -245,7 +248,7 @@ def _weight_bytes(runner: ModelRunner) -> int:
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to `most` up to which `holds` is true; 0 if there is none."""
+    """The largest number up to `most` such that `holds` is true from 1 to it; 0 if it is false for 1."""
     low, high = 0, most + 1
     while high - low > 1:
         middle = (low + high) // 2

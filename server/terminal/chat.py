@@ -34,7 +34,7 @@ class ChatError(Exception):
 
 @dataclass
 class Answer:
-    """What has arrived of an answer. `is_reasoning`: the last that was printed is reasoning."""
+    """The part of an answer that has arrived. `is_reasoning`: the text that was printed last is reasoning."""
 
     text: str = ""
     tokens: int = 0
@@ -44,7 +44,9 @@ class Answer:
 
 
 def run_chat(options: ChatOptions, stdin: TextIO = sys.stdin, stdout: TextIO = sys.stdout) -> int:
-    """Exit code 0, or 1 when a message of a pipe was not answered. Raises StartupError without a server."""
+    """Returns exit code 0, or 1 when a message from a pipe was not answered. Raises StartupError if the server does not
+    respond.
+    """
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     with open_client((options.url,), options.tls, headers, timeout) as client:
@@ -75,8 +77,10 @@ class Chat:
         self.ended = False
 
     def take(self, line: str) -> bool:
-        """Whether the line was a known command, or a message with an answer. Ctrl-C ends an answer early."""
-        line = whole_characters(line)  # bytes that are not UTF-8 are surrogates
+        """Handle a line. Returns whether it was a known command, or a message that was answered. Ctrl-C ends an answer
+        early.
+        """
+        line = whole_characters(line)  # replaces the surrogates that stand for bytes that are not UTF-8
         if not line.startswith("/"):
             return self._answer(line)
         command, _, rest = line.partition(" ")
@@ -130,7 +134,7 @@ class Chat:
         return True
 
     def _show(self, delta: dict[str, Any], answer: Answer, elapsed_s: float) -> None:
-        """Print what is new of an answer. Reasoning is only for people: a pipe gets none."""
+        """Print the new part of an answer. Reasoning is printed on a terminal only, not to a pipe."""
         reasoning, text = delta.get("reasoning_content"), delta.get("content")
         if reasoning or text:
             answer.first_s = answer.first_s or elapsed_s
@@ -144,7 +148,7 @@ class Chat:
             answer.is_reasoning = False
 
     def _stream(self) -> Generator[dict[str, Any], None, None]:
-        """The events of one answer. Closing it closes the connection, which aborts the request."""
+        """Yields the events of one answer. Closing the generator closes the connection, which aborts the request."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         limits = {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature}
         body = {

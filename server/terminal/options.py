@@ -63,7 +63,7 @@ def add_top_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tls_flags(parser: argparse.ArgumentParser) -> None:
-    """As curl has them."""
+    """Adds the TLS flags, named as those of curl."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--cacert", metavar="FILE", help="certificates to trust instead of the system's; for https")
     either.add_argument("-k", "--insecure", action="store_true", help="trust any certificate; for https")

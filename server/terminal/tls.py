@@ -1,4 +1,4 @@
-"""How the clients connect: without a proxy to servers of this machine, and with a check of the certificate."""
+"""HTTP clients of the commands. They use no proxy for servers of this machine, and check certificates."""
 
 import ssl
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ _HINT = "; --cacert FILE trusts this server's certificate, --insecure trusts any
 
 
 _NO_PROXY = {f"all://[{host}]" if ":" in host else f"all://{host}": None for host in LOOPBACK_HOSTS}
-"""httpx's `mounts`: a proxy of the environment cannot reach servers of this machine."""
+"""httpx's `mounts`, which exclude servers of this machine from the environment's proxies: these cannot reach them."""
 
 
 def open_client(
@@ -41,12 +41,12 @@ def verification(options: TlsOptions) -> ssl.SSLContext | bool:
         raise StartupError(
             f"--cacert {options.cacert}: cannot be read as certificates in PEM format: {error}"
         ) from None
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate of the server itself is enough
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the file may hold the server's certificate itself
     return context
 
 
 def context(options: TlsOptions) -> ssl.SSLContext:
-    """The same for connections without httpx."""
+    """The TLS context for connections without httpx."""
     verify = verification(options)
     if isinstance(verify, ssl.SSLContext):
         return verify

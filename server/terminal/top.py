@@ -20,7 +20,7 @@ from .tls import describe, open_client
 TIMEOUT_S = 2.0
 BAR_WIDTH = 24
 STAGES_WIDTH = 24
-"""Of the bars of recent requests: with it their table fits 80 columns."""
+"""Width of the bars of recent requests; their table then fits 80 columns."""
 RECENT = 10
 STAGE_COLOURS = {
     "queue": "bright_black",
@@ -45,7 +45,7 @@ class Sample:
 
     @property
     def status(self) -> Status:
-        """What /server_info has of the leader's latest Status."""
+        """The fields of the leader's latest Status that /server_info has."""
         gauges, counters, states = (self.info[name] for name in ("gauges", "counters", "states"))
         return Status(gauges, counters, (), states, taken_at=self.info["taken_at"] or 0.0, loop_age_s=0.0)
 
@@ -188,7 +188,7 @@ def _legend() -> Text:
 
 
 def _stages(timeline: Mapping[str, float], longest_s: float) -> Text:
-    """Stages one after another; the longest request fills the width."""
+    """The bar of a request, with its stages one after another. The bar of the longest request fills the width."""
     bar = Text()
     for stage, seconds in timeline.items():
         bar.append("█" * round(STAGES_WIDTH * seconds / longest_s), STAGE_COLOURS.get(stage, "cyan"))

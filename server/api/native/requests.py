@@ -117,8 +117,8 @@ LONG_TEXT_CHARACTERS = 1 << 20
 
 
 def check_text(text: str, name: str, limits: Limits, tokenizer: Tokenizer, *, allowed: int = 0) -> None:
-    """Raises ContextLengthError for a text that is surely too long for a prompt, without tokenizing it. Texts of up to
-    `allowed` characters always pass.
+    """Raises ContextLengthError for a text that is surely too long for a prompt, without tokenizing all of it. Texts of
+    up to `allowed` characters always pass.
     """
     if len(text) <= allowed:
         return

@@ -31,7 +31,9 @@ REQUEST_TIMEOUT_S = 300.0
 
 
 class RandomRequests:
-    """Sends prompts of random tokens to a decode server, others for each `seed`: cached prompts take no time."""
+    """Sends prompts of random tokens to a decode server. Each `seed` gives different prompts, because cached ones take
+    no time.
+    """
 
     def __init__(
         self, client: BenchClient, vocab_size: int, special: frozenset[int] = frozenset(), *, seed: int = 0
@@ -41,7 +43,7 @@ class RandomRequests:
         self._vocabulary = [token for token in range(vocab_size) if token not in special]
 
     async def send(self, prompt: int, output: int) -> RequestRecord:
-        """A prompt of `prompt` tokens, with `output` tokens out. Raises StartupError if the request fails."""
+        """Send a prompt of `prompt` tokens and generate `output` tokens. Raises StartupError if the request fails."""
         tokens = self._random.choices(self._vocabulary, k=prompt)
         body = BenchPrompt(tokens, output).body(BenchOptions())
         record = await self._client.generate(body, 0.0, expected_tokens=output)
@@ -116,8 +118,8 @@ class Calibration:
         return [(count, max(0.0, seconds - pair_s * count * context)) for count, seconds in steps], pair_s
 
     async def _batch_step_s(self, size: int, prompt: int) -> float:
-        """The time of a step while `size` requests run: between the first token of the last one and the end of the
-        first one.
+        """The time of a step while all `size` requests run: from the first token of the last one to start until the
+        first one ends.
         """
         records = await asyncio.gather(*(self._send(prompt, DECODE_STEPS) for _ in range(size)))
         found = mean_step_s(records, *running_together(records))
@@ -176,14 +178,14 @@ async def calibrate(
 
 
 def running_together(records: Sequence[RequestRecord]) -> tuple[float, float]:
-    """From the first token of the request that began last to the end of the one that ended first."""
+    """The interval in which all requests run: from the last first token to the first end."""
     begin = max(record.started_s + record.arrivals[0][0] for record in records)
     return begin, min(record.started_s + record.arrivals[-1][0] for record in records)
 
 
 def mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> float | None:
-    """The mean time between tokens in this interval. Not the median of gaps: a client that waits for a core gets
-    several tokens at once.
+    """The mean time between tokens in this interval. The median of the gaps would be wrong: a client that waits for a
+    core gets several tokens at once.
     """
     means = []
     for record in records:
@@ -195,13 +197,13 @@ def mean_step_s(records: Sequence[RequestRecord], begin: float, end: float) -> f
 
 
 def _outside_s(record: RequestRecord) -> float:
-    """Time to first token that is in no stage of the server: HTTP, tokenizer, client."""
+    """The part of the time to first token that is in no stage of the server: HTTP, tokenizer, client."""
     stages = sum(seconds for stage, seconds in record.timeline.items() if stage not in AFTER_FIRST_TOKEN)
     return (record.ttft_s or 0.0) - stages
 
 
 def _medians(records: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """Of each length, the request with the median time on prefill."""
+    """For each prompt length, the request with the median time on prefill."""
     by_length: dict[int, list[RequestRecord]] = {}
     for record in records:
         by_length.setdefault(record.prompt_tokens, []).append(record)

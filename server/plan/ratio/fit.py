@@ -7,9 +7,9 @@ import numpy as np
 
 
 def fit_nonnegative(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients, none negative, whose products with `rows` come closest to `seconds`, in relative terms.
+    """Returns the non-negative coefficients whose products with `rows` have the smallest relative errors to `seconds`.
 
-    There are few columns, so every subset of them is tried.
+    Tries every subset of the columns, because there are few.
     """
     given, wanted = np.asarray(rows, dtype=float), np.asarray(seconds, dtype=float)
     weights = 1 / np.maximum(wanted, 1e-9)

@@ -110,5 +110,5 @@ def times_together(
 
 
 def _factor(share: float, together_s: float | None, alone_s: float) -> float:
-    """How many times longer a step takes than its share of the cores explains; 1 without a measurement."""
+    """By which factor a step takes longer than its share of the cores explains; 1 without a measurement."""
     return 1.0 if together_s is None else max(1.0, together_s / alone_s) * share

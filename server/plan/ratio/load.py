@@ -18,7 +18,7 @@ BLOCK_TOKENS = 512
 
 
 UNIQUE = 1 << 30
-"""Token ids from here on appear in one prompt only; block ids are below."""
+"""Token ids from this number on are in one prompt only. Ids of shared blocks are below it."""
 
 
 class Load(NamedTuple):
@@ -96,5 +96,5 @@ def _tokens(value: Any) -> int:
 
 
 def _unique(number: int, prompt: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The prompt, continued to `length` with tokens that no other prompt has."""
+    """Returns the prompt, extended to `length` with tokens that no other prompt has."""
     return prompt + (UNIQUE + number,) * (length - len(prompt))

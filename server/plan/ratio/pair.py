@@ -37,7 +37,7 @@ _SCHEDULING = (
 
 
 VOCABULARY = 1 << 31
-"""Of simulated prompts, whose tokens only have to differ."""
+"""Vocabulary size for simulated prompts: their token ids are arbitrary numbers."""
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -33,7 +33,7 @@ class Prediction:
 
 
 def predict(pair: MeasuredPair, load: Load, bench: BenchOptions, ratio: Ratio) -> Prediction:
-    """Simulate the load. Counts as `pdserve bench` does."""
+    """Simulates the load on servers of this ratio, and computes the same figures as `pdserve bench`."""
     cluster = Cluster(
         pair.server_settings(),
         pair.times,
@@ -54,8 +54,8 @@ def predict(pair: MeasuredPair, load: Load, bench: BenchOptions, ratio: Ratio) -
 
 
 def best_of(predictions: list[Prediction]) -> Prediction:
-    """The one with the most requests within their bounds; of those that are nearly as good, the one with the fewest
-    servers. Requests are counted, because a rate also depends on how long the last request takes.
+    """Returns the prediction with the fewest servers among those whose number of requests within their bounds is nearly
+    the best. Counts requests and not their rate, because a rate also depends on how long the last request takes.
     """
     most = max(found.goodput.good for found in predictions)
     enough = [found for found in predictions if found.goodput.good >= NEARLY_BEST * most]

@@ -1,6 +1,7 @@
 """The flags of `pdserve store`."""
 
 import argparse
+import os
 import re
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from .ports import free_ports
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SLAB_BYTES = 16 << 20
 """Mooncake divides memory into slabs of this size."""
+
+WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
 
 class StoreOptions(NamedTuple):
@@ -56,10 +59,19 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
     for flag, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
         if not 1 <= port <= MAX_PORT:
             raise StartupError(f"{flag} must be between 1 and {MAX_PORT}, got {port}")
+    if options.join is None and options.port == options.metrics_port:
+        raise StartupError(f"--port and --metrics-port are both {options.port}: choose different ports")
+    if options.host in WILDCARD_HOSTS:
+        raise StartupError(
+            f"--host {options.host!r} is every address: give the one at which servers reach this machine"
+        )
     if options.etcd is not None and options.join is not None:
         raise StartupError("--join runs no master, and --etcd replicates one: give one of them")
+    memory_bytes, machine_bytes = parse_memory(options.memory, "--memory"), _machine_bytes()
+    if memory_bytes > machine_bytes:
+        raise StartupError(f"--memory {options.memory}: this machine has {machine_bytes / UNITS['GiB']:.1f} GiB")
     return StoreOptions(
-        parse_memory(options.memory, "--memory"),
+        memory_bytes,
         options.host,
         options.port,
         options.metrics_port,
@@ -67,6 +79,10 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
         options.parent_pid,
         options.etcd,
     )
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def parse_memory(text: str, flag: str) -> int:

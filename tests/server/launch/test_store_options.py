@@ -55,6 +55,22 @@ def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, po
     assert capsys.readouterr().err == f"pdserve: error: {flag} must be between 1 and 65535, got {port}\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "50052"], "--port and --metrics-port are both 50052: choose different ports"),
+        (["--host", "0.0.0.0"], "--host '0.0.0.0' is every address: give the one at which servers reach this machine"),
+        (["--memory", "1000TiB"], "--memory 1000TiB: this machine has "),
+    ],
+)
+def test_settings_with_which_no_server_could_use_the_store_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    """Mooncake would wait for minutes, or lend memory at an address that is none."""
+    assert main(["store", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"pdserve: error: {message}")
+
+
 def test_name_that_no_host_can_have_is_refused() -> None:
     with pytest.raises(StartupError, match=r"^host a\.\.b is not an address of this machine: "):
         check_port("a..b", 50051, "--port")

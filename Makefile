@@ -23,7 +23,7 @@ MODEL_STAMP := .venv/.stamp-model
 
 .PHONY: help
 help: ## show this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
 
 .PHONY: setup
 setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies and the embedded model, in .venv

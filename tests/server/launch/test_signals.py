@@ -1,18 +1,19 @@
 """A copy of a signal is not a second one."""
 
 import signal
+import time
 from unittest.mock import Mock
 
 import pytest
 
-from pdserve.server.launch import signals
 from pdserve.server.launch.frontend import Frontend
+from pdserve.server.launch.signals import COPY_S
 
 
 def test_frontend_takes_a_copy_of_a_signal_for_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends SIGTERM twice. As a second signal, it would end the drain at once."""
     now = Mock(return_value=100.0)
-    monkeypatch.setattr(signals.time, "monotonic", now)
+    monkeypatch.setattr(time, "monotonic", now)
     frontend = Frontend(Mock(), Mock(), (), None)
 
     def received(number: signal.Signals) -> int:
@@ -22,5 +23,5 @@ def test_frontend_takes_a_copy_of_a_signal_for_the_same_one(monkeypatch: pytest.
     assert received(signal.SIGTERM) == 1
     assert received(signal.SIGTERM) == 1
     assert received(signal.SIGINT) == 2, "another signal is from somebody else"
-    now.return_value += 2 * signals.COPY_S
+    now.return_value += 2 * COPY_S
     assert received(signal.SIGTERM) == 3

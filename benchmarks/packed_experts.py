@@ -5,10 +5,10 @@
 
 Times are GPU time per call, including routing and the weighted sum, in a CUDA graph of calls that all have different
 tokens. The lower bound of a call is the packed weights of the experts that have tokens over the copy rate, or its
-products over the rate of large bfloat16 products, whichever is longer; the copy rate is measured in the same run.
-`x bf16` is how many times as fast as bfloat16 it is. `expanded us` is moe/expanded_experts.py, for at least 16 rows
-per expert on average: rows are sorted already, so routing and the weighted sum are not included. Few tokens are checked
-against the expanded weights.
+products over the rate of large bfloat16 products, whichever is longer; the copy rate is measured in the same run. `x
+bf16` is how many times as fast as bfloat16 it is. `expanded us` is kernels/moe/expanded_experts.py, for at least 16
+rows per expert on average: rows are sorted already, so routing and the weighted sum are not included. Few tokens are
+checked against the expanded weights.
 """
 
 import argparse

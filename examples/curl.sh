@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The decode server's HTTP interface with nothing but curl. Start one first: pdserve up
+# Calls the HTTP interface of a decode server with curl. Start a pair first: pdserve up
 set -euo pipefail
 url=${1:-http://127.0.0.1:8200}
 curl=(curl --silent --show-error --fail-with-body)
 if [[ -n ${PDSERVE_API_KEY:-} ]]; then curl+=(--header "Authorization: Bearer $PDSERVE_API_KEY"); fi
 
-echo "== healthy?"
+echo "== is the server healthy?"
 "${curl[@]}" "$url/health"
 
 echo; echo "== one completion"
@@ -14,7 +14,7 @@ echo; echo "== one completion"
   "sampling_params": {"max_new_tokens": 16, "temperature": 0}
 }'
 
-echo; echo "== a batch, sampled, the same every time (seed)"
+echo; echo "== a batch, sampled; the seed makes every run the same"
 "${curl[@]}" "$url/generate" -d '{
   "text": ["Once upon a time", "In the beginning"],
   "sampling_params": {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 7}

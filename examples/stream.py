@@ -1,6 +1,6 @@
 """Stream a chat answer from a decode server: python examples/stream.py "What is the capital of France?"
 
-Set PDSERVE_URL for another server than http://127.0.0.1:8200, and PDSERVE_API_KEY where it wants a key.
+Set PDSERVE_URL if the server is not http://127.0.0.1:8200, and PDSERVE_API_KEY if it requires a key.
 """
 
 import json
@@ -43,4 +43,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except httpx.ConnectError as error:
-        sys.exit(f"no server there: {error}; 'pdserve up' starts one")
+        sys.exit(f"cannot reach the server: {error}; 'pdserve up' starts one")

@@ -22,8 +22,9 @@ from ...transfer.protocol.messages import (
     TransferFailed,
     TransferKey,
     Welcome,
+    unpack_text,
 )
-from ...transfer.protocol.wire import IntArray, WireError
+from ...transfer.protocol.wire import NO_INTS, IntArray, WireError
 from ..messages.ranks import ChunkReport, ClosePeer, GrammarReady, OpenPeer, PartReport, PeerRoutes, RunStep
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
@@ -119,8 +120,18 @@ class PrefillEngine(Engine[PrefillScheduler]):
         message, (prompt, indices, *more) = event.message, event.arrays
         assert isinstance(message, KvDestination)
         if problem is None:
-            hot_indices = more[0].tolist() if more else []  # arrays of newer peers may follow
-            self.scheduler.receive(event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices)
+            hot_indices, trace = (
+                array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2]
+            )  # newer peers may send more
+            self.scheduler.receive(
+                event.instance,
+                message,
+                prompt.tolist(),
+                indices.tolist(),
+                now,
+                hot_indices,
+                traceparent=unpack_text(trace) or None,
+            )
         else:
             failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
             self._control.send(event.instance, failed)

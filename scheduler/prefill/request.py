@@ -51,6 +51,7 @@ class PrefillRequest:
         indices: list[int],
         now: float,
         hot_indices: list[int] | None = None,
+        traceparent: str | None = None,
     ) -> None:
         self.instance = instance
         self.destination = destination
@@ -58,6 +59,7 @@ class PrefillRequest:
         self.indices = indices
         self.hot_indices = hot_indices or []
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
+        self.traceparent = traceparent
         self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)

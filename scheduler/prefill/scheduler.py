@@ -121,9 +121,12 @@ class PrefillScheduler:
         indices: list[int],
         now: float,
         hot_indices: list[int] | None = None,
+        traceparent: str | None = None,
     ) -> None:
-        """Queue a request, or refuse it at once. `hot_indices` are in the hot pool of a HiSparse server."""
-        request = PrefillRequest(instance, destination, prompt, indices, now, hot_indices)
+        """Queue a request, or refuse it at once. `hot_indices` are in the hot pool of a HiSparse server. `traceparent`
+        is None unless the request is traced.
+        """
+        request = PrefillRequest(instance, destination, prompt, indices, now, hot_indices, traceparent)
         if request.ref in self.requests:
             self.counters["stale_messages"] += 1
             return

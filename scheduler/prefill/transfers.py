@@ -137,8 +137,8 @@ class Transfers:
             stored_tokens=request.stored,
         )
         self.reply(request, done)
-        if request.destination.traceparent is not None:
-            self._outbox.append(SendToFrontend(prompt_sent(request, done, request.destination.traceparent)))
+        if request.traceparent is not None:
+            self._outbox.append(SendToFrontend(prompt_sent(request, done, request.traceparent)))
         self._counters["requests_finished"] += 1
         self._release(request, now)
 

@@ -12,7 +12,7 @@ History
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
-     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; `traceparent` to
+     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth frame to
      KvDestination.
 
 Directions (P prefill, D decode):
@@ -31,6 +31,8 @@ of its ring, so every message may be repeated or late: a repeated request gets t
 part that has ended, or of an earlier ring, is answered with StageFree.
 """
 
+import struct
+from collections.abc import Sequence
 from typing import Literal, NewType
 
 import msgspec
@@ -55,6 +57,18 @@ def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
     """The instance of the server, and the number of the data-parallel rank; 0 for an instance without a number."""
     server, mark, number = instance.rpartition(_DP_MARK)
     return (InstanceId(server), int(number)) if mark and number.isdecimal() else (instance, 0)
+
+
+def pack_text(text: str) -> tuple[int, ...]:
+    """UTF-8 text as int32, to be sent in a frame; padded with zeros."""
+    data = text.encode()
+    count = -(-len(data) // 4)
+    return struct.unpack(f"<{count}i", data.ljust(4 * count, b"\0"))
+
+
+def unpack_text(integers: Sequence[int]) -> str:
+    """The text that `pack_text` has packed."""
+    return struct.pack(f"<{len(integers)}i", *integers).rstrip(b"\0").decode(errors="replace")
 
 
 KvPath = Literal["device", "host"]
@@ -157,7 +171,7 @@ class Refused(Message, frozen=True):
 
 
 class KvDestination(Message, frozen=True):
-    """Compute this prompt and write its KV here. Frames, all int32: prompt ids, destination indices, hot indices.
+    """Compute this prompt and write its KV here. Frames of int32: prompt ids, destination indices, hot indices, trace.
 
     Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
     already on decode, or behind the sliding window of its first step; the indices start at token `prefix_tokens`.
@@ -165,8 +179,8 @@ class KvDestination(Message, frozen=True):
     same indices as the rest; without it into the hot pool, to the hot indices. There are no hot indices otherwise.
     `timeout_s` is the time left until the request's deadline. `samples` first tokens are sampled, the i-th with seed +
     i. The last `output_tokens` of the ids are already output: a request that lost its KV on decode is computed again,
-    and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. `traceparent`
-    (W3C) is the span of the request, if it is traced.
+    and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. The trace frame
+    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced.
     """
 
     key: TransferKey
@@ -182,7 +196,6 @@ class KvDestination(Message, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     enable_hisparse: bool = False
-    traceparent: str | None = None
 
 
 class ChunkArrived(Message, frozen=True):

@@ -28,6 +28,8 @@ MAX_FRAMES = 16
 ARRAYS_OF: dict[type[AnyMessage], int] = {KvDestination: 2}
 """The minimum number of arrays of each message: like fields they are only ever appended. Others have none."""
 
+NO_INTS: IntArray = np.zeros(0, dtype=np.int32)
+
 _ENVELOPE = struct.Struct("<QQ")
 _WIRE_INT = np.dtype("<i4")
 _encoder = msgspec.msgpack.Encoder()

@@ -6,7 +6,15 @@ An attempt that was given up leaves its pages in quarantine: its writer may stil
 from collections.abc import Sequence
 
 from ....memory.pages import pages_for
-from ....transfer.protocol.messages import Abort, ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
+from ....transfer.protocol.messages import (
+    Abort,
+    ChunkArrived,
+    InstanceId,
+    KvDestination,
+    PrefillDone,
+    TransferKey,
+    pack_text,
+)
 from ...messages.effects import SendToPeer
 from ...messages.ranks import OpenHot
 from ..memory.hot_buffers import HotBuffers
@@ -93,10 +101,13 @@ class RemotePrefill:
             logprobs=first.logprobs,
             priority=prompt.priority,
             enable_hisparse=to_host,
-            traceparent=prompt.traceparent,
         )
+        arrays = [prompt.token_ids, *map(tuple, destinations)]
+        if prompt.traceparent is not None:
+            arrays += [()] * (3 - len(arrays))  # no hot indices
+            arrays.append(pack_text(prompt.traceparent))
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
-        self._outbox.append(SendToPeer(peer.instance, message, (prompt.token_ids, *map(tuple, destinations))))
+        self._outbox.append(SendToPeer(peer.instance, message, tuple(arrays)))
         if opened is not None:
             self._outbox.append(opened)
 

@@ -120,9 +120,8 @@ class PrefillEngine(Engine[PrefillScheduler]):
         message, (prompt, indices, *more) = event.message, event.arrays
         assert isinstance(message, KvDestination)
         if problem is None:
-            hot_indices, trace = (
-                array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2]
-            )  # newer peers may send more
+            # older peers send fewer arrays, newer ones may send more
+            hot_indices, trace = (array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2])
             self.scheduler.receive(
                 event.instance,
                 message,

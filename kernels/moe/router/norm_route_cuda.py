@@ -5,7 +5,7 @@ import torch
 from ....configs.arithmetic import ceil_div
 from ...backends.nvrtc import float_bits, load_kernel
 from ...backends.occupancy import is_hopper_or_later, shared_memory
-from .selection import SelectionRule
+from .selection import SelectionRule, empty_selection
 
 _MOST_TOKENS, _MOST_EXPERTS = 4, 1024
 _MOST_HIDDEN = 8192
@@ -51,8 +51,7 @@ def add_norm_route(
             f"cannot add {y.dtype} {list(y.shape)} to {x.dtype} {list(x.shape)}: both must be contiguous and aligned"
         )
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    weights = x.new_empty(len(x), rule.per_token, dtype=torch.float32)
-    experts = torch.empty(weights.shape, dtype=torch.int64, device=x.device)
+    weights, experts = empty_selection(x, rule)
     launch_norm_route(x, y, norm, eps, router, bias, rule, total, normed, weights, experts)
     return total, normed, weights, experts
 

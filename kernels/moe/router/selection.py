@@ -57,10 +57,10 @@ def select_experts(
     return weights, experts
 
 
-def empty_selection(logits: torch.Tensor, rule: SelectionRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and experts, not filled yet."""
-    weights = logits.new_empty(len(logits), rule.per_token, dtype=torch.float32)
-    return weights, torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
+def empty_selection(tokens: torch.Tensor, rule: SelectionRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts for each row of `tokens`, not filled yet."""
+    weights = tokens.new_empty(len(tokens), rule.per_token, dtype=torch.float32)
+    return weights, torch.empty(weights.shape, dtype=torch.int64, device=tokens.device)
 
 
 def check_logits(logits: torch.Tensor, bias: torch.Tensor | None) -> None:

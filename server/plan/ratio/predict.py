@@ -78,8 +78,8 @@ def _record(outcome: Outcome, response_s: float) -> RequestRecord:
 
 
 def _limit(late: list[RequestRecord], slo_ttft_s: float | None, slo_itl_s: float | None) -> str:
-    """The side that limits the goodput: the one that causes most of the delay, relative to the bounds, of `late`
-    requests.
+    """The side that limits the goodput. For each bound that a late request exceeds, the excess as a fraction of it
+    counts for the side that caused it, and a failed request counts 1 for decode. Returns the side with the larger sum.
     """
     lost = {"prefill": 0.0, "decode": 0.0}
     for record in late:

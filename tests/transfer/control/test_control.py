@@ -317,7 +317,7 @@ def test_two_addresses_of_one_server_are_one_peer(cluster: Cluster) -> None:
 
 
 def test_another_address_of_a_server_is_known_again_after_silence(cluster: Cluster) -> None:
-    """Requests that named it waited for a server at that address, in vain."""
+    """Requests may name a server by any of its addresses. The event PeerUp names one: PeerAlias names the others."""
     server, _ = cluster.prefill()
     with TcpProxy(server.port) as proxy:
         client, below = cluster.decode("d1", proxy.port)

@@ -59,6 +59,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run the tests in N forked processes")
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """If all tests will run, start the server from which tests fork others: it imports while pytest collects."""
+    config = session.config
+    if config.getoption("--workers") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        from tests.cluster.forkserver import start_early
+        from tests.cluster.servers import fork_server_path
+
+        os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
+        config.add_cleanup(start_early(fork_server_path()).close)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> Literal[True] | None:
     workers, option = session.config.getoption("--workers"), session.config.option

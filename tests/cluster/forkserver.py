@@ -140,9 +140,7 @@ class ForkServer:
     def __init__(self, python_path: str) -> None:
         """`python_path` has the packages `pdserve` and `tests`."""
         self._lock = threading.Lock()
-        run = os.environ.get(RUN_VARIABLE, str(os.getpid()))
-        path = Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
-        self._socket, self.pid = _connect(path, python_path)
+        self._socket, self.pid = _connect(_socket_path(), python_path)
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -176,11 +174,29 @@ class ForkServer:
         return ForkedProcess(ours)
 
 
+def start_early(python_path: str) -> socket.socket:
+    """Start the fork server of a test run before its workers, so that it imports while pytest collects. The fork server
+    runs until the last worker has ended and the returned connection is closed.
+    """
+    path, connection = _socket_path(), _new_socket()
+    with _new_socket() as listener:
+        listener.bind(str(path))
+        _start_fork_server(listener, python_path)
+        connection.connect(str(path))
+    return connection
+
+
+def _socket_path() -> Path:
+    run = os.environ.get(RUN_VARIABLE, str(os.getpid()))
+    return Path(tempfile.gettempdir(), f"pdserve-tests-{run}.sock")
+
+
 def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _start_fork_server(listener: socket.socket, python_path: str) -> None:
+    listener.listen()
     # OpenBLAS starts threads when numpy is imported
     settings = {"PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": _spin_count()}
     command = [sys.executable, "-P", "-m", "tests.cluster.forkserver"]
@@ -199,7 +215,6 @@ def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
                 if error.errno != errno.EADDRINUSE:
                     raise
             else:
-                listener.listen()
                 _start_fork_server(listener, python_path)
         connection = _new_socket()
         try:

@@ -38,7 +38,12 @@ def python_path() -> str:
 @functools.cache
 def fork_server() -> ForkServer:
     """Connected on first use. Workers of a test run share it."""
-    return ForkServer(os.pathsep.join([python_path(), str(REPOSITORY)]))
+    return ForkServer(fork_server_path())
+
+
+def fork_server_path() -> str:
+    """PYTHONPATH for the fork server."""
+    return os.pathsep.join([python_path(), str(REPOSITORY)])
 
 
 def start_forked(main: str, *arguments: str, stderr: File = 2) -> tuple[ForkedProcess, IO[str], IO[str]]:

@@ -273,9 +273,19 @@ def test_cached_prefix_attracts_a_prompt_unless_its_rank_is_crowded() -> None:
         server.turn()
         found.append(server.rank_of(rid))
     assert found == [rank, rank, 1 - rank, rank], "the third would make two more than on the other rank"
-    server.inbox.put(FlushCache())
     server.finish()
-    assert [len(scheduler.cache) for scheduler in server.schedulers] != [0, 0], "requests that ended later are cached"
+
+
+def test_flush_empties_the_caches_of_all_ranks() -> None:
+    server = JointServer()
+    for first in (100, 200):
+        server.submit(9, 1, first=first)
+    server.turn()
+    server.finish()
+    assert all(len(scheduler.cache) for scheduler in server.schedulers)
+    server.inbox.put(FlushCache())
+    server.turn()
+    assert [len(scheduler.cache) for scheduler in server.schedulers] == [0, 0]
 
 
 def test_prompt_that_waits_for_pages_moves_to_a_rank_that_has_some() -> None:

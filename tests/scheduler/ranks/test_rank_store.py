@@ -263,10 +263,12 @@ def test_dead_store_is_reported_and_loads_nothing(make: MakeRank, store: FakeSto
 def test_store_that_does_not_answer_in_time_is_a_problem(make: MakeRank) -> None:
     rank = make(page_size=16)
     rank.channels[0].silent = True
-    report = rank.load(timeout_s=0.01)
-    assert report.blocks == 0
-    assert report.late
-    assert report.problem in (None, "the store has not answered")  # None: a busy machine did not even begin in time
+    for timeout_s in (0.05, 1.0, 20.0):
+        report = rank.load(timeout_s=timeout_s)
+        assert (report.blocks, report.late) == (0, True)
+        if report.problem is not None:  # None: on a busy machine, the load did not begin in time
+            break
+    assert report.problem == "the store has not answered"
 
 
 def test_slow_lookup_is_given_up_and_is_no_problem_yet(make: MakeRank) -> None:

@@ -66,7 +66,7 @@ class FakeClient:
 
 
 class FakeChannel:
-    """A channel to the store in this process. With `silent`, requests get no reply."""
+    """A channel to the store in this process. With `silent`, requests get no reply before their deadline."""
 
     def __init__(self, store: FakeStore, size_bytes: int) -> None:
         self.memory = torch.zeros(size_bytes, dtype=torch.uint8)
@@ -76,6 +76,8 @@ class FakeChannel:
         self.busy_for_s = 0.0
 
     def call(self, operation: str, items: Sequence[Item], deadline: float) -> tuple[int, ...]:
+        if self.silent:
+            time.sleep(max(0.0, deadline - time.monotonic()))
         if self.silent or time.monotonic() >= deadline:
             raise NoReplyError("the store has not answered")
         reply = perform(self._client, self._view, Request(1, operation, tuple(items)))  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.lifecycle import State
 from pdserve.scheduler.messages.ranks import OpenHot, WriteBackRows
+from tests.scheduler.decode.memory.test_page_lending import Pools
 from tests.scheduler.decode.test_hisparse_workloads import work
 from tests.scheduler.simulation.simulator import NO_UNITS, PAGE_SIZE, Simulator
 
@@ -161,7 +162,17 @@ def test_request_without_a_free_hot_page_waits_until_it_may_evict() -> None:
     simulator.finish()
 
 
-def test_unsaved_and_receiving_buffers_are_not_shrunk_and_return_no_loans() -> None:
+def test_unsaved_buffer_returns_no_loans() -> None:
+    hot = Pools().hot
+    buffer, _ = hot.open("r", 36)
+    buffer.loading, buffer.unsaved = False, True
+    assert buffer.borrowed
+    assert hot.largest_borrower() is None
+    buffer.unsaved = False
+    assert hot.largest_borrower() is buffer
+
+
+def test_unsaved_and_receiving_buffers_are_not_shrunk() -> None:
     pages = PageAllocator[KvPage](4)
     limits = HotLimits(num_pages=12, page_size=4, hot_rows=8, slots=3, overlay=NO_UNITS)
     hot = HotBuffers(limits, pages, CommandLog(pages))

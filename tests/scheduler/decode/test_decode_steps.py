@@ -19,7 +19,7 @@ from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_
 def transitions_into(state: str) -> list[str]:
     """The functions of the scheduler's source that move a request into this state."""
     found = []
-    for path in Path(decode_module.__file__).parent.glob("*.py"):
+    for path in Path(decode_module.__file__).parent.rglob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef):
                 found += [

@@ -30,7 +30,7 @@ PAGE_SIZE, PROMPT, RUNNING = 4, 8, 4
 
 
 def instructions(work: Callable[[], object]) -> int:
-    """The number of Python instructions: deterministic, unlike time."""
+    """The number of Python instructions. It is deterministic, unlike time, but leaves out work inside C functions."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:  # returns itself, which has no type
@@ -46,6 +46,11 @@ def instructions(work: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return count
+
+
+def assert_equal_cost(few: int, many: int) -> None:
+    assert few > 100, "instructions were not counted"
+    assert many <= 1.1 * few + MANY / 10
 
 
 instructions(lambda: None)  # Python 3.12 counts no instructions in the first traced call
@@ -155,7 +160,7 @@ def with_arrived(count: int) -> DecodeScheduler:
 
 
 @pytest.mark.parametrize(
-    ("simulator", "state"),
+    ("make_server", "state"),
     [
         (with_queued, "queued"),
         (with_pinned, "queued"),
@@ -165,15 +170,15 @@ def with_arrived(count: int) -> DecodeScheduler:
     ],
 )
 def test_cost_of_a_decode_turn_does_not_grow_with_waiting_requests(
-    simulator: Callable[[int], DecodeScheduler], state: str
+    make_server: Callable[[int], DecodeScheduler], state: str
 ) -> None:
     costs = []
     for count in (FEW, MANY):
-        scheduler = simulator(count)
+        scheduler = make_server(count)
         assert scheduler.state_counts()[state] == count
         costs.append(instructions(partial(turn, scheduler)))
         assert scheduler.state_counts()[state] == count
-    assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs
+    assert_equal_cost(*costs)
 
 
 def test_cost_of_a_prefill_turn_does_not_grow_with_waiting_requests() -> None:
@@ -201,4 +206,4 @@ def test_cost_of_a_prefill_turn_does_not_grow_with_waiting_requests() -> None:
         scheduler.advance(0.0)
         assert sum(request.grant is None for request in scheduler.requests.values()) == count - 1
         costs.append(instructions(partial(scheduler.advance, 0.1)))
-    assert costs[1] <= 1.1 * costs[0] + MANY / 10, costs
+    assert_equal_cost(*costs)

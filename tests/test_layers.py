@@ -169,7 +169,9 @@ def violations(folder: str, path: Path) -> list[str]:
             if head == "pdserve" or (head in MAY_IMPORT and head not in ("kernels", "mooncake")):
                 found.append(f"{where}: import {name}: between our folders, import relatively")
         elif level == depth + 1:
-            if head != folder and head not in MAY_IMPORT[folder]:
+            if head == folder:
+                found.append(f"{where}: inside {folder}/, import without its name")
+            elif head not in MAY_IMPORT[folder]:
                 found.append(f"{where}: {folder}/ may not import {head}/")
         elif level > depth + 1:
             found.append(f"{where}: a relative import beyond the package")
@@ -195,7 +197,9 @@ def test_the_check_itself_sees_violations(tmp_path: Path, monkeypatch: pytest.Mo
     absolute = tmp_path / "configs" / "absolute.py"
     absolute.write_text("import pdserve.server\nfrom transfer.layout import KvLayout\nfrom ... import far\n")
     deep = tmp_path / "configs" / "deep" / "module.py"
-    deep.write_text("from ..schema import X\nfrom ...memory import pages\nfrom .other import Y\n")
+    deep.write_text(
+        "from ..schema import X\nfrom ...memory import pages\nfrom .other import Y\nfrom ...configs.schema import X\n"
+    )
     unknown = tmp_path / "configs" / "unknown" / "module.py"
     unknown.write_text("")
     assert violations("configs", upward) == ["configs/upward.py:2: configs/ may not import server/"]
@@ -207,6 +211,7 @@ def test_the_check_itself_sees_violations(tmp_path: Path, monkeypatch: pytest.Mo
     assert violations("configs", deep) == [
         "configs/deep/module.py:1: configs/deep may not import configs/",
         "configs/deep/module.py:2: configs/ may not import memory/",
+        "configs/deep/module.py:4: inside configs/, import without its name",
     ]
     assert violations("configs", unknown) == ["configs/unknown/module.py: LAYERS does not list 'unknown' of configs/"]
 

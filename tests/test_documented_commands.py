@@ -83,7 +83,7 @@ def test_each_command_is_run_or_excused() -> None:
 
 def test_named_tests_exist() -> None:
     named = [test.partition("::")[::2] for test in RUN_BY.values()]
-    assert [f"{file}::{name}" for file, name in named if name and name not in functions_of(file)] == []
+    assert [f"{file}::{name}" for file, name in named if name not in {"", *functions_of(file)}] == []
 
 
 def test_each_pattern_is_needed() -> None:

@@ -202,7 +202,7 @@ def test_logits_of_scored_tokens_are_computed(prefill: Prefill) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_lives(seed: int) -> None:
+def test_random_workloads_release_all_memory(seed: int) -> None:
     """Prompts that share prefixes, aborts, outages, ranks that loaded different amounts, and few pages."""
     chance = random.Random(seed)
     prefill = Prefill(pages=48)
@@ -232,4 +232,5 @@ def test_random_lives(seed: int) -> None:
     prefill.fails = False
     prefill.serve()
     assert len(prefill.done) + len(prefill.acked) == sent
+    assert prefill.scheduler.counters["store_outages"] > 0
     assert prefill.scheduler.counters["store_tokens_loaded"] > 0

@@ -118,8 +118,8 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def pack_experts(directory: Path) -> dict[str, torch.Tensor]:
-    """Replace the experts of a gpt-oss checkpoint by random MXFP4, as published ones are; returns their expanded
-    tensors, by transformers.
+    """Replace the experts of a gpt-oss checkpoint by random MXFP4 weights, the format of published checkpoints. Returns
+    the tensors as transformers dequantises them.
     """
     generator = torch.Generator().manual_seed(11)
     tensors, expanded = load_file(directory / "model.safetensors"), {}
@@ -142,7 +142,7 @@ def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 class QuickGgufReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf has no types
-    """`gguf` makes six arrays for every number, which takes it five seconds for the vocabulary of a model."""
+    """Reads a number without the six arrays that `gguf` makes for it, which take five seconds for a vocabulary."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, **_: object) -> Any:
         assert self.byte_order == "I"
@@ -151,7 +151,7 @@ class QuickGgufReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf has no typ
 
 @functools.cache
 def read_smollm2() -> Any:
-    """The file of the embedded model in the `gguf` library."""
+    """The GGUF file of the embedded model, opened by the `gguf` library."""
     return QuickGgufReader(locate_model("smollm2").path)
 
 
@@ -215,8 +215,8 @@ def is_reference_greedy(model: Any, token_ids: list[int], out: list[int]) -> boo
 
 
 class GreedyTokens(Sequence[int]):
-    """transformers' greedy continuation of a prompt, not stopped by EOS. `==` checks the tokens that it is given in one
-    pass, a tenth of the time that it takes to generate them. What needs the tokens before generates them.
+    """transformers' greedy continuation of a prompt, not stopped by EOS. `==` checks given tokens in one pass, which
+    takes a tenth of the time of generating them. Other operations generate the tokens.
     """
 
     def __init__(self, model: Any, prompt: list[int], new_tokens: int) -> None:
@@ -267,7 +267,8 @@ def make_dsa_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Write a model with latent attention, of 4 layers, the first of them without experts; `overrides` are fields of
-    its config. Sparse ones attend to 16 tokens. With 16 indexer heads scores do not tie: with 4, one in ten is 0.
+    its config. Models with sparse attention select 16 tokens. They have 16 indexer heads: with 4, one score in ten is
+    0, and the selection among equal scores is arbitrary.
     """
     config_class, model_class = {
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
@@ -322,19 +323,19 @@ def make_dsa_checkpoint(
     return directory
 
 
-# What DeepSeek's own checkpoints keep in more than 8 bits, besides whatever is no matrix.
+# Matrices that DeepSeek's own checkpoints do not quantise.
 _NOT_BLOCK_SCALED = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
 
 
 def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Turn the matrices of a checkpoint into block-scaled fp8, as DeepSeek stores them, and add to a model with latent
-    attention a layer that predicts further tokens. Returns what the tensors of the model are worth now, worked out
-    block by block.
+    """Quantise the matrices of a checkpoint to block-scaled fp8, as DeepSeek stores them, and add a multi-token
+    prediction layer to a model with latent attention. Returns the dequantised tensors of the model, computed block by
+    block.
     """
     path = directory / "model.safetensors"
-    stored, worth = {}, {}
+    stored, dequantised = {}, {}
     for name, tensor in load_file(path).items():
-        stored[name] = worth[name] = tensor
+        stored[name] = dequantised[name] = tensor
         if tensor.ndim != 2 or name.endswith(_NOT_BLOCK_SCALED):
             continue
         fp8, value = torch.empty_like(tensor, dtype=torch.float8_e4m3fn), torch.empty_like(tensor)
@@ -347,11 +348,11 @@ def quantise_checkpoint(directory: Path, block: tuple[int, int]) -> dict[str, to
                 scales[row, column] = scale
                 fp8[rows, columns] = (tensor[rows, columns] / scale).to(torch.float8_e4m3fn)
                 value[rows, columns] = fp8[rows, columns].float() * scale
-        stored[name], stored[f"{name}_scale_inv"], worth[name] = fp8, scales, value
+        stored[name], stored[f"{name}_scale_inv"], dequantised[name] = fp8, scales, value
     config = json.loads((directory / "config.json").read_text())
     if "kv_lora_rank" in config:
         stored[f"model.layers.{config['num_hidden_layers']}.eh_proj.weight"] = torch.zeros(4, 4)
     save_file(stored, path, metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block), "fmt": "e4m3"}
     (directory / "config.json").write_text(json.dumps(config))
-    return worth
+    return dequantised

@@ -1,5 +1,5 @@
 """For all tests: one thread for torch and for numpy, child processes that react to Ctrl-C, GPU tests skipped without a
-GPU, no time limit for examples of Hypothesis, log levels restored, no garbage collection among modules.
+GPU, no time limit for examples of Hypothesis, log levels restored, no garbage collection of imported modules.
 """
 
 import gc
@@ -14,7 +14,7 @@ import pytest
 
 from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
 
-# Before numpy is imported: threads of its OpenBLAS wait for work in a loop, and Triton's interpreter has much for them.
+# Set before numpy is imported: threads of its OpenBLAS spin while they wait, and Triton's interpreter uses them often.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _unfrozen = threading.Event()
@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting imports all tests and libraries. These objects stay: a search for garbage among them finds none."""
+    """Collecting imports all tests and libraries. Their objects stay until the end, so collections skip them."""
     gc.disable()
     try:
         return (yield)
@@ -36,8 +36,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _keep_frozen() -> Iterator[None]:
-    """After a test that has called gc.unfreeze(), as `pdserve bench` does, every full collection would search all
-    modules again: a third of a second of CPU time each.
+    """Freeze again after a test that calls gc.unfreeze(), as `pdserve bench` does: otherwise every full collection
+    traverses all modules, which takes a third of a second of CPU time.
     """
     unfreeze = gc.unfreeze
 

@@ -1,8 +1,8 @@
 """Small random checkpoints of every supported model family and weight format, each with transformers' model of it.
 
-Those for float32 have odd sizes and select experts and tokens. Those for bfloat16 have the head sizes of published
-models, which fast kernels need, and select all experts and all tokens: rounding would change a choice, and a token that
-follows from another choice proves nothing.
+Checkpoints for float32 have odd sizes and select some experts and tokens. Checkpoints for bfloat16 have the head sizes
+of published models, which fast kernels need, and select all experts and all tokens: rounding could change a selection,
+and outputs of different selections cannot be compared.
 """
 
 import json
@@ -48,7 +48,7 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-"""As Kimi-K2 has it, with a shorter context."""
+"""That of Kimi-K2, with a shorter context."""
 
 
 class Family(NamedTuple):
@@ -73,7 +73,7 @@ HEADS: Fields = {"head_dim": 64}
 LATENT: Fields = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 ALL_EXPERTS: Fields = {"num_experts_per_tok": 8}
 MANY_EXPERTS: Fields = {"n_routed_experts": 32}
-"""As many as the kernel that selects and sorts at once needs."""
+"""The kernel that selects experts and sorts tokens at once needs a multiple of 32."""
 ALL_OF_MANY: Fields = {"num_experts_per_tok": 32}
 ALL_TOKENS: Fields = {"index_topk": CONTEXT, "index_head_dim": 128}
 
@@ -146,8 +146,8 @@ def write_checkpoint(root: Path, family_name: str, format_name: str | None, dtyp
 
 
 def _make_uneven(path: Path) -> None:
-    """Multiply blocks of 32 x 32 and of 128 x 128 elements of layers with 1/2, 1 or 2, so that a scale in the wrong
-    place matters, and round all values to bfloat16, so that servers have exactly the values of transformers.
+    """Multiply blocks of 32 x 32 and of 128 x 128 elements of layers by 1/2, 1 or 2, so that a misplaced scale changes
+    the results, and round all values to bfloat16, so that servers have exactly the values of transformers.
     """
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(path)

@@ -1,10 +1,10 @@
 """A pytest plugin: `--workers=N` runs the tests in N processes, which are forked after pytest has collected the tests.
 
-Imports and collection take 15 s of CPU time. Workers of pytest-xdist are new interpreters, so each of them takes that
-time. Here it is taken once, and workers share the memory of what was imported.
+Imports and collection take 15 s of CPU time. Workers of pytest-xdist are new interpreters, so each of them spends that
+time. Here it is spent once, and workers share the memory of imported modules.
 
-A worker takes a file from a queue, runs its tests, and takes the next one. Fixtures of sessions live as long as the
-worker. When a worker is killed, the test that it ran fails, and a new worker runs the other tests of the file.
+A worker takes a file from a queue, runs its tests, and takes the next one. Session fixtures live as long as the worker.
+When a worker is killed, the test that it ran fails, and a new worker runs the other tests of the file.
 """
 
 import itertools
@@ -45,14 +45,16 @@ EARLY = {
     "tests/transfer/control/test_control.py": 15,
     "tests/transfer/data/test_sender.py": 30,
 }
-"""Files with long waits, and how many others start before them: others use the CPU meanwhile, and no worker is left
-alone with them."""
+"""Files with long waits, and how many files start before each of them. Started early, they wait while other files use
+the CPU, and the run does not end with their waits."""
 GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for file in files}
 INTERRUPT_S = 30.0
-"""How long workers that are interrupted have to stop their servers."""
+"""Time that interrupted workers have to stop their servers."""
 _NUMBER = struct.Struct("i")
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the other way to look for GPUs does not survive a fork
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # otherwise torch looks for GPUs with CUDA, which breaks in forks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,7 +112,7 @@ class Workers:
         self._count = min(count, len(groups))
         self._numbers = itertools.count()
         self._workers: dict[Connection, Worker] = {}
-        # reads of a pipe are atomic: whoever reads a number owns that group
+        # reads of a pipe are atomic: the worker that reads a number owns that group
         self._queue, queue = os.pipe()
         os.set_blocking(queue, False)  # a pipe holds 16,384 numbers
         os.write(queue, b"".join(map(_NUMBER.pack, range(len(groups)))))
@@ -227,7 +229,7 @@ class Workers:
 
 
 class Sender:
-    """A plugin of workers: what they report goes to their parent."""
+    """A plugin of workers that sends their reports to the parent."""
 
     def __init__(self, config: pytest.Config, connection: Connection) -> None:
         self._config = config
@@ -299,7 +301,7 @@ def _claimed(queue: int, groups: list[list[int]]) -> Iterator[list[int]]:
 
 
 def _end_session_fixtures(session: pytest.Session, last: pytest.Item | None) -> None:
-    """What fails here is an error of the last test, as it is without workers."""
+    """Tear down the session fixtures. An error is reported for the last test, as without workers."""
     call = CallInfo.from_call(lambda: session._setupstate.teardown_exact(None), "teardown")
     if call.excinfo is not None and last is not None:
         report = session.config.hook.pytest_runtest_makereport(item=last, call=call)

@@ -1,4 +1,4 @@
-"""transformers with a KV cache that keeps what float8_e4m3fn keeps: the independent model for fp8 KV."""
+"""transformers with a KV cache whose values are rounded to float8_e4m3fn: the independent reference for fp8 KV."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def rounded_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def rounded_greedy(model: Any, token_ids: list[int], new_tokens: int) -> list[int]:
-    """transformers' own greedy continuation over such a cache, not stopped by EOS."""
+    """transformers' own greedy continuation with this cache, not stopped by EOS."""
     prompt = torch.tensor([token_ids])
     out = model.generate(
         prompt,

@@ -44,7 +44,7 @@ def convert(
     **rope: Any,
 ) -> Any:
     """Write a checkpoint like llama.cpp's converter; returns the transformers model with the rounded weights. Matrices
-    are of type `kind`, those of modules in `others` of another one.
+    have the type `kind`, or that of their module in `others`.
     """
     model = load_reference(directory)
     config = model.config

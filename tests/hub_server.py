@@ -27,7 +27,7 @@ _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name
 
 @dataclass
 class FakeHub:
-    """`tokens` are those that clients have sent; `requests` are `METHOD path` without queries."""
+    """`tokens` are the Authorization headers of clients; `requests` are `METHOD path` without queries."""
 
     root: Path
     url: str = ""
@@ -38,7 +38,7 @@ class FakeHub:
     tokens: set[str | None] = field(default_factory=set)
     down: bool = False
     cut: set[str] = field(default_factory=set)
-    """Files during whose first download the connection is lost, after 1,000 bytes."""
+    """Files whose first download breaks off after 1,000 bytes."""
     before_file: Callable[[], object] = nullcontext
     """Called before the content of a file is sent."""
 
@@ -83,7 +83,7 @@ def hub_of_this_process(root: Path, cache: Path, patch: pytest.MonkeyPatch) -> I
 
 
 def use_endpoint(url: str, patch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub reads its environment when it is imported, which another test may have done."""
+    """Change the constants of huggingface_hub: it reads the environment only when it is imported."""
     huggingface_hub.close_session()
     patch.setattr(constants, "ENDPOINT", url)
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")

@@ -1,4 +1,4 @@
-"""Turns the matrices of a checkpoint into 4-bit ones, as AWQ, GPTQ and compressed-tensors store them.
+"""Quantises the matrices of a checkpoint to 4 bits, as AWQ, GPTQ and compressed-tensors store them.
 
 Every packer follows the definition of its format, value by value, and shares no code with the loader.
 """
@@ -16,7 +16,7 @@ _KEPT = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
 
 def pack_checkpoint(directory: Path, method: Int4Method, group: int, *, only: str = "") -> dict[str, torch.Tensor]:
     """Quantise all matrices of layers, or those with `only` in their name, with groups of `group` columns or, if it is
-    -1, of whole rows. Returns the values of all tensors of the model now.
+    -1, of whole rows. Returns all tensors of the model, dequantised.
     """
     path = directory / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
@@ -40,7 +40,9 @@ def pack_checkpoint(directory: Path, method: Int4Method, group: int, *, only: st
 
 
 def quantise(tensor: torch.Tensor, group: int, method: Int4Method) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values of 0 to 15, and scales and zeros of each group of each row. Zeros of the first GPTQ format are 1 to 16."""
+    """Values of 0 to 15, and the scale and the zero point of each group of each row. Zero points are at least 1: the
+    first GPTQ format stores them minus 1.
+    """
     groups = tensor.view(len(tensor), -1, group)
     if method == "compressed-tensors":
         scales = (groups.abs().amax(2) / 7.5).half().float()
@@ -76,7 +78,7 @@ def pack(
 
 
 def words(values: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight values in dimension `dim` in one int32: `order` are those from its lowest bits on."""
+    """Pack eight values along dimension `dim` into one int32; `order` lists them from its lowest bits up."""
     rows = values.to(torch.int64) if dim == 1 else values.T.to(torch.int64)
     packed = sum((rows[:, column::8] * 16**place for place, column in enumerate(order)), torch.tensor(0))
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).int()

@@ -17,7 +17,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
+    """The first of `count` consecutive free ports."""
     while True:
         first = _candidates.pop()
         if all(_reserve(port) for port in range(first, first + count)):
@@ -27,7 +27,7 @@ def free_ports(count: int) -> int:
 def _reserve(port: int) -> bool:
     name = socket.socket(socket.AF_UNIX)
     try:
-        name.bind(f"\0pdserve-test-port-{port}")  # abstract: visible to the same processes as a port
+        name.bind(f"\0pdserve-test-port-{port}")  # abstract: belongs to the network namespace, like a port
         with socket.create_server(("127.0.0.1", port)):
             name.detach()  # open until this process ends
             return True

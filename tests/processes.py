@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 RUN_VARIABLE = "PDSERVE_TEST_RUN"
-"""In the environment of the workers of a test run: a name of the run, which they share."""
+"""Environment variable with the id of a test run, the same for all its workers."""
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP. Returns when all threads have stopped: on a busy machine that takes milliseconds."""
+    """Send SIGSTOP. Returns when all threads have stopped, which takes milliseconds on a busy machine."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10
     while any(_state(task / "stat") not in ("T", "Z", None) for task in Path(f"/proc/{pid}/task").iterdir()):

@@ -1,4 +1,4 @@
-"""`--workers`: what the terminal and the exit code say, as without workers; killed workers; files of a group."""
+"""`--workers`: results and exit code are those of a run without workers; killed workers; groups of files."""
 
 import os
 import signal
@@ -156,7 +156,7 @@ def test_long(server):
     code, output = run(tmp_path, "--workers=2", "-x")
     assert code == 1
     assert "stopping after 1 failures" in output
-    assert (tmp_path / "stopped").exists(), "fixtures end also then"
+    assert (tmp_path / "stopped").exists(), "the fixture was not torn down"
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])

@@ -116,7 +116,7 @@ def imports(path: Path) -> tuple[tuple[int, str, int], ...]:
 
 @functools.cache
 def _imports(source: str) -> tuple[tuple[int, str, int], ...]:
-    """Several tests look at every file, and to parse them all takes a second."""
+    """Cached, because several tests look at every file, and parsing all of them takes a second."""
     return tuple(_each_import(source))
 
 
@@ -134,7 +134,7 @@ def _each_import(source: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:
-    """These statements, with those inside of them: a fraction of what `ast.walk` looks at. An import is a statement."""
+    """These statements and all statements inside them. `ast.walk` would visit expressions too, which takes longer."""
     for node in body:
         yield node
         for field in vars(node).values():
@@ -223,8 +223,8 @@ def test_every_subfolder_is_described(folder: str) -> None:
     assert [layer for layer in LAYERS[folder] if layer and f"`{layer}/`" not in described] == []
 
 
-def test_no_two_files_import_each_other() -> None:
-    """Not even by way of others, nor inside functions."""
+def test_imports_have_no_cycles() -> None:
+    """Finds cycles of any length, including imports inside functions."""
     graph: dict[Path, set[Path]] = {}
     for path in (path for folder in MAY_IMPORT for path in modules(folder)):
         targets = (imported_file(path, level, name) for level, name, _ in imports(path) if level > 0)
@@ -259,7 +259,7 @@ def test_pure_folders_have_no_tensors_sockets_or_clock(folder: str) -> None:
     assert imported == set()
 
 
-def test_nothing_that_pure_folders_import_brings_tensors_or_sockets() -> None:
+def test_importing_pure_folders_loads_no_torch_zmq_or_mooncake() -> None:
     paths = [path for folder in PURE for path in modules(folder)]
     names = ["pdserve." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     program = f"import sys, {', '.join(names)}; print(*({{'torch', 'zmq', 'mooncake'}} & sys.modules.keys()))"

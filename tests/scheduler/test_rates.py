@@ -1,4 +1,4 @@
-"""Copy KV or compute it again: decided by the last measurements, not by a single one."""
+"""Measured rates: the median of the last measurements, by which KV is copied or computed again."""
 
 from unittest.mock import Mock
 
@@ -39,7 +39,7 @@ def test_rate_follows_a_lasting_change() -> None:
     assert measured.per_s == 1000
     for _ in range(SAMPLES // 2):
         measured.measured(100, 4.0)
-    assert measured.per_s == 25, "the slower half counts, and the oldest are dropped"
+    assert measured.per_s == 25, "half of the measurements are slow: the lower median"
 
 
 def test_empty_measurements_are_ignored() -> None:

@@ -156,7 +156,7 @@ def test_waiting_request_is_raised_after_sixteen_overtakes() -> None:
 
 
 def test_retracted_request_of_low_priority_is_resumed() -> None:
-    """Requests of a higher priority take the pages that become free; it needs more than one of them releases."""
+    """Requests of a higher priority take the pages that become free, and it needs more pages than one of them frees."""
     simulator = Simulator(retract_pages=24, prefix_cache=False)
     ask(simulator, 4, 30, priority=1)
     low = ask(simulator, 4, 30)

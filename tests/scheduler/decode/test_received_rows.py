@@ -25,7 +25,7 @@ def receiving(**options: object) -> Simulator:
 
 
 def run(simulator: Simulator, until: Callable[[], object], *, copies: bool = True) -> None:
-    """Run all servers until this is true; without `copies`, the ranks make no copy beside the steps."""
+    """Run all servers until this is true; without `copies`, the ranks make no background copies."""
     for _ in range(200):
         if until():
             return
@@ -191,7 +191,9 @@ def test_unsaved_and_receiving_buffers_are_not_shrunk() -> None:
 
 
 def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write() -> None:
-    """A request ends while a step of it is in flight: its hot pages go to host-path requests only, until then."""
+    """A request ends while its step is in flight. Until the step has ended, prompts take the path to host memory
+    (`settled`, see test_kv_path.py).
+    """
     pages = PageAllocator[KvPage](4)
     commands = CommandLog(pages)
     hot = HotBuffers(HotLimits(num_pages=6, page_size=4, hot_rows=8, slots=2, overlay=NO_UNITS), pages, commands)

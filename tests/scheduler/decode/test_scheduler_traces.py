@@ -61,9 +61,9 @@ MODES = (
     Mode(window=6),
     Mode(prefill_window=3),
 )
-"""Hot pages are too few for three fully resident requests: enough for two, three or one hot buffers. With
-`writes_both`, prefill writes rows of short prompts to the GPU. A pair in which only one server frees pages behind the
-window is of different versions.
+"""Hot pages suffice for one to three hot buffers, but not for three fully resident requests. With `writes_both`,
+prefill writes rows of short prompts to the GPU. If only one server of a pair frees pages behind the window, the servers
+are of different releases.
 """
 RARELY = st.sampled_from([False, False, False, True])
 

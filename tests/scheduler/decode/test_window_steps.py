@@ -33,8 +33,8 @@ def run(simulator: Simulator, *, most_held: int) -> int:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_long_generation_holds_the_pages_of_its_window(prefix_cache: bool) -> None:
-    """The sequence is four times as long as the pool. Pages of the prompt that are cached wait for the steps in flight
-    when they are freed.
+    """The sequence is four times as long as the pool. Cached pages of the prompt are held a little longer: until the
+    steps in flight have ended.
     """
     simulator = Simulator(window=WINDOW, prefill_window=WINDOW, overlap=True, prefix_cache=prefix_cache)
     rid = simulator.ask_for(tuple(range(10, 32)), new=180)
@@ -87,7 +87,9 @@ def test_prompt_frees_pages_while_it_is_computed(local: bool) -> None:
 
 
 def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
-    """A longer prompt is refused. Requests of the longest ones may grow beyond that and are not computed again."""
+    """A longer prompt is refused. Requests may grow beyond that length; then they are not computed again after a
+    retraction, but saved.
+    """
     simulator = Simulator(window=WINDOW, prefill_window=WINDOW, local_prefill="always", retract_pages=0, endpoints=())
     most = (PAGES - MOST + 1) * PAGE_SIZE
     too_long, *rids = (simulator.ask_for(tuple(range(tokens)), new=90) for tokens in (most + 1, most, 2, 3, 4))
@@ -100,8 +102,8 @@ def test_prompt_that_decode_computes_has_to_fit_into_its_pool() -> None:
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_prompt_and_samples_that_decode_cannot_compute_do_not_wait_for_memory(servers: int) -> None:
-    """Its pool has room for the prompt with three samples, and for the windows of more. So four samples wait for a
-    prefill server; they waited for pages once, which never became free, and so did all prompts behind them.
+    """The pool has room for the prompt with three samples, and later for the windows of more samples. So four samples
+    wait for a prefill server. They used to wait for pages that never became free, and blocked all prompts behind them.
     """
     simulator = Simulator(
         window=6, prefill_window=6, local_prefill="auto", prefill_pages=40, endpoints=["a:1"][:servers]

@@ -1,12 +1,14 @@
 """Simulates a decode server and prefill servers with the real schedulers, without torch, sockets or a clock.
 
 The network is a pair of queues per server, a write is an entry in a list, and the ranks are a queue of commands that
-run some time later. Memory is a dictionary from each row to the prefix whose KV it holds. With HiSparse this is host
-memory and the keys, and hot memory is a second dictionary. A third one has the content of host memory where prefill has
-written to hot memory instead. If free pages are lent, hot memory overlaps the keys: a write to one destroys the other.
-`check()` and `finish()` verify four invariants: every step finds the KV of all its tokens, cached pages are complete in
-host memory, pages under a write that may still land are never free, and at the end every page is free and every request
-has exactly one terminal message.
+run some time later. Memory is a dictionary from each row to the prefix whose KV it holds. With HiSparse, `memory` has
+the index keys and the rows in host memory, and `hot_memory` is a second dictionary. `host` has the content of rows in
+host memory that prefill wrote to hot memory instead. If free pages are lent, hot memory overlaps the index keys: a
+write to one destroys the other.
+
+The simulator verifies four invariants: every step finds the KV of all its tokens, cached pages are complete in host
+memory, pages under a write that may still land are never free, and at the end every page is free and every request has
+exactly one terminal message.
 """
 
 import collections
@@ -118,7 +120,9 @@ class Server:
 
 
 class Simulator:
-    """Every event that can happen is a method with plain integers. `which` selects a server or request, modulo."""
+    """Every event that can happen is a method with plain integers. `which` selects a server or request, modulo their
+    number.
+    """
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class Simulator:
         """Pages and capacity of each request slot, as on the ranks."""
         self.hot_memory: dict[Row, Prefix] = {}
         self.host: dict[Row, Prefix] = {}
-        """Content of rows in host memory where it is not that of `memory`, which has the keys of these rows."""
+        """Content of rows in host memory where it differs from `memory`, which then has only the index keys."""
         self.hot_seen: collections.Counter[str] = collections.Counter()
         """Counts of events of hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
@@ -197,7 +201,7 @@ class Simulator:
         self.copies: collections.deque[SavePages | LoadPages | DropPages | OpenHot | WriteBackRows] = (
             collections.deque()
         )
-        """Copies in flight beside the steps: each is made as a whole, at any time."""
+        """Background copies in flight: each is made as a whole, at any time."""
         self.seen_chunks = 0
         """Chunks of prompts that the decode server has computed."""
         self.drawn: list[int] = []
@@ -302,7 +306,7 @@ class Simulator:
         self.act()
 
     def copy_turn(self) -> None:
-        """The ranks make their next copy beside the steps, and report."""
+        """The ranks make their next background copy, and report."""
         if not self.copies:
             return
         match self.copies.popleft():
@@ -323,7 +327,7 @@ class Simulator:
         self.act()
 
     def _open_hot(self, opened: OpenHot) -> None:
-        """The rows of a fully resident request are copied beside the steps; an evicting one fetches selected rows."""
+        """A background copy fills the buffer of a fully resident request; an evicting request fetches selected rows."""
         buffer = ResizeHot(opened.slot, opened.hot_pages, opened.capacity)
         self.hot[opened.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
@@ -404,7 +408,7 @@ class Simulator:
         return row.position + 1 <= self.hot[row.hot_slot].capacity
 
     def _write_hot(self, row: Row, prefix: Prefix) -> None:
-        """Write a hot row. Keys in the same memory are lost."""
+        """Write a hot row. Index keys in the same memory are lost."""
         self.hot_memory[row] = prefix
         for page in self._keys_under(row[0]):
             self.memory.update({(page, slot): LOST for slot in range(PAGE_SIZE)})
@@ -448,7 +452,7 @@ class Simulator:
                 kv_row = row.pages[position // PAGE_SIZE], position % PAGE_SIZE
                 if alive:
                     assert self.memory[kv_row] == tokens[: position + 1], f"{rid} reads wrong KV at {position}"
-                    assert kv_row not in self.host or self._is_resident(row), f"{rid} fetches a row that is not there"
+                    assert kv_row not in self.host or self._is_resident(row), f"{rid} fetches a row not in host memory"
             if self.decode.memory.hot is not None:
                 self._use_hot(row, tokens, alive=alive)
             if row.pages:
@@ -543,6 +547,7 @@ class Simulator:
             self.act()
 
     def prefill_alone_loses_decode(self, which: int) -> None:
+        """A prefill server loses its connection to decode; decode does not notice."""
         if (server := self._pick(which)) is not None:
             self._lose_decode(server)
 
@@ -637,7 +642,9 @@ class Simulator:
             touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
             touched.update(page for buffer in self.decode.memory.hot._detached for page in buffer.pages)
         lent = {page for loan in self.decode.pages._loans for page in loan.pages}
-        assert {key for page in touched for key in self._keys_under(page)} <= lent, "a hot page lies over keys in use"
+        assert {key for page in touched for key in self._keys_under(page)} <= lent, (
+            "a hot page overlaps index keys in use"
+        )
 
     def finish(self) -> None:
         """End all faults, run until every request has ended, and check that nothing is left."""
@@ -709,7 +716,7 @@ class Simulator:
 
     def _of_decode(self, effect: Effect) -> None:
         match effect:
-            case SendToFrontend():  # most are
+            case SendToFrontend():  # the most frequent effect
                 self._answer(effect)
             case SendToPeer(instance=instance):
                 if instance in self.servers:
@@ -717,7 +724,7 @@ class Simulator:
             case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
                 self.commands.append(effect)
             case WriteBackRows():
-                self.copies.append(effect)  # it does not wait for steps that the ranks have
+                self.copies.append(effect)  # does not wait for earlier steps
             case ConnectPeer():
                 pass
             case other:

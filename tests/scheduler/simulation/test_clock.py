@@ -77,7 +77,7 @@ def test_three_steps_on_two_cores_share_them_and_interfere() -> None:
     assert [at for at, _ in ended] == pytest.approx([1.35, 1.625, 1.875])
 
 
-def test_interference_does_not_concern_devices_of_their_own() -> None:
+def test_servers_on_devices_of_their_own_do_not_interfere() -> None:
     assert run(None, [(0, 1, 1), (0, 2, 1)], MEASURED, "pd") == [(1.0, 0), (2.0, 1)]
 
 
@@ -95,7 +95,7 @@ def test_interference_does_not_concern_devices_of_their_own() -> None:
         ("decode", 5, 2, 0.9),
     ],
 )
-def test_interference_is_that_of_the_most_similar_measured_servers(
+def test_interference_is_that_of_the_nearest_measured_numbers_of_servers(
     role: Role, prefills: int, decodes: int, factor: float
 ) -> None:
     assert MEASURED.interference_factor(role, prefills, decodes) == factor

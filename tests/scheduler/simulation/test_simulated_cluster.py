@@ -1,4 +1,4 @@
-"""Simulated servers: times that follow from the step times, and schedulers that are left clean."""
+"""Simulated clusters: latencies follow from the step times, and the schedulers pass their integrity checks."""
 
 import msgspec
 import pytest

@@ -205,7 +205,7 @@ class TimedSimulator(Simulator):
             super()._look_at_requests()
 
     def _seconds_of(self, step: DecodeStep) -> float:
-        """Prompt tokens take as long as on prefill, beside the decode step."""
+        """Prompt tokens take as long as on prefill, in addition to the decode step."""
         tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
         return (self._step_s if step.rows else 0.0) + tokens / self._tokens_per_s
 

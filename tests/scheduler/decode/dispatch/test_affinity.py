@@ -1,6 +1,6 @@
 """Conversations over several prefill servers: how much of their history is computed again.
 
-The schedulers are real; time is simulated. The yardstick is one prefill server with the memory and the speed of all.
+The schedulers are real; time is simulated. The baseline is one prefill server with the memory and the speed of all.
 """
 
 import random
@@ -83,7 +83,7 @@ def test_conversations_reuse_as_much_on_two_servers_as_on_one() -> None:
     assert counters["dispatch_prefix"] > 0.95 * CONVERSATIONS * TURNS
 
 
-def test_overloaded_server_loses_a_conversation() -> None:
+def test_next_turn_leaves_an_overloaded_server_with_its_prefix() -> None:
     """Another decode server keeps the server with the prefix busy: the next turn goes to the other one."""
     simulator = TimedSimulator(tokens_per_s=1000, limits=decode_limits(), endpoints=("a:1", "b:1"))
     simulator.run_for(1.0)
@@ -100,7 +100,7 @@ def test_overloaded_server_loses_a_conversation() -> None:
     assert simulator.decode.counters["dispatch_load"] == 2
 
 
-def test_prompt_waits_for_its_prefix_and_others_pass_it() -> None:
+def test_prompt_waits_for_the_server_with_its_prefix_and_others_overtake_it() -> None:
     """Long prompts fill the window of the server with the prefix. The next turn waits; a new prompt does not."""
     simulator = TimedSimulator(
         tokens_per_s=1000, limits=decode_limits(), endpoints=("a:1", "b:1"), prefill_tokens=200_000

@@ -15,6 +15,7 @@ def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, to
 
 @pytest.mark.parametrize(("batch", "most", "rows"), [(1, 500, 500), (60, 525, 512), (120, 612, 612), (3, 100, 100)])
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
+    """The GPU computes tiles of 128 tokens."""
     local = LocalPrefill(decode_limits(page_size=1, max_step_tokens=most), Rates())
     assert local.budget(batch, running=batch, waiting=64) + batch == rows
 

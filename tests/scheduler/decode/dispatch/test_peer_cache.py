@@ -1,4 +1,4 @@
-"""What decode knows about the caches of prefill servers: reports of the one are what the other finds."""
+"""What decode knows about the caches of prefill servers: after reports, it finds the same prefixes as the cache."""
 
 import random
 
@@ -96,7 +96,7 @@ def test_unchanged_cache_is_not_reported() -> None:
     reporting.reports.subscribe(D1)
     for _ in range(3):
         reporting.deliver()
-    assert reporting.messages == 1, "the empty content, once"
+    assert reporting.messages == 1, "an empty cache is reported once"
 
 
 def test_changes_are_collected_for_an_interval() -> None:

@@ -68,14 +68,14 @@ def test_unit_is_used_up_before_another_is_borrowed() -> None:
 def test_unneeded_hot_pages_are_used_before_loans_and_needed_ones_after() -> None:
     pools = Pools(own_pages=11)
     buffer, _ = pools.hot.open("a", 20)
-    assert (len(buffer.grant.pages), buffer.borrowed) == (5, 0)  # 11 are two more than all slots need
+    assert (len(buffer.grant.pages), buffer.borrowed) == (5, 0)  # the slots need 9 of 11
     assert pools.hot.grow("a", 21) is buffer
     assert (len(buffer.grant.pages), buffer.borrowed) == (5, 3)
     taken = pools.pages.grant("prompts", pools.pages.available)
     assert taken is not None
     other, shrunk = pools.hot.open("b", 20)
     assert not shrunk
-    assert (len(other.grant.pages), other.borrowed) == (5, 0)  # of the three that the last slot would need
+    assert (len(other.grant.pages), other.borrowed) == (5, 0)  # two of the three pages that the last slot would need
     pools.check()
 
 
@@ -269,11 +269,11 @@ def test_nothing_is_lent_while_a_request_waits_for_pages() -> None:
     limits = HotLimits(OWN_PAGES, PAGE_SIZE, hot_rows=8, slots=SLOTS, overlay=OVERLAY)
     memory = RequestMemory(pages, PAGE_SIZE, limits, outbox)
     assert memory.hot is not None
-    assert pages.grant("one that runs", 10) is not None
-    assert pages.grant("one that waits", KV_PAGES) is None
+    assert pages.grant("running", 10) is not None
+    assert pages.grant("waiting", KV_PAGES) is None
     assert not memory.reclaim_lent([])  # nothing is lent
-    cold, _ = memory.hot.open("a", 48)
-    assert cold.evicting
+    evicting, _ = memory.hot.open("a", 48)
+    assert evicting.evicting
     assert not memory.reclaim_lent([])  # no request has failed to get pages since the last call
     resident, _ = memory.hot.open("b", 48)
     assert not resident.evicting
@@ -334,7 +334,7 @@ def test_request_becomes_fully_resident_again_when_the_prefix_cache_fills_the_po
     assert hot is not None
     others = [simulator.ask_for((90 + number,), new=3) for number in range(2)]
     until(simulator, lambda: not any(rid in simulator.decode.requests for rid in others))
-    assert hot.of(request.rid).evicting, "it has made room for them"
+    assert hot.of(request.rid).evicting, "it gave up pages for them"
     assert (hot.pages.available, simulator.decode.pages.lendable(0)) == (6, 0)
     until(simulator, lambda: not hot.of(request.rid).evicting, turns=20)
     simulator.finish()

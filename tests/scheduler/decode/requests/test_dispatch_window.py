@@ -54,7 +54,7 @@ def test_prefill_is_always_busy_while_prompts_are_queued(tokens: int, prompts: i
 
 
 def test_two_decode_servers_get_a_share_of_a_prefill_server() -> None:
-    """The other one fills its window. Ours still has two prompts at a time, and its part of the steps."""
+    """The other server fills its window. Ours still has two prompts at a time, and its share of the steps."""
     simulator = TimedSimulator(tokens_per_s=5000)
     simulator.flood(8, 1000)
     simulator.run_for(2.0)
@@ -65,7 +65,7 @@ def test_two_decode_servers_get_a_share_of_a_prefill_server() -> None:
     assert not simulator.failures
     assert simulator.most_at_prefill <= 2000
     assert simulator.busy_s > 0.99 * simulator.now
-    assert simulator.now - began < 20_000 / 5000 * 8, "two of ten prompts are ours, and they are no shorter"
+    assert simulator.now - began < 20_000 / 5000 * 8, "two of ten prompts are ours, and all have the same length"
 
 
 @pytest.mark.parametrize("pinned", [None, "a:1"])
@@ -146,7 +146,7 @@ def frequent_thread_switches() -> Iterator[None]:
 
 @pytest.mark.usefixtures("frequent_thread_switches")
 def test_another_thread_reads_the_tokens_ahead_while_prompts_come_and_go() -> None:
-    """The thread that sends the status reads them. It would end with an error, and the server would become deaf."""
+    """The thread that sends the status reads them. Iterating over a dictionary that changes would raise."""
     window, done = DispatchWindow(), threading.Event()
     kinds = [PromptKind.of(priority, 100) for priority in range(64)]
 

@@ -128,7 +128,7 @@ def test_prefix_may_end_inside_a_page(shared: int, prefix: int) -> None:
     pages.check_integrity()
 
 
-def test_copied_page_is_left_out_if_it_would_have_to_be_evicted_for_the_prompt() -> None:
+def test_partial_prefix_page_is_not_copied_if_the_prompt_needs_its_memory() -> None:
     pages = PageAllocator[KvPage](4)
     cache = cached(pages, CACHED)
     prompt = Prompt(1, (*CACHED[:6], *range(9, 0, -1)), now=0)  # four pages, one of them shared

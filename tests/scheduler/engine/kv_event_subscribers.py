@@ -51,7 +51,7 @@ class BusyCache:
         self.cache.flush()
 
     def inserted(self, tokens: tuple[int, ...], path: list[CachedPage]) -> None:
-        """The pages of a sequence are in the cache."""
+        """Called when the pages of a sequence are in the cache."""
 
     def cached_tokens(self, tokens: tuple[int, ...]) -> int:
         return len(self.cache.match(tokens, len(tokens))) * PAGE
@@ -107,7 +107,7 @@ class Follower:
     def __init__(
         self, port: int, replay_port: int, topic: bytes = b"", *, page_size: int = PAGE, medium: str | None = None
     ) -> None:
-        """With `medium`, `blocks` are those of this medium; others are ignored."""
+        """With `medium`, only blocks on this medium are followed."""
         self._page_size = page_size
         self._medium = medium
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -134,8 +134,8 @@ class Follower:
         self._context.destroy(linger=0)
 
     def follow(self, until: Callable[[], bool]) -> None:
-        """Apply events until the condition holds. Without news, ask for what is missing: the first batches may have
-        been sent before the subscription.
+        """Apply events until the condition holds. If none arrive, request a replay: the first batches may have been
+        sent before the subscription.
         """
         ends_at = time.monotonic() + 60
         while not until():

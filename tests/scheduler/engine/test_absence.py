@@ -1,5 +1,5 @@
-"""A decode server that did not run for some time: that time counts neither as a wait for a prefill server nor as part
-of a quarantine.
+"""A decode server whose process was stopped for some time, for example by SIGSTOP: that time counts neither as a wait
+for a prefill server nor as part of a quarantine.
 """
 
 import queue
@@ -89,7 +89,7 @@ def test_request_fails_if_no_prefill_server_pairs_after_a_stop(monkeypatch: pyte
 
 @pytest.mark.parametrize("stopped_s", [0.0, STOPPED_S])
 def test_quarantine_goes_on_after_a_stop(stopped_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel has received meanwhile is written into the pages when this process runs again."""
+    """Bytes that the kernel received meanwhile are written into the pages when this process runs again."""
     server = Server(monkeypatch)
     server.scheduler.peer_up(PrefillPeer(PREFILL, {"a:1"}))
     server.submit()

@@ -27,7 +27,7 @@ WORKER = 7
 
 
 class LossyProxy:
-    """Forwards KV events, and drops a stretch of them when told."""
+    """Forwards KV events, and drops the next `to_lose` of them."""
 
     def __init__(self, port: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -118,7 +118,7 @@ def indexer(tmp_path: Path) -> Iterator[Indexer]:
     indexer.close()
 
 
-def test_indexer_agrees_with_cache_and_store_after_a_lost_and_replayed_stretch(
+def test_indexer_agrees_with_cache_and_store_after_lost_events_are_replayed(
     indexer: Indexer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = KvEventPublisher("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""The leader's end of the socket to the frontend; the test is the frontend."""
+"""The leader's end of the socket to the frontend. The test acts as the frontend."""
 
 import queue
 import threading
@@ -62,9 +62,7 @@ def test_messages_of_the_frontend_arrive_while_other_threads_send(frontend: Fron
     assert [frontend.inbox.get(timeout=5) for _ in range(100)] == [Cancel(f"r{number}") for number in range(100)]
 
 
-def test_messages_arrive_after_a_status_that_could_not_be_made(
-    frontend: Frontend, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_messages_arrive_after_an_error_in_the_status(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> None:
     failed = threading.Event()
 
     def status() -> Status:

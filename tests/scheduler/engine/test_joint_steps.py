@@ -1,5 +1,5 @@
 """The engine loop with data-parallel ranks: steps of all ranks start together, each rank has requests of its own. The
-test is the ranks.
+test acts as the ranks.
 """
 
 import itertools
@@ -155,8 +155,8 @@ class JointServer:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_rows_are_copied_to_host_memory_when_the_ranks_have_their_step(overlap: bool) -> None:
-    """Once, also by an engine without a step of its own, and while another one cannot take a step."""
+def test_rows_are_copied_to_host_memory_after_the_ranks_got_their_step(overlap: bool) -> None:
+    """Once, also on a rank without rows in this step, and while another rank cannot take a step."""
     server = JointServer(overlap=overlap)
 
     def receive() -> None:
@@ -248,7 +248,7 @@ def test_next_step_starts_when_every_rank_can_take_it(overlap: bool) -> None:
     server.finish()
 
 
-def test_prompts_are_spread_over_ranks_and_events_find_theirs() -> None:
+def test_prompts_are_spread_over_ranks_and_cancels_go_to_their_ranks() -> None:
     server = JointServer()
     rids = [server.submit(5, 20, first=100 * index) for index in range(4)]
     server.turn()
@@ -272,7 +272,7 @@ def test_cached_prefix_attracts_a_prompt_unless_its_rank_is_crowded() -> None:
         rid = server.submit(9, 20)
         server.turn()
         found.append(server.rank_of(rid))
-    assert found == [rank, rank, 1 - rank, rank], "the third would make two more than on the other rank"
+    assert found == [rank, rank, 1 - rank, rank], "with the third, the rank would have two more than the other"
     server.finish()
 
 
@@ -323,7 +323,7 @@ def test_queue_limit_holds_per_rank_and_calls_are_accepted_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_ranks_decide_alike_about_prompts_of_a_call_whose_grammars_were_not_compiled(accepted: bool) -> None:
+def test_all_ranks_accept_or_refuse_the_prompts_of_a_call_with_grammars(accepted: bool) -> None:
     server = JointServer(pages=10, queued=1)
     for first_id in (100, 200):
         server.submit(30, 8, first=first_id)

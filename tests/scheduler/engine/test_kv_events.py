@@ -1,4 +1,4 @@
-"""KV events: a subscriber that knows only the format has the same tree as the cache, also after losses."""
+"""KV events: a subscriber that knows only the format has the same tree as the cache, also after lost events."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def follower_of(publisher: KvEventPublisher, topic: bytes = b"") -> Follower:
 
 
 def test_subscriber_agrees_with_the_cache_after_random_changes_and_a_loss(publisher: KvEventPublisher) -> None:
-    """What is sent before the subscription, and a stretch in the middle, is replayed."""
+    """Events before the subscription, and five lost batches in the middle, are replayed."""
     busy = BusyCache(seed=1)
     busy.cache.listen(publisher.events_of(0, PAGE, "GPU"))
     changes = 0

@@ -60,7 +60,7 @@ WELCOME = Welcome(PROTOCOL_VERSION, InstanceId("prefill"), "model", "model", PLA
 
 
 class Engine:
-    """A prefill loop without ranks and frontend, driven by the test, and the control thread of a decode server."""
+    """The engine loop of a prefill server without ranks and frontend, and the control thread of a decode server."""
 
     def __init__(self, stack: ExitStack) -> None:
         limits = PrefillLimits(

@@ -46,7 +46,7 @@ def test_loop_that_does_not_turn_is_named_within_five_seconds_and_forgotten_when
     assert server.run_for(0.25) == []
 
 
-def test_control_thread_is_named() -> None:
+def test_stuck_control_thread_is_named() -> None:
     server = Server()
     server.run_for(10.0)
     server.control_turned_at = server.now
@@ -63,7 +63,7 @@ def test_step_is_stuck_if_it_takes_far_longer_than_earlier_steps() -> None:
 
 
 def test_long_step_of_a_slow_machine_is_not_stuck() -> None:
-    """A step of one token took 10 ms: one of 2,048 tokens may take ten times 20 s."""
+    """A step of one token took 10 ms, so one of 2,048 tokens may take 20 s, and is stuck only after ten times that."""
     server = Server()
     server.run_for(10.0)
     server.engine.last_step = step(1), 0.01
@@ -71,8 +71,8 @@ def test_long_step_of_a_slow_machine_is_not_stuck() -> None:
     assert server.run_for(60.0) == []
 
 
-def test_step_that_this_process_was_stopped_in_does_not_set_the_limit() -> None:
-    """The server is idle after it: it stays the last step."""
+def test_step_during_which_the_process_was_stopped_does_not_set_the_limit() -> None:
+    """The server is idle afterwards, so this step stays its last one."""
     server = Server()
     server.run_for(10.0)
     server.engine.last_step = step(1), 0.01
@@ -98,7 +98,7 @@ def test_step_begins_when_the_one_before_it_is_done() -> None:
     assert server.run_for(0.5) == ["step 7 has been on the ranks for 4 s"]
 
 
-def test_first_step_of_a_server_is_not_judged() -> None:
+def test_first_step_of_a_server_has_no_limit() -> None:
     server = Server()
     server.engine.steps_in_flight.append((server.now, step(8)))
     assert server.run_for(60.0) == []

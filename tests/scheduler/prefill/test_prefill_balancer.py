@@ -1,4 +1,4 @@
-"""Data-parallel ranks of a prefill server: which one computes a prompt, and which one hears about it later."""
+"""Data-parallel ranks of a prefill server: which rank computes a prompt and gets later messages about it."""
 
 from unittest.mock import Mock
 
@@ -76,7 +76,7 @@ def test_cached_prefix_counts_as_computed() -> None:
     assert choose_for_prompt(ranks, prompt) == 0
 
 
-def test_messages_find_the_rank_of_their_transfer_and_peers_are_known_to_all() -> None:
+def test_messages_go_to_the_rank_of_their_transfer_and_events_of_peers_to_all_ranks() -> None:
     ranks = schedulers(3)
     router = PrefillRouter(ranks)
     give(ranks[2], 5, [1] * 10)

@@ -160,17 +160,17 @@ def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
     for _ in range(50):
         scheduler.advance(0.0)
     assert looked_up == [200, 201, 202]
-    scheduler.abort(DECODE, Abort(TransferKey(1, 1), "the one that waits"), 0.0)
+    scheduler.abort(DECODE, Abort(TransferKey(1, 1), "waiting"), 0.0)
     for _ in range(50):
         scheduler.advance(0.0)
     assert looked_up == [200, 201, 202]
-    scheduler.abort(DECODE, Abort(TransferKey(0, 1), "the one that computes"), 0.0)
+    scheduler.abort(DECODE, Abort(TransferKey(0, 1), "computing"), 0.0)
     scheduler.advance(0.0)
     assert looked_up == [200, 201, 202, 202]
     assert [request.grant is not None for request in scheduler.requests.values()] == [True]
 
 
-def test_prompt_that_was_scored_before_a_retraction_is_taken_from_the_cache() -> None:
+def test_scored_prompt_uses_the_cache_after_a_retraction() -> None:
     """Log-probabilities of a prompt are computed once; after a retraction only its KV is missing."""
     prefill, prompt = Prefill(), list(range(300))
     scored = LogprobParams(start=0)

@@ -118,7 +118,7 @@ HISPARSE = PageSpace(num_pages=8, page_size=4, in_host_memory=True, hot_pages=5)
         ),
     ],
 )
-def test_trailing_field_is_checked_against_the_announced_pools(
+def test_hisparse_destination_is_checked_against_the_announced_pools(
     space: PageSpace, enable_hisparse: bool, hot_indices: list[int], reason: str | None
 ) -> None:
     scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))

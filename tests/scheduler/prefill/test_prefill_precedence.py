@@ -97,7 +97,7 @@ def test_higher_priority_overtakes_requests_that_wait_for_pages() -> None:
     queue.finish()
 
 
-def test_higher_priority_that_fits_starts_before_one_that_does_not() -> None:
+def test_higher_priority_that_fits_overtakes_a_request_that_waits_for_pages() -> None:
     """The free pages are too few for the request before it, but enough for it."""
     queue = PrefillQueue()
     holds, waits = queue.arrive(20), queue.arrive(12)

@@ -1,4 +1,4 @@
-"""A prefill scheduler with a KV store: loads, aborts and failures, with ranks that do what a test wants."""
+"""A prefill scheduler with a KV store: loads, aborts and failures. The test acts as the ranks."""
 
 import random
 
@@ -146,7 +146,7 @@ def test_prefix_in_the_store_is_not_computed(prefill: Prefill) -> None:
     assert prefill.scheduler.counters["store_tokens_loaded"] == 288
 
 
-def test_local_prefix_and_stored_tokens_are_told_apart(prefill: Prefill) -> None:
+def test_stored_tokens_do_not_include_the_local_prefix(prefill: Prefill) -> None:
     prompt = prompt_of(2, 300)
     compute_and_forget(prefill, prompt)
     prefill.receive(1, prompt[:80])
@@ -180,7 +180,7 @@ def test_others_compute_while_a_prompt_loads(prefill: Prefill) -> None:
     assert prefill.done[1].stored_tokens == 288
 
 
-def test_aborted_prompt_is_acknowledged_at_once_and_its_pages_follow(prefill: Prefill) -> None:
+def test_abort_during_a_load_is_acknowledged_at_once_and_pages_are_released_later(prefill: Prefill) -> None:
     prompt = prompt_of(6, 300)
     compute_and_forget(prefill, prompt)
     prefill.receive(1, prompt)

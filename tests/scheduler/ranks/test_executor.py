@@ -1,4 +1,4 @@
-"""The executor on a tiny model: results equal transformers, and do not depend on chunks and batches."""
+"""The executor on a tiny model: results equal those of transformers, and do not depend on chunks and batches."""
 
 import dataclasses
 import random

@@ -28,7 +28,7 @@ ROLES: list[type[AnyServerConfig]] = [PrefillConfig, DecodeConfig]
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    """With a context so long that memory is the limit of every pool."""
+    """A model with a context so long that memory limits the size of every pool."""
     directory = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", max_position_embeddings=1 << 20)
     return locate_model(str(directory))
 
@@ -83,7 +83,7 @@ def test_kv_without_heads_reserves_no_memory_for_staging(
 ) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path_factory.mktemp("model"), "deepseek_v32")))
     caplog.set_level("INFO")
-    settings = {"kv_memory_fraction": 0.001}  # so little that not all that is useful fits
+    settings = {"kv_memory_fraction": 0.001}  # so little that memory limits the pool
     pages = [build(role, source, **settings, staging=staging).cache.num_pages for staging in ("on", "off")]
     assert pages[0] == pages[1]
     assert "staging" not in caplog.text

@@ -136,7 +136,9 @@ def test_step_that_cannot_start_is_reported_after_the_step_in_flight(tmp_path: P
 
 
 def test_step_whose_writes_cannot_be_started_ends_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step itself is in flight. Reported as done and as failed, it would take the place of the next one."""
+    """The step itself is in flight. If it were reported as failed and later as done, the second report would count for
+    the next step.
+    """
     reports: list[RankReport] = []
     rank = make_rank(tmp_path, reports)
     assert rank._writes is not None

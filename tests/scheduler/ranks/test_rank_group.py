@@ -1,4 +1,4 @@
-"""The leader's socket to its rank processes; the test is the rank processes."""
+"""The leader's socket to its rank processes. The test acts as these processes."""
 
 import threading
 from collections.abc import Callable, Iterator

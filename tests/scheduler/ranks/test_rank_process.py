@@ -1,4 +1,4 @@
-"""A rank process; the test is its leader."""
+"""A rank process. The test acts as its leader."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ class LeaderSocket:
 
 @contextmanager
 def rank_process(model: Path) -> Iterator[tuple[RankProcess, LeaderSocket]]:
-    """Rank 1 of two. Rank 0 does not start, so it waits in the rendezvous; it reads commands meanwhile."""
+    """Rank 1 of two. Rank 0 does not start, so rank 1 waits for it in the rendezvous; it reads commands meanwhile."""
     config = PrefillConfig(model=str(model), tp=2, device="cpu", threads=1)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

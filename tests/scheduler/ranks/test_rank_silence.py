@@ -1,4 +1,4 @@
-"""Detection of lost ranks and leaders. A process that did not run itself does not count its peers as silent."""
+"""Detection of lost ranks and leaders. After a process was stopped itself, it does not count its peers as silent."""
 
 import io
 import json
@@ -32,7 +32,7 @@ SILENCE_S = 0.5
 
 
 def test_ranks_are_not_lost_when_the_hub_itself_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their messages of that time are still unread. A rank that stays silent is lost."""
+    """Messages of that time are still unread. A rank that stays silent afterwards is lost."""
     monkeypatch.setattr(ranks, "TICK_S", SILENCE_S / 10)
     monkeypatch.setattr(ranks, "STARTUP_SILENCE_S", SILENCE_S)
     monkeypatch.setattr(ranks, "SILENCE_S", SILENCE_S)
@@ -101,7 +101,7 @@ def test_rank_does_not_exit_when_it_was_stopped_itself(stopped_in: str | None, m
 
 
 @pytest.mark.parametrize("stopped_s", [60.0, 0.0])
-def test_sender_is_not_stuck_because_the_rank_was_stopped_within_a_check(stopped_s: float) -> None:
+def test_sender_is_not_reported_as_stuck_if_the_rank_was_stopped_during_the_check(stopped_s: float) -> None:
     now = 100.0
 
     def problems() -> list[str]:

@@ -1,4 +1,4 @@
-"""Blocks between the pools of ranks and a store in memory: any layout reads what any other wrote."""
+"""Blocks are copied between the pools of ranks and a store in memory: any layout reads what any other wrote."""
 
 import queue
 import random
@@ -214,7 +214,7 @@ def test_blocks_of_two_layouts_continue_each_other(make: MakeRank) -> None:
     reader.check(0, BLOCKS * BLOCK_TOKENS)
 
 
-def test_tokens_that_are_in_shared_pages_are_not_written(make: MakeRank) -> None:
+def test_load_does_not_overwrite_tokens_in_shared_pages(make: MakeRank) -> None:
     writer, reader = make(page_size=16), make(page_size=16)
     writer.fill()
     writer.write()
@@ -271,7 +271,7 @@ def test_store_that_does_not_answer_in_time_is_a_problem(make: MakeRank) -> None
     assert report.problem == "the store has not answered"
 
 
-def test_slow_lookup_is_given_up_and_is_no_problem_yet(make: MakeRank) -> None:
+def test_slow_lookup_is_given_up_without_a_problem(make: MakeRank) -> None:
     rank = make(page_size=16)
     report = rank.load(lookup_timeout_s=0.0)
     assert (report.blocks, report.problem, report.late) == (0, None, True)

@@ -1,4 +1,4 @@
-"""Steps with grammars on a tiny model of one byte per token: states across steps, and sampling after the next start."""
+"""Steps with grammars on a tiny model of one byte per token: grammar states across steps, and delayed sampling."""
 
 import random
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def text_of(tokens: Sequence[int], source: ModelSource) -> str:
 
 
 class Sequences:
-    """Two sequences, of which the first has a grammar, run as the leader of a decode server has them run."""
+    """Two sequences, of which the first has a grammar, with the rows that the leader of a decode server sends."""
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
@@ -76,7 +76,7 @@ def run(executor: Executor, rows: Sequence[StepRow]) -> list[StepResult]:
 
 
 def known_outputs(sequences: Sequences, steps: int) -> list[list[int]]:
-    """Outputs of steps that each wait for the one before."""
+    """The outputs without overlap: each step starts after the previous one has ended."""
     outputs: list[list[int]] = [[], []]
     rows = sequences.prompts()
     for step in range(steps):

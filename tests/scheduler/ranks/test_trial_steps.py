@@ -1,4 +1,6 @@
-"""The trial steps that a server runs before it sizes its KV pool: they use a single page, and no step is larger."""
+"""The trial steps that a server runs before it sizes its KV pool: they use a single page, and no later step needs more
+memory.
+"""
 
 import pytest
 import torch

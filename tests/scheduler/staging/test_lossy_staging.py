@@ -1,4 +1,4 @@
-"""Both sides of the staged path over a channel that loses, repeats and reorders, with aborts and restarts at any time.
+"""Both sides of staging over a channel that loses, repeats and reorders messages, with aborts and restarts at any time.
 
 The simulator has a memory: writes change it while they run, and some change it after they were reported as failed.
 """
@@ -95,7 +95,7 @@ class Write:
 
 @dataclasses.dataclass
 class Transfer:
-    """What the two schedulers know."""
+    """A transfer, as the two schedulers see it."""
 
     key: TransferKey
     server: int
@@ -279,7 +279,7 @@ class LossyStaging(RuleBasedStateMachine):
     def finish_scatter(self, part: StagePart) -> None:
         command = self.scatters.pop(part)
         found = {self.memory[part.destination][unit] for unit in units(command.offset, command.size_bytes)}
-        assert found == {part}, "the region holds another part's bytes"
+        assert found == {part}, "the region holds the bytes of another part"
         self.scattered.add(part)
         if self.receiver.scattered(part) is not None:
             self.finish_transfer(part.key)

@@ -1,4 +1,4 @@
-"""What a server expects to be in the KV store, and reports as pages."""
+"""Which blocks a server expects to be in the KV store, and which pages it reports for them."""
 
 import collections
 import random
@@ -21,7 +21,7 @@ ROOM = 400
 
 
 class View:
-    """Pages of a subscriber. Listens to a prefix cache too, so that it hashes its pages."""
+    """The pages that a subscriber knows. It also listens to the prefix cache, so that the cache hashes its pages."""
 
     def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}

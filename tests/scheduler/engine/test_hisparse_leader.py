@@ -39,7 +39,7 @@ DEVICE_BYTES = HOST_PAGES * PAGE_SIZE * INDEXER_BYTES + 10.5 * PAGE_SIZE * LATEN
 
 
 def receive(frontend: "zmq.Socket[bytes]") -> ToFrontendBatch:
-    assert frontend.poll(20_000), "the leader is silent"
+    assert frontend.poll(60_000), "the leader is silent"
     batch: ToFrontendBatch = msgspec.msgpack.decode(frontend.recv(), type=ToFrontendBatch)
     return batch
 

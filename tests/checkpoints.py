@@ -1,7 +1,8 @@
 """Tiny random checkpoints on disk, as Hugging Face writes them, with a byte-level tokenizer and a chat template.
 
 Weights are drawn N(0, 1/fan_in) and embeddings N(0, 1): with transformers' own initialisation logits are nearly flat
-and an argmax proves little. Embeddings are untied unless asked for, since tied random ones just repeat one token.
+and an argmax proves little. Embeddings are untied by default, since a model with tied random embeddings repeats one
+token.
 """
 
 import functools

@@ -35,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed_python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment with the wheel. A .pth file makes the packages of this one visible."""
+    """The interpreter of a new environment with the wheel. A .pth file adds the packages of the current one."""
     environment = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
     # The packages of this environment without its editable install, whose .pth file would add this checkout.

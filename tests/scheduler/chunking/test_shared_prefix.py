@@ -184,4 +184,4 @@ def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted
     simulator.decode.cancel("r0", simulator.now)
     simulator.run(lambda: {"r1", "r2"} <= simulator.ended_at.keys())
     assert simulator.decode.counters["prefix_waits"] == 3
-    assert simulator.tokens_here == SHARED + OWN + SHARED + 2 * OWN, "the first one was in a step"
+    assert simulator.tokens_here == SHARED + OWN + SHARED + 2 * OWN, "the first prompt was already in a step"

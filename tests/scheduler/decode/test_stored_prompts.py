@@ -1,4 +1,4 @@
-"""A decode scheduler with a KV store: it loads prompts that it computes itself, and offers finished answers."""
+"""A decode scheduler with a KV store: it loads prefixes of prompts that it computes itself, and stores its output."""
 
 import collections
 import random
@@ -132,7 +132,7 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
 
 
 def with_history(prompt: list[int]) -> Decode:
-    """A server that may choose, and has written a conversation to the store. Prefill computes as fast as it does."""
+    """A server with `local_prefill` auto that has written a conversation to the store. Prefill is as fast as it is."""
     decode = Decode("auto")
     decode.scheduler.dispatcher.placer._first_at = -100.0  # it has waited for a prefill server
     decode.turn()
@@ -176,7 +176,7 @@ def test_turn_goes_to_prefill_if_the_store_has_lost_its_history(left: int) -> No
     assert not decode.loads
 
 
-def test_turn_is_computed_here_if_the_store_has_lost_its_history_and_prefill_is_gone() -> None:
+def test_turn_is_computed_here_if_its_history_and_the_prefill_server_are_lost() -> None:
     prompt = random.Random(4).choices(range(100), k=1000)
     decode = with_history(prompt)
     decode.submit("second", prompt, 4)

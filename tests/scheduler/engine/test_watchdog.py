@@ -38,7 +38,7 @@ def step(tokens: int) -> RunStep:
     return RunStep(7, (StepRow((0,) * tokens, 0, (0,)),))
 
 
-def test_loop_that_does_not_turn_is_named_within_five_seconds_and_forgotten_when_it_turns() -> None:
+def test_stuck_engine_loop_is_named_within_five_seconds_until_it_turns_again() -> None:
     server = Server()
     assert server.run_for(10.0) == []
     assert server.run_for(4.0, loop_turns=False) == []

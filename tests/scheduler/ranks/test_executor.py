@@ -81,7 +81,7 @@ def check_prompt_logprobs(
 @pytest.mark.parametrize("top", [0, 5])
 @pytest.mark.parametrize("first", [0, 1, 17, 49, 50])
 @pytest.mark.parametrize("chunks", [[50], [16, 16, 18], [1, 1, 15, 32, 1], [17, 33]])
-def test_prompt_logprobs_equal_transformers_whatever_the_chunks(
+def test_prompt_logprobs_equal_transformers_for_all_chunk_sizes(
     tiny: Tiny, chunks: list[int], first: int, top: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor_module, "_SCORED_ELEMENTS", 7 * VOCAB_SIZE)  # seven tokens at a time

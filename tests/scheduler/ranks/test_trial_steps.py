@@ -41,13 +41,13 @@ def test_decode_tries_its_largest_batch_and_one_token() -> None:
     assert [(row.start, row.length) for row in one] == [(0, 1)]
 
 
-def test_decode_that_computes_prompts_tries_the_end_of_the_longest_one_with_and_without_the_batch() -> None:
+def test_decode_tries_the_last_chunk_of_the_longest_prompt_with_and_without_the_batch() -> None:
     _, _, mixed, alone = trial_steps(DecodeConfig(page_size=4, max_step_tokens=24), 7, LONGEST)
     assert [(row.start, row.length) for row in mixed] == [(0, 1)] * 7 + [(83, 17)]
     assert [(row.start, row.length) for row in alone] == [(76, 24)]
 
 
-def test_prefill_tries_the_end_of_the_longest_prompt_and_any_number_of_prompts() -> None:
+def test_prefill_tries_the_last_chunk_of_the_longest_prompt_and_several_numbers_of_prompts() -> None:
     config = PrefillConfig(page_size=4, max_queued_requests=20)
     longest, *others = trial_steps(config, 24, LONGEST)
     assert [(row.start, row.length) for row in longest] == [(76, 24)]

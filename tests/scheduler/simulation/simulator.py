@@ -362,7 +362,7 @@ class Simulator:
         return self.host.get(row, self.memory.get(row, ()))
 
     def _resize_hot(self, buffer: ResizeHot) -> None:
-        """Rows do not move, so the pages that stay must be the first ones, in their order."""
+        """Rows do not move, so the pages that stay must be the first pages, in the same order."""
         before = self.hot[buffer.slot]
         self.hot[buffer.slot] = buffer
         assert buffer.capacity >= HOT_ROWS
@@ -390,7 +390,7 @@ class Simulator:
                 self._write_hot(_hot_row(buffer, slot), ())
 
     def _use_hot_chunk(self, chunk: Chunk[LocalPrompt], *, alive: bool) -> None:
-        """A chunk: all rows before it are in the buffer of its prompt, and its own ones are written there."""
+        """A chunk: all rows before it are in the buffer of its prompt, and its own rows are written there."""
         local, tokens = chunk.prompt, chunk.prompt.prompt.token_ids
         assert local.hot_slot is not None
         buffer = self.hot[local.hot_slot]

@@ -79,7 +79,7 @@ class StoreSimulator(Simulator):
         self.store.written(StoreWritten(0, command.number, count, count, self._problem(0.02)), self.now)
 
     def _store_load(self, command: StoreLoad) -> None:
-        """Load blocks from the first one on; stop at one that is lost or damaged."""
+        """Load the blocks in order, up to the first that is lost or damaged."""
         loaded = corrupt = 0
         for block in command.blocks:
             value = self.values.get(block)

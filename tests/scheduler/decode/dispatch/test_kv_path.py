@@ -55,6 +55,8 @@ def test_rows_go_to_the_gpu_if_one_request_will_be_fully_resident(
 def test_first_pages_of_requests_on_their_way_and_of_some_more_stay_free(
     free_slots: int, ahead: int, free_pages: int, path: str
 ) -> None:
-    """Five pages for the prompt, three first pages for each other slot, of at most eight slots and those ahead."""
+    """The prompt needs five pages. Three first pages stay free for each other free slot: for eight slots at most, and
+    for one more per request ahead.
+    """
     inputs = dataclasses.replace(RESIDENT, free_slots=free_slots, ahead=ahead, free_pages=free_pages)
     assert choose_path(inputs).path == path

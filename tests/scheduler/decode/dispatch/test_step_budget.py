@@ -49,7 +49,7 @@ def test_rate_of_prompt_tokens_excludes_the_decode_step() -> None:
     assert [sample for sample, _ in rate._samples] == [200, 200]
 
 
-def test_rate_beside_requests_is_that_of_the_last_steps_and_at_most_that_without_requests() -> None:
+def test_prompt_rate_of_mixed_steps_is_at_most_that_of_steps_without_requests() -> None:
     times = StepTimes(Rate())
 
     def step(running: int, tokens: int, seconds: float) -> None:
@@ -63,7 +63,7 @@ def test_rate_beside_requests_is_that_of_the_last_steps_and_at_most_that_without
     step(0, 1024, 0.025)
     step(32, 0, 0.005)
     step(32, 512, 0.005)
-    assert times.tokens_per_s(2048) == pytest.approx(1024 / 0.025), "tokens that seem to take no time"
+    assert times.tokens_per_s(2048) == pytest.approx(1024 / 0.025), "in the mixed step, tokens seemed to take no time"
     for _ in range(2):
         step(32, 240, 0.015)
     assert times.tokens_per_s(2048) == pytest.approx(240 / 0.010)

@@ -102,3 +102,12 @@ def test_first_step_of_a_server_has_no_limit() -> None:
     server = Server()
     server.engine.steps_in_flight.append((server.now, step(8)))
     assert server.run_for(60.0) == []
+
+
+def test_stuck_step_of_a_data_parallel_rank_is_named_with_its_rank() -> None:
+    server = Server()
+    other = SimpleNamespace(steps_in_flight=collections.deque(), last_step=(step(1), 0.01))
+    server.loop.engines.append(other)
+    server.run_for(10.0)
+    other.steps_in_flight.append((server.now, step(8)))
+    assert server.run_for(4.5) == ["data-parallel rank 1: step 7 has been on the ranks for 4 s"]

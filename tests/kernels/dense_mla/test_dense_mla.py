@@ -132,7 +132,8 @@ def test_padding_gives_zeros_and_unused_entries_nothing(where: Where) -> None:
         num_partials=plan.num_partials + 4,
     )
     query = torch.cat((batch.query, torch.full((2, 4, 32), torch.nan, dtype=dtype)))
-    out = dense_mla(query.to(device), batch.pool.to(device)[:, LAYER], padded, scale=0.2, value_dim=24, impl=impl)
+    with poisoned(impl):
+        out = dense_mla(query.to(device), batch.pool.to(device)[:, LAYER], padded, scale=0.2, value_dim=24, impl=impl)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(
         out[:2].double().cpu(), batch.exact(scale=0.2, value_dim=24), rtol=tolerance, atol=tolerance

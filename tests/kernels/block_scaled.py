@@ -6,7 +6,7 @@ from pdserve.kernels.linear.block_format import BLOCK, FP8, BlockScaled
 
 
 def draw_block_scaled(*shape: int, generator: torch.Generator, row_group: int = BLOCK) -> BlockScaled:
-    """Weights of N(0, 1 / columns) whose scales differ from block to block, on the CPU."""
+    """Weights of about N(0, 1 / columns) on the CPU; every block has another scale."""
     weight = BlockScaled.allocate(*shape, row_group=row_group, device=torch.device("cpu"))
     weight.values.copy_((torch.randn(shape, generator=generator) * 64).clamp(-448, 448).to(FP8))
     blocks = -(-shape[-1] // BLOCK)
@@ -17,7 +17,7 @@ def draw_block_scaled(*shape: int, generator: torch.Generator, row_group: int = 
 
 
 def draw_row_scaled(*shape: int, generator: torch.Generator) -> BlockScaled:
-    """The same with a scale per row."""
+    """The same, with a scale per row."""
     weight = BlockScaled.allocate_by_row(*shape, device=torch.device("cpu"))
     weight.values.copy_((torch.randn(shape, generator=generator) * 64).clamp(-448, 448).to(FP8))
     weight.scales.copy_((torch.rand(weight.scales.shape, generator=generator) + 0.5) / 64 / shape[-1] ** 0.5)

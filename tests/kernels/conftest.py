@@ -11,7 +11,7 @@ anywhere = each_of(*PLACES, ("numba", "cpu"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop combinations of a Numba kernel with another dtype."""
+    """Deselect Numba kernels with other dtypes than float32."""
     items[:] = [item for item in items if not _wrong_dtype(item)]
 
 

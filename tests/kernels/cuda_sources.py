@@ -1,6 +1,7 @@
-"""Checks launches of csrc/ kernels against their declarations: nothing else checks them, arguments are bare numbers.
+"""Checks launches of csrc/ kernels against their declarations. The arguments of a launch are plain numbers, so neither
+Python nor CUDA checks them.
 
-`compiling` also compiles the kernels that are launched, for Hopper: NVRTC needs no GPU.
+With `compiling`, kernels are also compiled, for Hopper: NVRTC needs no GPU.
 """
 
 import contextlib
@@ -17,8 +18,8 @@ import torch
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 
 _NUMBERS_END = 1 << 32
-"""Every size, stride or float in a launch of a test is below this, and so is no address, unless the heap of this Python
-begins there.
+"""In the launches of tests, sizes, strides and the bits of floats are below this. Addresses are above it, unless the
+heap of this process begins below.
 """
 _FIRST_ADDRESS = min(_NUMBERS_END, torch.empty(1).data_ptr() >> 1)
 
@@ -38,7 +39,7 @@ def check_launch(source: str, name: str, args: tuple[Any, ...]) -> None:
     taken = parameters(source, name)
     assert len(args) == len(taken), f"{name} takes {len(taken)} arguments, not {len(args)}"
     for number, (arg, kind) in enumerate(zip(args, taken, strict=True)):
-        assert type(arg) is int, f"argument {number} of {name} is {arg!r}: only an int has the width of a parameter"
+        assert type(arg) is int, f"argument {number} of {name} is {arg!r}, not an int, which is passed as 64 bits"
         assert kind.endswith("*") or kind == "long long", f"parameter {number} of {name} is {kind}"
         fits = arg >= _FIRST_ADDRESS if kind.endswith("*") else arg < _NUMBERS_END
         assert fits, f"argument {number} of {name}, {kind}, is {arg}"
@@ -49,7 +50,7 @@ _compiling = False
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile what is loaded within it."""
+    """`load_kernel` compiles the kernels that it loads within this context."""
     global _compiling
     _compiling = True
     try:
@@ -60,7 +61,7 @@ def compiling() -> Iterator[None]:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """The oldest NVRTC that the extras install: later ones accept more."""
+    """The oldest NVRTC that the extras install. What it compiles, later ones compile too."""
     folder = importlib.metadata.distribution("nvidia-cuda-nvrtc-cu12").locate_file("nvidia/cuda_nvrtc/lib")
     return ctypes.CDLL(f"{folder}/libnvrtc.so.12")
 

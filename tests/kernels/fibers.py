@@ -1,7 +1,7 @@
 """CUDA kernels, compiled for the CPU: the threads of a cluster are fibers of one thread.
 
-Headers are replaced by those of the same name in on_fibers/, and PTX by what it does; everything else is the kernel.
-Copies are never late, and memory has no delays.
+Headers are replaced by those of the same name in on_fibers/, and PTX by equivalent C++. All other code is that of the
+kernel. Asynchronous copies complete immediately, so a missing wait for a copy is not found.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ extern "C" bool run(const long long* arguments, int blocks, int shared_bytes) {
 
 
 class FiberKernels:
-    """Compiles kernels into a folder, in place of `load_kernel`; `changes` are made to their source."""
+    """`load` replaces `load_kernel`: it compiles kernels into a folder, with `changes` made to their source."""
 
     def __init__(self, folder: Path, changes: dict[str, str] | None = None, *, cluster: int = 1) -> None:
         self._folder = folder
@@ -107,14 +107,14 @@ class FiberKernels:
         path.write_text(f'#include "cuda_on_fibers.h"\n#include "{source}"\n{_MAIN}')
         defined = [f"-D{macro}={value}" for macro, value in (*constants, *sizes)]
         options = ["-std=c++17", "-Og", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{sources}", *defined]
-        options.append("-U_FORTIFY_SOURCE")  # some compilers define it: it forbids longjmp between stacks
-        libraries = ["-nostdlib", "-lm", "-lc", "-lgcc"]  # without C++'s, which takes a quarter of the time
+        options.append("-U_FORTIFY_SOURCE")  # some compilers define it, and it forbids longjmp between stacks
+        libraries = ["-nostdlib", "-lm", "-lc", "-lgcc"]  # no libstdc++: linking it takes a quarter of the time
         subprocess.run([str(COMPILER), *options, str(path), "-o", str(library), *libraries], check=True)
         return FiberKernel(ctypes.CDLL(str(library)), threads)
 
 
 def _write_sources(folder: Path, changes: dict[str, str]) -> None:
-    """All sources, with what they become on fibers."""
+    """Write all sources to `folder`, with `changes` made and PTX replaced."""
     shutil.copytree(SOURCE_FOLDER, folder)
     shutil.copytree(_SOURCES, folder, dirs_exist_ok=True)
     missing = set(changes)
@@ -144,4 +144,4 @@ class FiberKernel:
         assert overlap_previous
         self._library.run.restype = ctypes.c_bool
         within = self._library.run((ctypes.c_longlong * len(args))(*args), blocks, shared_bytes)
-        assert within, f"the kernel has written after its {shared_bytes} bytes of shared memory"
+        assert within, f"the kernel wrote beyond its {shared_bytes} bytes of shared memory"

@@ -14,7 +14,7 @@ def draw_group_scaled(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> GroupScaled:
-    """Weights of about N(0, 1 / columns) whose scales and zeros differ from group to group."""
+    """Weights of about N(0, 1 / columns); every group has another scale and zero point."""
     values = torch.randint(16, (rows, columns), generator=generator, dtype=torch.uint8)
     groups = columns // group
     scales = (torch.rand(rows, groups, generator=generator) + 0.5) / 5 / columns**0.5
@@ -50,7 +50,7 @@ def draw_packed_experts(
 def draw_mxfp4_experts(
     experts: int, rows: int, columns: int, *, generator: torch.Generator, device: torch.device
 ) -> GroupScaled:
-    """Experts in MXFP4 of about N(0, 1 / columns) whose scales differ from block to block."""
+    """Experts in MXFP4 with weights of about N(0, 1 / columns); scales differ between blocks."""
     weight = GroupScaled.allocate_mxfp4(experts, rows, columns, device=device)
     middle = 127 - round(torch.tensor(6.0 * columns).log2().item() / 2)
     for expert in weight.experts():

@@ -1,4 +1,4 @@
-"""Without a GPU, Triton kernels run in its interpreter. Import this before any module that imports Triton."""
+"""Without a GPU, Triton kernels run in Triton's interpreter. Import this before any module that imports Triton."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
-def _remember_lookups() -> None:
-    """Let the interpreter remember what it computes again for every kernel call and operation: the functions of the
-    language that it replaces, types, and shapes of tensors. They take most of its time.
+def _cache_lookups() -> None:
+    """Cache what the interpreter computes again for every kernel call and operation, which is most of its time: the
+    functions of the language that it replaces, types, and shapes of tensors.
     """
     from triton.runtime import interpreter
 
@@ -62,18 +62,18 @@ def _remember_lookups() -> None:
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # before Triton 3.7
     interpreter._patch_attr = patch_attr
-    # the interpreter computes overflow checks, and then skips the assertion: it is one of `debug`
+    # the interpreter computes overflow checks, but asserts them only with `debug`
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    _patch_for_good(interpreter)
-    _remember_signatures(interpreter)
-    _remember_shapes(language.core)
-    _compare_types_first(language.core, type(interpreter.interpreter_semantic))
+    _patch_once(interpreter)
+    _cache_signatures(interpreter)
+    _cache_shapes(language.core)
+    _add_shortcuts(language.core, type(interpreter.interpreter_semantic))
 
 
 def _multiply_bfloat16() -> None:
-    """Let the interpreter multiply matrices of bfloat16 in float32. It would multiply their bits, as integers."""
+    """Multiply matrices of bfloat16 in float32. The interpreter would multiply their bits as integers."""
     from triton.runtime import interpreter
 
     language, builder = interpreter.tl, interpreter.interpreter_builder
@@ -88,8 +88,8 @@ def _multiply_bfloat16() -> None:
     builder.create_dot = lambda left, right, *rest: create_dot(widened(left), widened(right), *rest)
 
 
-def _patch_for_good(interpreter: Any) -> None:
-    """Patch the language once, and leave it so: nothing in this process compiles kernels."""
+def _patch_once(interpreter: Any) -> None:
+    """Patch the language once and never restore it: nothing in this process compiles kernels."""
     patch_lang, scope_class = interpreter._patch_lang, interpreter._LangPatchScope
     patched: set[str] = set()
     functions: set[Any] = set()
@@ -107,7 +107,7 @@ def _patch_for_good(interpreter: Any) -> None:
     interpreter._patch_lang = patch_once
 
 
-def _remember_signatures(interpreter: Any) -> None:
+def _cache_signatures(interpreter: Any) -> None:
     """Look up the parameters of a kernel once, not twice per launch, and the type of an argument once per dtype."""
     fast = types.ModuleType("inspect")
     vars(fast).update(vars(inspect))
@@ -126,7 +126,7 @@ def _remember_signatures(interpreter: Any) -> None:
     interpreter.tl.str_to_ty = functools.cache(interpreter.tl.str_to_ty)
 
 
-def _remember_shapes(core: Any) -> None:
+def _cache_shapes(core: Any) -> None:
     """Block types and tensors of the same shape share the objects that describe it; nothing changes them."""
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
@@ -157,7 +157,7 @@ def _remember_shapes(core: Any) -> None:
     core.tensor.__init__ = tensor_init
 
 
-def _compare_types_first(core: Any, semantic: Any) -> None:
+def _add_shortcuts(core: Any, semantic: Any) -> None:
     """Shortcuts for the usual case: the same type, the same shape, a value that needs no unwrapping."""
     unwrap, types_equal, broadcast = core._unwrap_if_constexpr, core.dtype.__eq__, semantic.broadcast_impl_value
     check_types, make_constant = semantic.binary_op_type_checking_impl, semantic.scalar_constant
@@ -196,8 +196,8 @@ def _compare_types_first(core: Any, semantic: Any) -> None:
         known = constants.get(key)
         if known is None:
             known = make_constant(self, value, dtype)
-            known.handle.data.flags.writeable = False  # it is used again
-            if value == value and value != 0:  # NaN is never found again, and 0.0 equals -0.0
+            known.handle.data.flags.writeable = False  # it is shared
+            if value == value and value != 0:  # a key with NaN is never found, and 0.0 equals -0.0
                 constants[key] = known
         return known
 
@@ -209,5 +209,5 @@ def _compare_types_first(core: Any, semantic: Any) -> None:
 
 
 if INTERPRETED:
-    _remember_lookups()
+    _cache_lookups()
     _multiply_bfloat16()

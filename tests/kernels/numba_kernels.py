@@ -1,4 +1,4 @@
-"""Mark of tests that need Numba."""
+"""The mark of tests that need Numba."""
 
 import importlib.util
 

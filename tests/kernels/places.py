@@ -11,7 +11,7 @@ from tests.kernels.numba_kernels import needs_numba
 Place = tuple[str, str] | tuple[str, str, torch.dtype]
 
 PLACES: list[Place] = [("reference", "cpu"), ("auto", "cpu"), ("reference", "cuda"), ("triton", "cuda")]
-"""Places of most kernels."""
+"""Most kernels run in these."""
 
 _NEEDS_TRITON = pytest.mark.skipif(not INTERPRETED, reason="needs triton")
 

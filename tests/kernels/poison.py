@@ -1,4 +1,4 @@
-"""Poisons uninitialised memory, so that tests notice reads of it."""
+"""Fills uninitialised memory, so that tests detect reads of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from pdserve.kernels.backends.dispatch import Impl
 
 @contextmanager
 def poisoned(impl: Impl) -> Iterator[None]:
-    """torch.empty gives NaN or the largest integer, so that uninitialised and unwritten elements are noticed.
+    """torch.empty gives NaN or the largest integer, so that tests detect elements that were not written.
 
     The torch mode that does this forbids cuBLAS matrix products, so it is off for references.
     """

@@ -6,11 +6,11 @@ import torch
 from pdserve.kernels.gguf.blocks import GgufRows, block_size
 
 _SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block has its float16; others have one at its beginning."""
+"""Byte offsets of the float16 scales in a block. Blocks of other types have one, at offset 0."""
 
 
 def random_rows(rows: int, columns: int, type_name: str, seed: int = 0) -> GgufRows:
-    """Any bits, but scales of a size that makes weights of order 1, some of them negative, some subnormal."""
+    """Random bits, and scales that give weights of order 1; some scales are negative, some subnormal."""
     random = np.random.default_rng(seed)
     elements, size_bytes = block_size(type_name)
     blocks = random.integers(0, 256, (rows, columns // elements, size_bytes), dtype=np.uint8)

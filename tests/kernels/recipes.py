@@ -1,9 +1,9 @@
 """Operators of Triton's interpreter, looked up by the types of their operands.
 
-For every `a + b` the interpreter decides anew how types are promoted and shapes broadcast, which takes many times as
+For every `a + b` the interpreter decides again how types are promoted and shapes broadcast, which takes many times as
 long as numpy's addition. Here the first use of an operator with operands of certain types runs the interpreter, and
-numpy on the same data. If both give the same bytes, later uses run only numpy: that is a recipe. All other uses run the
-interpreter.
+numpy on the same data. If both give the same bytes, a recipe is stored: later uses with these types run only numpy. All
+other uses run the interpreter.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ SIGNED = frozenset({"int8", "int16", "int32", "int64"})
 UNSIGNED = frozenset({"uint8", "uint16", "uint32", "uint64"})
 FLOATS = frozenset({"fp16", "fp32", "fp64"})
 PLAIN = SIGNED | UNSIGNED | FLOATS | {"int1"}
-"""Scalar types that numpy has. bfloat16 and fp8 are integers there."""
+"""Scalar types that numpy has. The interpreter stores bfloat16 and fp8 as integers."""
 UFUNCS: dict[str, Any] = {
     "__add__": np.add,
     "__sub__": np.subtract,
@@ -31,16 +31,16 @@ UFUNCS: dict[str, Any] = {
     "__or__": np.bitwise_or,
 }
 MIRRORED = {"__radd__": "__add__", "__rmul__": "__mul__"}
-"""The operands of these can change places."""
+"""Commutative operators, called on the right operand."""
 WHOLE = slice(None)
 IGNORED_BY_LOAD = {"cache_modifier", "eviction_policy", "volatile"}
-"""Options that mean nothing to the interpreter."""
+"""Options that the interpreter ignores."""
 TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-"""Other numbers are float64 in the interpreter."""
+"""Finite constants outside this range, except 0, are float64 in the interpreter."""
 
 
 class Recipes:
-    """Recipes for the members of tensors. `slow` are those of the interpreter."""
+    """Recipes for the methods of tensors. `slow` is the method of the interpreter."""
 
     def __init__(self, interpreter: Any) -> None:
         self._core = interpreter.tl.core
@@ -49,7 +49,7 @@ class Recipes:
         self._load = interpreter._interpreter.load
 
     def member(self, name: str, slow: Any) -> Any:
-        """A faster `slow`, the member `name` of tensors, if there are recipes for it."""
+        """A replacement for the method `name` of tensors that uses recipes; `slow` itself if there are none for it."""
         ufunc = UFUNCS.get(MIRRORED.get(name, name))
         if ufunc is not None:
             return self._operator(ufunc, slow, pointers=MIRRORED.get(name, name) == "__add__")
@@ -102,7 +102,7 @@ class Recipes:
         return operator
 
     def _between(self, ufunc: Any, left: Any, right: Any, pointers: bool) -> Any:
-        """What numpy computes with the data of two tensors, if promotion is that of numpy."""
+        """The numpy function of the data of two tensors; None if numpy promotes their types differently."""
         if left.dtype.is_ptr():
             width = _element_bytes(left)
             if not pointers or right.dtype.name not in SIGNED:
@@ -113,7 +113,7 @@ class Recipes:
         return ufunc if same or names <= SIGNED or names <= FLOATS else None
 
     def _with_number(self, ufunc: Any, left: Any, number: float, pointers: bool) -> tuple[Any, Any]:
-        """What numpy computes with the data of a tensor and a constant, if the number takes the type of the tensor."""
+        """The numpy function of the data and the constant; None if the number does not take the tensor's type."""
         name, whole = left.dtype.name, type(number) is int
         if whole and abs(number) < 1 << 31:
             if left.dtype.is_ptr() and pointers:
@@ -227,7 +227,7 @@ class Recipes:
         return run
 
     def _checked(self, found: Any, result: Any) -> bool:
-        """Whether a recipe has found the same as the interpreter: only then is it used."""
+        """Whether numpy gave the result of the interpreter. Otherwise there is no recipe."""
         if found is None:
             return False
         wanted = result.handle.data
@@ -243,7 +243,7 @@ class Recipes:
 
 
 def _description(result: Any) -> tuple[Any, ...]:
-    """What results of a recipe have in common."""
+    """The types and the shape, which all results of a recipe share."""
     return result.handle.dtype, result.type, result.dtype, result.shape, result.numel
 
 

@@ -1,4 +1,4 @@
-"""Attention plans: every key of every sequence exactly once, in pieces of about equal size and limited number."""
+"""Attention plans: they have every visible key once, in a limited number of pieces of about equal size."""
 
 import numpy as np
 import pytest

@@ -30,7 +30,7 @@ where = each_of(
 
 
 def fp8_values() -> torch.Tensor:
-    """Every finite number of the format, computed from its bits: 4 of exponent with bias 7, 3 of mantissa."""
+    """All finite values of e4m3, from its definition: 4 bits of exponent with bias 7, 3 of mantissa."""
     magnitudes = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
     magnitudes += [
         (1 + mantissa / 8) * 2.0 ** (exponent - 7)
@@ -41,13 +41,13 @@ def fp8_values() -> torch.Tensor:
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number of the format, ties to even; the largest one for values out of range."""
+    """The nearest value of e4m3, ties to even; the largest one for values out of range."""
     values = fp8_values().to(x.device)
     x = x.double().clamp(-448, 448)
     above = torch.searchsorted(values, x).clamp(1, len(values) - 1)
     low, high = values[above - 1], values[above]
     halfway = (x - low) == (high - x)
-    zero = len(values) // 2  # even, as every second number from it on
+    zero = len(values) // 2  # its mantissa is even, and that of every second value on both sides
     upper = torch.where(halfway, (above - zero) % 2 == 0, (x - low) > (high - x))
     return torch.where(upper, high, low)
 
@@ -83,10 +83,10 @@ def test_keys_and_values_are_computed_in_the_model_dtype_then_rounded(dtype: tor
     impl, device = where
     interpreted = impl == "triton" and device.type == "cpu"
     if interpreted and dtype == torch.bfloat16:
-        pytest.skip("the interpreter computes with bfloat16 as with float32")
+        pytest.skip("the interpreter does not round to bfloat16")
     generator = torch.Generator().manual_seed(2)
     qkv = 3 * torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * DIM, generator=generator)
-    qkv[3] *= 1000  # beyond the range
+    qkv[3] *= 1000  # beyond the range of e4m3
     angles = 10 * torch.rand(TOKENS, DIM // 2, generator=generator)
     if interpreted:
         qkv, angles = nearest(qkv).float(), torch.zeros_like(angles)

@@ -201,7 +201,7 @@ def test_divided_tiles_equal_float64(
     everywhere: tuple[Impl, torch.device],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Parts of a single block of keys, of which the last one has keys that early queries do not see."""
+    """Every part is one block of keys. Early queries of a tile do not see the keys of the last part."""
     monkeypatch.setattr("pdserve.kernels.attention.attention_plan.LEAST_PART_BLOCKS", 1)
     lengths = [(5, 700)] if dim == 128 else [(5, 700), (1, 9), (100, 260)]
     dtype = torch.float16 if everywhere[1].type == "cuda" else torch.float32
@@ -295,7 +295,7 @@ def test_similar_decode_lengths_are_one_group() -> None:
 
 
 @pytest.mark.parametrize(("query_len", "kv_len", "pages"), [(0, 1, [0]), (3, 2, [0]), (1, 17, [0]), (1, 1, [])])
-def test_impossible_sequences_are_refused(query_len: int, kv_len: int, pages: list[int]) -> None:
+def test_sequences_that_do_not_fit_their_pages_are_refused(query_len: int, kv_len: int, pages: list[int]) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         plan_attention([query_len], [kv_len], [pages], page_size=16, num_kv_heads=1, device=CPU)
 
@@ -318,7 +318,7 @@ def test_wrong_queries_are_refused(shape: tuple[int, ...], dtype: torch.dtype, m
 
 @pytest.mark.parametrize("layout", ["page-major pool", "two tensors", "token-major"])
 def test_gather_accepts_any_strides(layout: str) -> None:
-    """One copy for both planes of a page-major pool, and the same result for separate keys and values."""
+    """Both planes of a page-major pool are gathered in one copy; separate keys and values give the same result."""
     torch.manual_seed(0)
     pool = torch.randn(7, 3, 2, 2, 4, 8)  # page, layer, plane, head, token, dim
     key_pages, value_pages = pool[:, 1, 0], pool[:, 1, 1]

@@ -1,4 +1,4 @@
-"""rope_attention against float64, on queries and keys that are rotated in torch; nothing else in the pool changes."""
+"""rope_attention against float64 attention of queries and keys that torch rotated; nothing else in the pool changes."""
 
 import random
 from pathlib import Path
@@ -34,7 +34,7 @@ BF16_ON_CPU: Where = ("auto", torch.device("cpu"), torch.bfloat16)
 FP8 = torch.float8_e4m3fn
 EPS = 1e-3
 STEPS = {FP8: 2**-3, torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-"""Between a number and the next one, relative to it; of float32, what sums leave."""
+"""Relative distance between adjacent numbers; for float32, the error of sums."""
 
 
 class Geometry(NamedTuple):
@@ -46,7 +46,7 @@ class Geometry(NamedTuple):
 
 SMALL = Geometry(6, 2, 24, 8)
 WIDE = Geometry(8, 1, 128, 16)
-"""The CUDA kernel supports it, and these too."""
+"""The CUDA kernel supports it, and all others with heads of 64 or 128 elements."""
 GEOMETRIES = [
     SMALL,
     Geometry(4, 4, 16, 4),
@@ -56,10 +56,10 @@ GEOMETRIES = [
     Geometry(2, 1, 64, 1),
     Geometry(16, 2, 64, 5),
 ]
-both = pytest.mark.parametrize("geometry", [SMALL, WIDE, Geometry(8, 1, 64, 64)], ids=str)
+three_geometries = pytest.mark.parametrize("geometry", [SMALL, WIDE, Geometry(8, 1, 64, 64)], ids=str)
 RAGGED = [5, 64, 33, 1, 130, 17]
 FEWER = [65, 16, 3]
-"""Sequences with several KV heads: the CUDA kernel supports half as many of them."""
+"""For geometries with several KV heads: with two, the CUDA kernel supports half as many sequences."""
 
 
 def check(
@@ -161,13 +161,13 @@ def check(
     assert launch.called == (in_one_kernel or on_fibers)
     rounding = STEPS[dtype] / 2
     if pages_dtype == FP8:
-        rounding = STEPS[FP8]  # a key that is nearly between two values of fp8 may become either
+        rounding = STEPS[FP8]  # a key almost in the middle of two fp8 values may be rounded to either
     allowed = rounding * torch.stack(expected).abs() + 4 * rounding * torch.stack(bound)
     assert ((out.double() - torch.stack(expected)).abs() <= allowed + 1e-6).all()
     written, reference = (each[slots[0], 1, :, :, slots[1]].float() for each in (pool, expected_pool))
     step = STEPS[pool.dtype]
     torch.testing.assert_close(written, reference, rtol=step, atol=step)
-    assert written[:, 1].equal(reference[:, 1]), "values are copied"
+    assert written[:, 1].equal(reference[:, 1]), "values changed"
     pool[slots[0], 1, :, :, slots[1]] = expected_pool[slots[0], 1, :, :, slots[1]]
     assert pool.view(torch.uint8).equal(expected_pool.view(torch.uint8)), "something else was written"
 
@@ -180,8 +180,8 @@ def exact(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of query [L, Hq, D] to key and value [T, Hkv, D] in float64, and sqrt(sum(weights^2 values^2)): by so
-    much it changes if every weight changes by its own amount, about the size of the weight.
+    """Attention of query [L, Hq, D] to key and value [T, Hkv, D] in float64, and sqrt(sum(weights^2 values^2)): the
+    error of the result, if the relative errors of the weights are independent and of order 1.
     """
     (length, heads, _), (tokens, kv_heads, _) = query.shape, key.shape
     position = torch.arange(tokens - length, tokens, device=query.device)
@@ -193,7 +193,7 @@ def exact(
         scores = query[:, head].double() @ key[:, own].double().T * scale
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         weights /= weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[head].double().exp())
-        values = value[:, own].double().nan_to_num()  # those before the window
+        values = value[:, own].double().nan_to_num()  # rows before the window
         out[:, head], spread[:, head] = weights @ values, (weights**2 @ values**2).sqrt()
     return out, spread
 
@@ -204,7 +204,7 @@ def test_decode_steps(geometry: Geometry, normed: bool, where: Where) -> None:
     check(RAGGED if geometry.kv_heads == 1 else FEWER, geometry, where, norm_dtype=where[2] if normed else None)
 
 
-@both
+@three_geometries
 @pytest.mark.parametrize("kv_len", [1, 2, 17, 64, 65, 128, 129, 700])
 def test_one_sequence(kv_len: int, geometry: Geometry, where: Where) -> None:
     """With and without keys before the newest one; in one piece, and in several."""
@@ -212,7 +212,7 @@ def test_one_sequence(kv_len: int, geometry: Geometry, where: Where) -> None:
 
 
 @pytest.mark.parametrize(("window", "with_sinks"), [(1, False), (8, True), (70, False), (None, True)])
-@both
+@three_geometries
 def test_windows_and_sinks(geometry: Geometry, window: int | None, with_sinks: bool, where: Where) -> None:
     check(RAGGED, geometry, where, window=window, with_sinks=with_sinks)
 
@@ -222,14 +222,14 @@ def test_sinks_of_several_kv_heads(geometry: Geometry, where: Where) -> None:
     check(FEWER, geometry, where, window=20, with_sinks=True)
 
 
-@both
+@three_geometries
 def test_norms_in_float32_and_fp8_pages(geometry: Geometry, where: Where) -> None:
     check(RAGGED, geometry, where, norm_dtype=torch.float32)
     check(RAGGED, geometry, where, pages_dtype=FP8)
 
 
 def test_prompts(where: Where) -> None:
-    """With several queries of a sequence, in two kernels."""
+    """Sequences with several queries take two kernels."""
     check([9, 50, 20], SMALL, where, query_lens=[9, 1, 4], norm_dtype=where[2])
 
 
@@ -252,7 +252,7 @@ class TestOnFibers:
     def test_odd_groups_and_pages(self) -> None:
         check([3, 150], Geometry(5, 1, 128, 48), BF16_ON_CPU, on_fibers=True)
 
-    def test_a_lost_key_is_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_check_detects_a_lost_key(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         changes = {"end = min(begin + share, newest);": "end = min(begin + share, newest - 1);"}
         monkeypatch.setattr(rope_decode_cuda, "load_kernel", FiberKernels(tmp_path, changes, cluster=8).load)
         with pytest.raises(AssertionError):

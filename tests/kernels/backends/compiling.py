@@ -1,5 +1,5 @@
-"""Compiles kernels in several processes at the same time, as a program of the fork server, which has imported torch and
-Numba. Arguments of its functions: a cache folder, and a folder with the module of the kernels.
+"""Compiles Numba kernels in several processes at the same time. The fork server runs these functions; it has imported
+torch and Numba. Their arguments are a cache folder, and a folder with the module of the kernels.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Launchers of csrc/ pass the arguments that their kernels declare, and constants that compile; see cuda_sources.py."""
+"""Launchers pass the arguments that their kernels in csrc/ declare, and constants that compile; see cuda_sources.py."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,9 +48,9 @@ def integers(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("row_bytes", [32, 40, 2064])
 def test_hot_buffer_launches_match_their_kernels(row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 16n bytes, of other sizes, and large ones: early fetching is one of the arguments."""
+    """Only rows of 16n bytes that are not large are fetched early, which is an argument of swap_in."""
     sizes = {"groups": 1, "requests": BATCH, "hot_rows": HOT_ROWS, "max_context": 64, "page_size": PAGE_SIZE}
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
         host = gpu.pin(torch.zeros(PAGES, LAYERS, PAGE_SIZE, row_bytes, dtype=torch.uint8))
@@ -66,7 +66,7 @@ def test_hot_buffer_launches_match_their_kernels(row_bytes: int, monkeypatch: py
 def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from pdserve.kernels.mla.index_topk_triton import launch_select_top
 
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     monkeypatch.setattr(sparse_mla_cuda, "load_kernel", cuda_sources.load_kernel)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -81,7 +81,7 @@ def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.Monke
 
 
 def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     monkeypatch.setattr(paged_prefill_cuda, "load_kernel", cuda_sources.load_kernel)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -98,7 +98,7 @@ def test_prefill_attention_launch_matches_its_kernel(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_rope_decode_launch_matches_its_kernel(normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     monkeypatch.setattr(rope_decode_cuda, "load_kernel", cuda_sources.load_kernel)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -115,8 +115,8 @@ def test_rope_decode_launch_matches_its_kernel(normed: bool, monkeypatch: pytest
 @pytest.mark.parametrize("rows", [1, 9, 32, 100])
 @pytest.mark.parametrize(("outputs", "group"), [(64, 32), (4096, 128), (24_576, 128)])
 def test_int4_launches_match_their_kernel(rows: int, outputs: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any number of rows and tiles, the rings fit into shared memory."""
-    launched = counted(monkeypatch)
+    """With any number of rows and tiles, the ring buffers fit into shared memory."""
+    launched = recorded(monkeypatch)
     hopper(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -129,7 +129,7 @@ def test_int4_launches_match_their_kernel(rows: int, outputs: int, group: int, m
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     hopper(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -142,7 +142,7 @@ def test_fp8_launch_matches_its_kernel(by_row: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("by_row", [False, True])
 def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     for module in (expert_tiles_cuda, float_at_once_cuda, fp8_at_once_cuda):
         monkeypatch.setattr(module, "load_kernel", cuda_sources.load_kernel)
         monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
@@ -164,7 +164,7 @@ def test_fp8_launches_on_hopper_match_their_kernels(by_row: bool, monkeypatch: p
 
 
 def test_selection_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     rule = SelectionRule(8, 8, 4, True, 2.5)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -176,7 +176,7 @@ def test_selection_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_gemv_launch_matches_its_kernel(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     monkeypatch.setattr(gemv_cuda, "shared_memory", lambda _: 227 << 10)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -188,7 +188,7 @@ def test_gemv_launch_matches_its_kernel(gated: bool, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_norm_route_launch_matches_its_kernel(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     monkeypatch.setattr(norm_route_cuda, "shared_memory", lambda _: 227 << 10)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -199,7 +199,7 @@ def test_norm_route_launch_matches_its_kernel(biased: bool, monkeypatch: pytest.
 
 
 def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     hopper(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
@@ -214,7 +214,7 @@ def test_plain_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_launches_for_the_experts_of_a_token_match_their_kernels(
     kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     hopper(monkeypatch)
 
     def matrices(rows: int, columns: int) -> Weight:
@@ -243,7 +243,7 @@ def test_launches_for_the_experts_of_a_token_match_their_kernels(
 
 
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launch the kernels for few rows as on an H200."""
+    """Launch the kernels for few rows as on a GPU with the sizes of an H200."""
     monkeypatch.setattr(few_rows_cuda, "load_kernel", cuda_sources.load_kernel)
     monkeypatch.setattr(few_rows_cuda, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(few_rows_cuda, "shared_memory", lambda _: 227 << 10)
@@ -253,7 +253,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ("spoil", "message"),
     [
         (lambda args: args[:-1], "takes 8 arguments, not 7"),
-        (lambda args: (*args[:-1], True), "only an int has the width of a parameter"),
+        (lambda args: (*args[:-1], True), "is True, not an int"),
         (lambda args: (args[1], args[0], *args[2:]), r"argument 0 of select_top, float\*, is 128"),
     ],
 )
@@ -265,21 +265,21 @@ def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], messag
         cuda_sources.check_launch("mla/select_top.cu", "select_top", spoil(args))
 
 
-def test_a_kernel_that_does_not_compile_is_detected() -> None:
+def test_kernel_that_does_not_compile_is_detected() -> None:
     with pytest.raises(AssertionError, match='identifier "COLUMNS" is undefined'):
         cuda_sources.load_kernel("linear/gemv.cu", "gemv", DEVICE, (("WARPS", 4), ("SLOTS", 2), ("HALF", 0)))
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the launched kernels, whose arguments are checked."""
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the launched kernels, in order. Their arguments are checked."""
     launched: list[str] = []
     check = cuda_sources.check_launch
 
-    def check_and_count(source: str, name: str, args: tuple[Any, ...]) -> None:
+    def check_and_record(source: str, name: str, args: tuple[Any, ...]) -> None:
         check(source, name, args)
         launched.append(name)
 
-    monkeypatch.setattr(cuda_sources, "check_launch", check_and_count)
+    monkeypatch.setattr(cuda_sources, "check_launch", check_and_record)
     return launched
 
 
@@ -304,7 +304,7 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
 
 
 def test_top_p_launch_matches_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched = counted(monkeypatch)
+    launched = recorded(monkeypatch)
     with PretendGpu():
         use_own_stream(DEVICE)
         logits = torch.zeros(BATCH, 64, device=DEVICE)

@@ -10,7 +10,7 @@ from pdserve.kernels.backends.few_rows_cuda import Format, Tiles, _fit
 @pytest.mark.parametrize("step_bytes", [640, 2112, 2176])
 @pytest.mark.parametrize("steps", [1, 2, 12, 100])
 @pytest.mark.parametrize("count", [1, 132, 300, 4000])
-def test_a_block_fits_the_shared_memory_with_a_ring(
+def test_ring_buffers_of_a_block_fit_into_shared_memory(
     limit: int, row_tiles: int, step_bytes: int, steps: int, count: int
 ) -> None:
     form = Format("any", step_bytes, warps=(16, 8, 4))
@@ -23,7 +23,7 @@ def test_a_block_fits_the_shared_memory_with_a_ring(
         assert warps == {1: 16, 132: 16, 300: 8, 4000: 4}[count]
 
 
-def test_x_and_its_sums_are_part_of_the_shared_memory() -> None:
+def test_shared_memory_includes_x_and_its_sums() -> None:
     form = Format("any", 2176, x_rows=4, x_bytes=25_000)
     warps, stages, used = _fit(form, Tiles(), 132, 48, 2, 1, processors=132, limit=227 << 10)
     assert (warps, stages) == (16, 2)

@@ -21,8 +21,8 @@ USERS = [
 pytestmark = pytest.mark.parametrize("dtype", TOLERANCES)
 
 
-@pytest.fixture(params=["as it is", "in float32"], autouse=True)
-def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["in 16 bits", "in float32"], autouse=True)
+def _compute_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in USERS:
         monkeypatch.setattr(user, lambda dtype: torch.float32 if request.param == "in float32" else dtype)
     monkeypatch.setattr(half_products, "_PART_BYTES", 4 * 24 * 5)  # five rows of the weights below
@@ -77,7 +77,7 @@ def test_attention(dtype: torch.dtype) -> None:
 
 
 def test_types_are_compared_on_one_thread(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two busy cores, two threads took 4 times as long for 16 bits as for float32, where one takes 280 times."""
+    """On two busy cores, the ratio of 16 bits to float32 was 4 with two threads, and 280 with one."""
     threads, times, seen = torch.get_num_threads(), iter([3.0, 1.0]), []
 
     def fastest_s(_: torch.Tensor) -> float:
@@ -99,7 +99,7 @@ def test_products_take_about_as_long_as_in_float32(dtype: torch.dtype, monkeypat
     times = {}
     for each in (torch.float32, dtype):
         x, weight = torch.ones(128, 256, dtype=each), torch.ones(256, 256, dtype=each)
-        linear_reference(x, weight)  # compares the types the first time
+        linear_reference(x, weight)  # the first call measures both types
         start = time.process_time()
         for _ in range(3):
             linear_reference(x, weight)

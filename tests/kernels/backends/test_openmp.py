@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
-def few_threads() -> Iterator[None]:
+def restored_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -57,7 +57,7 @@ def attend(query: torch.Tensor) -> torch.Tensor:
 def test_result_does_not_depend_on_the_number_of_threads(
     operation: Callable[[torch.Tensor], torch.Tensor], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every element is computed by some thread; only attention sums in another order."""
+    """Bitwise, except attention, which sums in another order."""
     monkeypatch.setattr(openmp, "_THREAD_ELEMENTS", 1)
     teams: list[int] = []
     run = openmp.Kernel.__call__
@@ -120,8 +120,8 @@ def compile_in_processes(function: str, cache: Path, modules: Path) -> list[str]
 
 
 def test_processes_can_compile_at_the_same_time(tmp_path: Path) -> None:
-    """All compute correct results, and later processes use what they cached. Their kernel is small: it compiles
-    quickly.
+    """All compute correct results, and a later process loads the kernel from the cache. The kernel is small, so it
+    compiles quickly.
     """
     (tmp_path / "small_kernel.py").write_text(KERNEL)
     *first, last = compile_in_processes("compile_one", tmp_path / "cache", tmp_path)

@@ -1,4 +1,4 @@
-"""Recipes compute what Triton's interpreter computes, of any data, once they were right about the first."""
+"""Recipes (recipes.py) give the results of Triton's interpreter for all data, not only for that of the first use."""
 
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def interpreter() -> Any:
 
 
 class Slow:
-    """A member of tensors as the interpreter has it."""
+    """A method of tensors as the interpreter computes it, and the number of its calls."""
 
     def __init__(self, interpreter: Any, name: str) -> None:
         semantic = interpreter.interpreter_semantic
@@ -54,7 +54,7 @@ class Slow:
 
 
 def make_tensor(interpreter: Any, name: str, shape: tuple[int, ...], seed: int, *, special: bool = False) -> Any:
-    """With `special`, floats include those that types and constants disagree about."""
+    """With `special`, floats include a subnormal and -0.0."""
     language = interpreter.tl
     scalar = language.pointer_type(language.float32) if name == "pointer" else language.dtype(name)
     data: Any = np.random.default_rng(seed).integers(0, 100, shape or (1,))
@@ -86,7 +86,7 @@ def results(call: Any, *operands: Any) -> Any:
 
 @pytest.mark.parametrize("name", UFUNCS if FULL else ["__add__", "__truediv__", "__lt__", "__and__"])
 def test_operators_equal_those_of_the_interpreter(interpreter: Any, name: str) -> None:
-    """Also where no recipe exists, and where a recipe for other operands does. These operators promote differently."""
+    """Also for operands without a recipe. The four default operators differ in their type promotion."""
     slow = Slow(interpreter, name)
     fast = Recipes(interpreter).member(name, slow)
     seeds = itertools.count()
@@ -179,4 +179,4 @@ def test_loads_equal_those_of_the_interpreter(interpreter: Any, kind: str) -> No
             assert results(fast, *arguments) == results(slow, *arguments), (shape, masked, other)
     calls.clear()
     results(fast, pointer, mask, 0)
-    assert calls == ([kind] if kind == "int1" else []), "memory of booleans has no recipe"
+    assert calls == ([kind] if kind == "int1" else []), "loads of booleans have no recipe"

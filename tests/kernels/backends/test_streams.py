@@ -1,4 +1,4 @@
-"""When the products of few and of many rows are computed."""
+"""beside_if_few: when the products of few and of many rows are computed."""
 
 import torch
 
@@ -6,7 +6,7 @@ from pdserve.kernels.backends.streams import beside_if_few
 
 
 def test_few_rows_are_computed_at_once_and_many_when_they_are_requested() -> None:
-    """The rows of sparse attention are fetched between the two, and large products run meanwhile."""
+    """Large products are enqueued after the copies of sparse attention's rows, so that both overlap."""
     done: list[int] = []
 
     def compute(rows: int) -> int:

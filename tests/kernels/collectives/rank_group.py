@@ -56,7 +56,7 @@ def vanish() -> None:
 
 
 def exchange(message: bytes) -> list[bytes]:
-    """Over gloo, between all ranks."""
+    """All-gather of a message between all ranks, over gloo."""
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     messages = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(messages, own)

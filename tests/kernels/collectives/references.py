@@ -1,4 +1,4 @@
-"""What the collectives compute, from the tensors of all ranks, in plain torch."""
+"""The results of the collectives, computed from the tensors of all ranks in plain torch."""
 
 from collections.abc import Sequence
 

@@ -20,14 +20,16 @@ TIMEOUT_S = 2.0
 
 
 def of_rank(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random values that every rank can make for every other one, of very different sizes, so that order matters."""
+    """Random values of a rank, which all ranks can generate. Magnitudes differ between ranks, so the order of a sum
+    matters.
+    """
     generator = torch.Generator(DEVICE).manual_seed(1000 * seed + rank)
     values = torch.randn(shape, generator=generator, device=DEVICE)
     return (values * 10.0 ** (rank % 3)).to(dtype)
 
 
 def sums_and_gathers(ipc: IpcCollectives, rank: int, ranks: int) -> list[str]:
-    """What differs from the references, bit by bit."""
+    """The cases whose results are not bitwise equal to the references."""
     wrong = []
     for seed, (size, dtype) in enumerate((size, dtype) for size in SIZES for dtype in DTYPES):
         parts = [of_rank(each, seed, (size,), dtype) for each in range(ranks)]
@@ -59,7 +61,9 @@ def test_sums_and_gathers_equal_their_references(ranks: int) -> None:
 
 
 def replayed(ipc: IpcCollectives, rank: int, ranks: int) -> int:
-    """Elements that were wrong in a graph whose inputs change from replay to replay. All values are small integers."""
+    """The number of wrong elements in a graph whose inputs change with every replay. All values are small integers, so
+    sums are exact.
+    """
     counter, wrong = torch.zeros((), device=DEVICE), torch.zeros((), dtype=torch.long, device=DEVICE)
     parts: list[Any] = []
     for seed, (shape, dtype) in enumerate((((8, 4096), torch.bfloat16), ((900, 1024), torch.float32))):
@@ -94,7 +98,7 @@ def replayed(ipc: IpcCollectives, rank: int, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_replays_equal_the_sums(ranks: int) -> None:
+def test_graph_replays_equal_the_sums(ranks: int) -> None:
     assert run_ranks(ranks, replayed, ranks) == [0] * ranks
 
 
@@ -108,7 +112,7 @@ def wait_for_lost_rank(ipc: IpcCollectives, rank: int) -> tuple[float, str]:
         vanish()
     time.sleep(1.5)
     started = time.monotonic()
-    for _ in range(50):  # as in a graph: only the first of them waits
+    for _ in range(50):  # as in a graph; only the first one waits
         ipc.all_reduce(tensor)
     torch.cuda.synchronize()
     waited_s = time.monotonic() - started

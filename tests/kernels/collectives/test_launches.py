@@ -36,7 +36,7 @@ def test_shares_are_gathered_side_by_side() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
-    """What is launched on a simulated GPU: kernel, constants, sizes without addresses, and blocks."""
+    """The launches on a simulated GPU: kernel, constants, arguments without addresses, and number of blocks."""
     found: list[Launch] = []
 
     def load_kernel(source: str, name: str, device: torch.device, constants: tuple[tuple[str, int], ...]) -> Any:
@@ -88,7 +88,9 @@ class TestLaunches:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_all_ranks_divide_the_work_in_the_same_way(self, launches: list[Launch], dtype: torch.dtype) -> None:
-        """A block meets the blocks of its number on the other ranks, so addresses must not change the division."""
+        """A block synchronises with the blocks of the same index on other ranks, so the division must not depend on
+        addresses.
+        """
         for size in (1, 33, 5000):
             collectives(0).all_reduce(torch.zeros(size, dtype=dtype, device=DEVICE))
             collectives(3).all_reduce(offset(size, dtype=dtype))
@@ -185,7 +187,7 @@ def shared_memory(
     handle: bytes = OTHER,
     ok: int = 1,
 ) -> tuple[FakeDriver, IpcMemory | None, str]:
-    """The memory of rank 0 of two; the other rank has this machine and handle, and then says whether all is well."""
+    """The memory of rank 0 of two. The other rank sends `machine` and `handle`, and then whether it succeeded."""
     driver = FakeDriver(fails)
     core = SimpleNamespace(Device=lambda _: SimpleNamespace(set_current=lambda: None))
     monkeypatch.setattr(ipc_memory, "cuda_packages", lambda: (core, driver))
@@ -198,7 +200,7 @@ def shared_memory(
     try:
         return driver, IpcMemory(4096, 0, torch.device("cuda", 0), exchange), ""
     except IpcError as error:
-        assert not answers, "every rank makes both exchanges, or the others would wait for it"
+        assert not answers, "a rank that skips an exchange blocks the others"
         return driver, None, str(error)
 
 
@@ -224,7 +226,7 @@ def test_memory_of_the_other_rank_is_mapped_and_unmapped(monkeypatch: pytest.Mon
         ({"ok": 0}, "another rank cannot map the memory of its peers"),
     ],
 )
-def test_ranks_agree_that_memory_cannot_be_shared(
+def test_failure_of_one_rank_fails_all_and_frees_its_memory(
     monkeypatch: pytest.MonkeyPatch, case: dict[str, Any], message: str
 ) -> None:
     driver, memory, error = shared_memory(monkeypatch, **case)
@@ -234,7 +236,7 @@ def test_ranks_agree_that_memory_cannot_be_shared(
     assert (("cuMemFree", 0x1000) in driver.calls) == allocated
 
 
-def test_missing_cuda_packages_are_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_packages_raise_an_ipc_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise RuntimeError("cuda-core is not here")
 

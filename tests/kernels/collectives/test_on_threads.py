@@ -1,7 +1,7 @@
 """csrc/collectives/all_reduce.cu itself, compiled for the CPU: its ranks, blocks and threads are threads of a process.
 
-PTX is replaced by what it does; everything else is the kernel. This finds ranks that read too early or overwrite too
-early, which a test of one rank at a time cannot.
+PTX is replaced by equivalent C++; all other code is that of the kernel. Ranks run concurrently, so this finds reads and
+writes of shared buffers that are too early.
 """
 
 import functools
@@ -57,7 +57,7 @@ def compiled_main(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], P
 
 
 def compile_ranks(folder: Path, main: Path, ranks: int, **changes: str) -> Path:
-    """A program of main.o and a kernel of each kind for each rank; `changes` are made to the kernels' source."""
+    """A program of main.o and, for each rank, a kernel of each kind, with `changes` made to its source."""
     code = (SOURCE_FOLDER / "collectives" / "all_reduce.cu").read_text(encoding="utf-8")
     for old, new in (*PTX.items(), *changes.items()):
         assert old in code, old
@@ -89,9 +89,7 @@ def test_random_calls_give_the_right_results(tmp_path: Path, compiled_main: Call
     assert reports == [f"calls 250 missing {ranks - 1} at 101"] * (ranks - 1) + ["calls 100 missing -1 at 0"]
 
 
-def test_the_test_finds_memory_that_is_overwritten_too_early(
-    tmp_path: Path, compiled_main: Callable[[int], Path]
-) -> None:
+def test_memory_that_is_overwritten_too_early_is_detected(tmp_path: Path, compiled_main: Callable[[int], Path]) -> None:
     program = compile_ranks(tmp_path, compiled_main(2), 2, **{"(call & 1) * HALF_BYTES": "0"})
     wrong, *_ = run(program)
     assert int(wrong.removeprefix("wrong ")) > 0

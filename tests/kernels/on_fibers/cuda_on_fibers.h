@@ -1,7 +1,7 @@
-// The part of CUDA that some kernels use, on a CPU: the threads of a cluster are fibers, which take turns at barriers
-// and at operations of warps. cp.async copies at once.
+// The part of CUDA that some kernels use, on a CPU: the threads of a cluster are fibers, which yield at barriers and at
+// operations of warps. cp.async copies immediately.
 //
-// Each kernel is compiled in every test, so this includes no headers of C++: parsing them and instantiating their templates
+// Every test compiles its kernels, so this includes no headers of C++: parsing them and instantiating their templates
 // takes longer than compiling a kernel.
 //
 // Constants: CLUSTER_BLOCKS, BLOCK_THREADS.
@@ -60,7 +60,7 @@ struct Cluster {
 
 struct Fiber {
     ucontext_t start;
-    jmp_buf place;  // where it goes on: swapcontext() would call the kernel
+    jmp_buf place;  // where it resumes: swapcontext() would make a system call
     Block* block;
     int thread, cluster_phase;
     bool started, done;
@@ -79,11 +79,11 @@ inline jmp_buf scheduler;
 #define blockIdx (Index{current->block->index})
 #define gridDim (Index{all_blocks})
 
-inline void take_turns() {
+inline void yield_fiber() {
     if (!_setjmp(current->place)) _longjmp(scheduler, 1);
 }
 
-// Run a fiber until it takes turns or ends.
+// Run a fiber until it yields or ends.
 inline void resume(Fiber& fiber) {
     current = &fiber;
     if (_setjmp(scheduler)) return;
@@ -98,7 +98,7 @@ inline void wait_at(Barrier& barrier, int count) {
         barrier.arrived = 0;
         ++barrier.phase;
     }
-    while (barrier.phase == phase) take_turns();
+    while (barrier.phase == phase) yield_fiber();
 }
 
 inline void __syncthreads() { wait_at(current->block->barrier, kBlockThreads); }
@@ -113,10 +113,10 @@ inline void arrive_at_cluster() {
 }
 
 inline void wait_for_cluster() {
-    while (cluster->barrier.phase == current->cluster_phase) take_turns();
+    while (cluster->barrier.phase == current->cluster_phase) yield_fiber();
 }
 
-// The operands of all lanes of this warp, until its next operation.
+// The operands of all lanes of this warp. Valid until the next operation of the warp.
 template <typename T>
 struct Operands {
     const char (*lanes)[64];
@@ -200,15 +200,14 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned places) {
 constexpr int kFibers = kClusterBlocks * kBlockThreads, kGuardBytes = 256;
 constexpr char kUnwritten = static_cast<char>(0xff);
 
-// Run a kernel with so many bytes of shared memory, one cluster after the other. Returns whether it has written to no
-// memory after them.
+// Run a kernel with `shared_bytes` of shared memory, one cluster after another. Returns false if it wrote beyond it.
 template <typename Kernel>
 bool run_clusters(int clusters, int shared_bytes, const Kernel& kernel) {
     static const Kernel* body;
     static Fiber fibers[kFibers];
     body = &kernel;
     all_blocks = clusters * kClusterBlocks;
-    // of blocks, a multiple of 128 bytes each, and then the stacks
+    // the shared memory of all blocks, a multiple of 128 bytes each, and then the stacks
     const long long block_bytes = shared_bytes + kGuardBytes + 127 & ~127;
     const long long bytes = block_bytes * kClusterBlocks + static_cast<long long>(kStackBytes) * kFibers;
     char* const memory = static_cast<char*>(__builtin_aligned_alloc(128, bytes));

@@ -1,5 +1,5 @@
-// Of csrc/hopper.cuh, what kernels on fibers use. An address of shared memory is a place in it, with the number of the
-// block plus 1 in its upper bits if it is another one.
+// The functions of csrc/hopper.cuh that kernels on fibers use. An address of shared memory is an offset into the memory
+// of the own block; in another block of the cluster, the rank of that block plus 1 is in the upper 8 bits.
 #pragma once
 
 inline unsigned shared_address(const void* pointer) {
@@ -35,7 +35,7 @@ inline void copy_16_async(unsigned to, const char* from, bool exists) {
 
 inline void wait_for_copies() {}
 
-// A barrier in shared memory. Bulk copies are complete at once.
+// A barrier in shared memory. Bulk copies complete immediately.
 struct Arrivals {
     short needed;          // for the end of a phase
     unsigned short count;  // so far
@@ -67,8 +67,8 @@ inline void copy_bulk_async(unsigned to, const char* from, int bytes, unsigned b
 
 inline void wait_phase(unsigned barrier, unsigned phase) {
     const Arrivals& arrivals = arrivals_at(barrier);
-    while (arrivals.count < arrivals.needed * static_cast<int>(phase + 1) || arrivals.bytes) take_turns();
-    if (arrivals.count >= arrivals.needed * static_cast<int>(phase + 2)) __builtin_abort();  // it has been filled again
+    while (arrivals.count < arrivals.needed * static_cast<int>(phase + 1) || arrivals.bytes) yield_fiber();
+    if (arrivals.count >= arrivals.needed * static_cast<int>(phase + 2)) __builtin_abort();  // a later phase has ended
 }
 
 inline void load_matrices(unsigned (&words)[4], unsigned from) {

@@ -1,5 +1,5 @@
-// The part of CUDA that csrc/collectives/all_reduce.cu uses, on threads of a CPU. main.cc has the functions that need large headers,
-// which take most of the time to compile.
+// The part of CUDA that csrc/collectives/all_reduce.cu uses, on threads of a CPU. The functions that need large headers
+// are in main.cc, which is compiled once: these headers take most of the time.
 #pragma once
 
 #define __device__

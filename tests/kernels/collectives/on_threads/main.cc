@@ -1,10 +1,10 @@
-// Runs random calls of csrc/all_reduce.cu on RANKS ranks of MAX_BLOCKS blocks of THREADS threads, all of them threads of
-// this process, and compares every result. Ranks are delayed at random. With an argument, the last rank stops after that
-// many calls, and the others must time out. Prints the number of wrong elements, and what each rank has reported.
-
+// Runs random calls of csrc/collectives/all_reduce.cu on RANKS ranks of MAX_BLOCKS blocks of THREADS threads, all of
+// them threads of this process, and checks every result. Some calls of a rank are delayed. With an argument, the last
+// rank stops after that many calls, and the others must time out. Prints the number of wrong elements, and reports of
+// all ranks.
 //
-// Threads and barriers are those of C: the headers of C++'s take more than a second to compile, and its barriers let a
-// thread spin before it waits.
+// Threads and barriers are those of POSIX: the headers of C++ threads take more than a second to compile, and threads
+// spin at C++ barriers before they wait.
 
 #include <pthread.h>
 #include <stdio.h>
@@ -45,7 +45,7 @@ void sleep_us(long microseconds) {
     nanosleep(&time, nullptr);
 }
 
-// Longer than asked for: threads that wait leave the cores to others.
+// Longer than requested, so that waiting threads leave the cores to others.
 void __nanosleep(unsigned) { sleep_us(50); }
 
 unsigned long long clock_ns() {

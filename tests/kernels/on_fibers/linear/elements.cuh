@@ -1,4 +1,4 @@
-// csrc/linear/elements.cuh for bfloat16, and products.
+// Replaces csrc/linear/elements.cuh, for bfloat16, and has the products of tensor cores.
 #pragma once
 
 #include "hopper.cuh"
@@ -38,7 +38,8 @@ struct Fragments {
     unsigned a[4], b[2];
 };
 
-// Element k of a weight row and of a row of x, PER_WORD of them in a word: mma.m16n8k16 or m16n8k32.
+// The operands of mma.m16n8k16 or m16n8k32: the words with element k of a weight row and of a row of x. A word has
+// PER_WORD elements.
 template <int PER_WORD>
 struct Product {
     static constexpr int kHalf = 4 * PER_WORD;  // elements of four lanes

@@ -1,4 +1,4 @@
-"""dense_mla against a float64 loop over queries and heads, with a pool that is NaN except in rows of the sequences."""
+"""dense_mla against float64, with a pool that is NaN except in rows of the sequences."""
 
 import random
 from typing import Any
@@ -100,7 +100,7 @@ class Batch:
 def test_attention_equals_float64(
     lengths: list[tuple[int, int]], heads: int, dim: int, value_dim: int, page_size: int, at_once: int, where: Where
 ) -> None:
-    """Whole tiles, and tiles cut into pieces of 128 keys and more."""
+    """Whole tiles, and tiles that are divided into pieces of at least 128 keys."""
     impl, device, dtype = where
     batch = Batch(lengths, heads=heads, dim=dim, page_size=page_size, dtype=dtype, seed=heads)
     assert bool(batch.plan(device, at_once).splits.shape[1]) == (at_once > 1)
@@ -112,8 +112,8 @@ def test_attention_equals_float64(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_padding_gives_zeros_and_unused_entries_nothing(where: Where) -> None:
-    """As in a captured graph: rows without keys, pieces and splits that are not in use."""
+def test_padding_rows_are_zero_and_unused_entries_have_no_effect(where: Where) -> None:
+    """As in a CUDA graph: rows without keys, and entries of pieces and splits that are not in use."""
     impl, device, dtype = where
     batch = Batch([(1, 200), (1, 3)], heads=4, dim=32, page_size=8, dtype=dtype)
     plan = batch.plan(device, 2)

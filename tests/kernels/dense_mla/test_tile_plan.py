@@ -1,4 +1,4 @@
-"""Tiles and pieces of dense latent attention: every query sees every key once, within the room of a captured graph."""
+"""Tiles and pieces of latent attention: every query sees every key once, and the plan fits into a CUDA graph."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def test_pieces_cover_all_keys_of_all_queries(at_once: int, size: int) -> None:
             tile_tokens=size,
             at_once=at_once,
         )
-        assert (np.diff(pieces[5] - pieces[4]) <= 0).all(), "the longest first"
+        assert (np.diff(pieces[5] - pieces[4]) <= 0).all(), "not the longest first"
         seen: dict[int, list[tuple[int, int]]] = {}
         partials: dict[int, list[int]] = {}
         for first_page, row, count, visible, start, end, partial in pieces.T.tolist():
@@ -88,7 +88,7 @@ def test_short_contexts_are_not_cut_into_tiny_pieces() -> None:
 def test_tiles_fill_the_rows_of_a_program() -> None:
     assert [tile_tokens(heads, decode_only=False, at_once=9) for heads in (128, 64, 48, 16)] == [1, 1, 1, 4]
     assert tile_tokens(16, decode_only=True, at_once=9) == 1
-    assert tiles_at_once(128, CPU) == 0, "the CPU computes whole tiles"
+    assert tiles_at_once(128, CPU) == 0  # the CPU computes whole tiles
 
 
 def test_sequences_that_do_not_fit_their_pages_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Weights in GGUF blocks: unpacked ones against the `gguf` library, products against float64."""
+"""Weights in GGUF blocks: unpacked weights against the `gguf` library, products against float64."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ def test_unpacked_weights_equal_the_library_bit_by_bit(type_name: str, where: tu
 @pytest.mark.parametrize("type_name", PACKED_TYPES)
 @pytest.mark.parametrize("rows", [1, 3, 4, 8, 16, FEW_ROWS, 40])
 def test_products_equal_float64(rows: int, type_name: str, where: tuple[Impl, torch.device]) -> None:
-    """Numbers of outputs that do not fill tiles, with and without a bias."""
+    """The numbers of outputs do not fill tiles. With and without a bias."""
     impl, _ = where
     generator = torch.Generator().manual_seed(rows)
     for out_size, in_size in ((7, 256), (102, 1024)):
@@ -64,7 +64,7 @@ def test_products_equal_float64(rows: int, type_name: str, where: tuple[Impl, to
 @pytest.mark.parametrize("types", [("Q4_1", "Q4_1"), ("Q4_K", "Q6_K")])
 @pytest.mark.parametrize("rows", [1, 6, 40])
 def test_gated_products_equal_float64(rows: int, types: tuple[str, str], where: tuple[Impl, torch.device]) -> None:
-    """Gate and up of the same type and of two."""
+    """Gate and up have the same type, or two types."""
     impl, _ = where
     gate_rows, up_rows = (random_rows(22, 512, name, seed=at) for at, name in enumerate(types))
     stored = matrix(gate_rows, up_rows)
@@ -92,7 +92,7 @@ def test_parts_of_several_types_are_one_matrix(rows: int, where: tuple[Impl, tor
 
 
 @needs_numba
-def test_many_rows_are_unpacked_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_unpacked_a_few_rows_at_a_time_for_many_rows_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked = []
 
     def record(module_name: str, name: str) -> Callable[..., None]:
@@ -112,7 +112,7 @@ def test_many_rows_are_unpacked_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert unpacked == [10, 10, 10, 3]
 
 
-def test_memory_is_that_of_the_blocks_and_neighbours_of_one_type_are_merged() -> None:
+def test_adjacent_parts_of_one_type_are_merged_and_memory_is_that_of_the_blocks() -> None:
     stored = GgufBlocks.allocate([(4, "Q4_0"), (2, "Q4_0"), (2, "Q6_K")], 512, device=torch.device("cpu"))
     assert [(len(part.blocks), part.type_name) for part in stored.parts] == [(6, "Q4_0"), (2, "Q6_K")]
     assert stored.nbytes == 6 * 16 * 18 + 2 * 2 * 210

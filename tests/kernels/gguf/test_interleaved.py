@@ -1,4 +1,4 @@
-"""Interleaved GGUF blocks: their bits against the file's, products against float64 of the rounded x."""
+"""Interleaved GGUF blocks: their bits against those of the file, products against float64 with the rounded x."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 TOLERANCE = 2e-6
 
 
-def both(rows: int, columns: int, type_name: str, seed: int = 0) -> tuple[GgufBlocks, torch.Tensor]:
-    """An interleaved matrix, and its weights."""
+def draw_interleaved(rows: int, columns: int, type_name: str, seed: int = 0) -> tuple[GgufBlocks, torch.Tensor]:
+    """A random interleaved matrix, and its weights in float32."""
     stored = random_rows(rows, columns, type_name, seed)
     blocks = stored.blocks.clone()
     interleave(blocks, type_name)
@@ -29,7 +29,7 @@ def both(rows: int, columns: int, type_name: str, seed: int = 0) -> tuple[GgufBl
 
 @types
 def test_rows_are_those_of_the_file(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More groups than are rearranged at a time."""
+    """There are more groups than are rearranged at a time."""
     monkeypatch.setattr("pdserve.kernels.gguf.interleaved._CHUNK_GROUPS", 2)
     stored = random_rows(80, 96, type_name)
     blocks = stored.blocks.clone()
@@ -48,7 +48,7 @@ def test_rows_are_those_of_the_file(type_name: str, monkeypatch: pytest.MonkeyPa
 @types
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 16, FEW_ROWS, FEW_ROWS + 13, 130])
 def test_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
-    matrix, weights = both(112, 576, type_name, seed=rows)
+    matrix, weights = draw_interleaved(112, 576, type_name, seed=rows)
     x, bias = torch.randn(rows, 576) / 24, torch.randn(112)
     x[0, :32] = 0
     expected = round_x(x).double() @ weights.double().T
@@ -63,7 +63,7 @@ def test_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
 @types
 @pytest.mark.parametrize("rows", [1, 6, FEW_ROWS + 13, 130])
 def test_gated_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
-    matrix, weights = both(96, 512, type_name)
+    matrix, weights = draw_interleaved(96, 512, type_name)
     x, bias = torch.randn(rows, 512) / 512**0.5, torch.randn(96)
     gate, up = (round_x(x).double() @ weights.double().T + bias).chunk(2, dim=1)
     with poisoned("numba"):
@@ -85,9 +85,9 @@ def test_x_is_rounded_to_sixteen_bits() -> None:
 @needs_interleaved
 @pytest.mark.parametrize("gated", [False, True])
 def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All threads multiply rows that each of them has packed some of."""
+    """Each thread packs some rows of x, and all threads multiply all of them."""
     monkeypatch.setattr("pdserve.kernels.numba.openmp._THREAD_ELEMENTS", 1)
-    matrix, _ = both(96, 4096, "Q4_1")
+    matrix, _ = draw_interleaved(96, 4096, "Q4_1")
     x, compute = torch.randn(7, 4096), gated_linear if gated else linear
     alone = compute(x, matrix, impl="numba")
     torch.set_num_threads(3)
@@ -100,8 +100,8 @@ def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch
 
 @needs_numba
 @needs_interleaved
-def test_tiny_x_counts_as_zero() -> None:
-    matrix, weights = both(16, 64, "Q4_1")
+def test_tiny_x_is_rounded_to_zero() -> None:
+    matrix, weights = draw_interleaved(16, 64, "Q4_1")
     x = torch.randn(1, 64)
     x[:, :32] *= 1e-36
     expected = round_x(x).double() @ weights.double().T
@@ -112,7 +112,7 @@ def test_tiny_x_counts_as_zero() -> None:
 @needs_numba
 @needs_interleaved
 def test_nan_reaches_the_result() -> None:
-    matrix, _ = both(16, 64, "Q4_1")
+    matrix, _ = draw_interleaved(16, 64, "Q4_1")
     x = torch.randn(2, 64)
     x[1, 40] = torch.nan
     found = linear(x, matrix, impl="numba")

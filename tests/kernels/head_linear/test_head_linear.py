@@ -29,7 +29,7 @@ where = each_of(
     ],
 )
 def test_product_per_head(tokens: int, heads: int, columns: int, outputs: int, transposed: bool, where: Where) -> None:
-    """x and out are parts of wider rows, and stay as they are outside of them."""
+    """x and out are slices of wider rows; the rest of `out` does not change."""
     impl, device, dtype = where
     generator = torch.Generator().manual_seed(tokens + outputs)
     wide = torch.randn(tokens, heads, columns + 8, generator=generator).to(device, dtype)

@@ -1,4 +1,4 @@
-"""newest_rows against the definition of the tables, for all implementations."""
+"""SlotTables.newest_rows against the definition of the tables, for all implementations."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Swap-in against an LRU of Python lists over whole traces: results, tables, misses and every byte of both pools."""
+"""Swap-in against an LRU cache of Python lists, over traces: results, tables, misses and every byte of both pools."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ def where(request: pytest.FixtureRequest) -> Where:
 
 
 class ListLru:
-    """One request's hot buffer as lists, from the definition of LRU: no tensors, no inverse table."""
+    """The hot buffer of a request as Python lists, written from the definition of LRU."""
 
     def __init__(self, hot_rows: int, *, capacity: int, resident: bool) -> None:
         self.capacity = capacity
@@ -94,7 +94,7 @@ class Geometry:
 
     @property
     def most_hot_pages(self) -> int:
-        """Of one request: its buffer, or all its tokens."""
+        """The most pages of a request: those of its buffer, or of all its tokens."""
         return max(buffer_pages(self.hot_rows, self.page_size), -(-self.max_context // self.page_size))
 
 
@@ -172,7 +172,7 @@ class Simulator:
         pool[pages, :, offsets] = content.transpose(0, 1).to(pool.device)
 
     def admit(self, request: int, cached_tokens: int, capacity: int | None = None) -> None:
-        """A new request in this slot, with its own content; rows of the previous one stay as poison."""
+        """Start a new request in this slot, with its own content. Rows of the previous request stay, as poison."""
         g = self.geometry
         capacity = g.hot_rows if capacity is None else capacity
         resident = cached_tokens <= capacity
@@ -190,7 +190,7 @@ class Simulator:
                 self.put(pool, rows, self.truth[request, :, :cached_tokens])
 
     def set_capacity(self, request: int, capacity: int) -> None:
-        """Also assigns the pages for it; pages that are given up are poisoned, and new ones contain poison."""
+        """Set the capacity and assign pages for it. Freed pages are poisoned, so new ones contain poison."""
         g = self.geometry
         kept = max(buffer_pages(g.hot_rows, g.page_size), -(-capacity // g.page_size))
         self.models[request].capacity = capacity
@@ -222,7 +222,7 @@ class Simulator:
         write_back(self.hot, hot_rows, self.host, host_rows, impl=self.impl)
 
     def set_inputs(self, selected: dict[int, list[int]]) -> None:
-        """Live requests first; padding repeats slots that are not live and selects real tokens, without effect."""
+        """Live requests come first. Padding rows name slots that are not live, and select real tokens: no effect."""
         padding = [request for request in range(self.geometry.requests) if request not in selected]
         slots = (list(selected) + padding * self.batch)[: self.batch]
         for request in selected:
@@ -333,7 +333,7 @@ def test_traces_match_the_list_model(data: st.DataObject, where: Where) -> None:
 
 
 def drifting_trace(simulator: Simulator, generator: random.Random, steps: int, admitted: Sequence[int]) -> None:
-    """Top-k that changes slightly or much per step, with duplicates and masked or out-of-range entries."""
+    """The selected tokens change slightly or much per step, with duplicates and masked or out-of-range entries."""
     g = simulator.geometry
     for request, length in enumerate(admitted):
         simulator.admit(request, length)
@@ -349,7 +349,7 @@ def drifting_trace(simulator: Simulator, generator: random.Random, steps: int, a
         simulator.step(selected)
 
 
-@pytest.mark.parametrize("row_bytes", [48, 40, 2064])  # the last two are fetched only after planning
+@pytest.mark.parametrize("row_bytes", [48, 40, 2064])  # rows of 40 and 2064 bytes are not fetched early
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_long_traces_of_many_requests(times: int, row_bytes: int, where: Where) -> None:
     geometry = Geometry(
@@ -361,7 +361,7 @@ def test_long_traces_of_many_requests(times: int, row_bytes: int, where: Where) 
 
 
 def test_planning_block_is_whole_warps_and_covers_every_entry() -> None:
-    """For any geometry: at most as many warps as one warp can sum over, and no more than there is work for."""
+    """For any geometry: at most 32 warps, whose results one warp can sum, and no warp without work."""
     for top_k, hot_rows in itertools.product((1, 31, 64, 65, 500, 2048, 4096, 32767), (1, 33, 127, 4096, 32767)):
         threads = plan_threads(top_k, max(top_k, hot_rows))
         assert threads % 32 == 0
@@ -402,7 +402,7 @@ def test_cuda_graph_replay_equals_eager_execution() -> None:
 
 
 def test_rows_just_loaded_are_not_evicted_next() -> None:
-    """With room for the tokens of two steps, a step does not evict tokens of the step before (SGLang #22170)."""
+    """A buffer for the tokens of two steps: a step does not evict tokens of the previous step (SGLang #22170)."""
     simulator = Simulator(Geometry(4, 8, 4, 16), ("reference", torch.device("cpu")), batch=1)
     simulator.admit(0, 30)
     for step in range(6):
@@ -420,13 +420,13 @@ def test_the_previous_newest_token_is_a_hit() -> None:
     assert simulator.plan.miss_counts.tolist() == [0]
 
 
-# 16n, 16n + 8, 16n + 1..15, and rows shorter than one access
+# row sizes of 16n, 16n + 8 and 16n + 1..15 bytes, and rows shorter than one memory access
 SIZES = [16, 48, 656, 1152, 4096, 24, 584, 8, 4, 1, 7, *range(33, 48), 1153, 1167]
 
 
 @pytest.mark.parametrize("row_bytes", SIZES)
 def test_rows_of_any_size_and_alignment_are_copied(row_bytes: int, where: Where) -> None:
-    """Rows are further apart than their size, so that each has guard bytes around it."""
+    """The stride of rows is larger than their size, so that there are guard bytes between them."""
     impl, device = where
     generator = torch.Generator().manual_seed(row_bytes)
     pages, page_size, stride = 5, 3, row_bytes + 32 - row_bytes % 16

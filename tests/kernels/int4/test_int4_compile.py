@@ -1,5 +1,5 @@
-"""Kernels of 4-bit weights compile for Hopper, without a GPU: the interpreter runs neither their assembly nor checks
-types.
+"""Triton kernels of 4-bit weights compile for Hopper, without a GPU. The interpreter does not check types, and does not
+run inline assembly.
 """
 
 import pytest

@@ -46,7 +46,7 @@ def tolerance(place: Place) -> dict[str, Any]:
     ("rows", "out_size", "in_size", "group"),
     [
         (1, 64, 1280, 128),
-        (3, 130, 384, 128),  # an odd number of groups, and rows that the CUDA kernel does not take
+        (3, 130, 384, 128),  # an odd number of groups, and a number of outputs that the CUDA kernel does not support
         (3, 144, 384, 128),  # a partial tile of outputs
         (16, 64, 64, 32),
         (33, 96, 192, 64),
@@ -78,8 +78,8 @@ def test_products(here: Place, rows: int, out_size: int, in_size: int, group: in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 20])
-def test_blocks_take_several_tiles(rows: int) -> None:
-    """With more tiles of outputs than a GPU runs at a time."""
+def test_thread_blocks_compute_several_tiles(rows: int) -> None:
+    """There are more tiles of outputs than a GPU runs at a time."""
     place: Place = ("triton", torch.device("cuda"), torch.bfloat16)
     x, weight, bias = drawn(place, rows, 24_000, 640, 128)
     found = int4_linear(x, weight, bias, method="cuda")
@@ -91,7 +91,9 @@ def test_blocks_take_several_tiles(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_x_as_integers(group: int, dtype: torch.dtype) -> None:
-    """Groups of columns of very different sizes, a few large columns among small ones, and the largest mantissa."""
+    """x has groups of columns of very different magnitude, a few large columns among small ones, and the largest
+    mantissa.
+    """
     place: Place = ("triton", torch.device("cuda"), dtype)
     x, weight, _ = drawn(place, 2, 256, 1024, group)
     x *= torch.logspace(-3, 1.5, 1024, device=x.device).to(dtype)[torch.randperm(1024)]
@@ -109,7 +111,7 @@ def test_x_as_integers(group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_nan_stays_nan() -> None:
+def test_nan_and_infinity_give_no_finite_result() -> None:
     place: Place = ("triton", torch.device("cuda"), torch.bfloat16)
     x, weight, _ = drawn(place, 2, 64, 512, 128)
     x[0, 300] = float("nan")
@@ -119,7 +121,7 @@ def test_nan_stays_nan() -> None:
 
 @pytest.mark.parametrize(("out_size", "in_size", "group"), [(40, 384, 128), (133, 64, 32), (300, 128, 64)])
 def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: int) -> None:
-    """Some rows at a time, and of rows that begin inside a matrix."""
+    """Weights are expanded some rows at a time, also rows that begin inside a matrix."""
     impl, _, dtype = kernels
     x, weight, bias = drawn(kernels, 5, out_size, in_size, group)
     with poisoned(impl):
@@ -132,7 +134,7 @@ def test_expanded_products(kernels: Place, out_size: int, in_size: int, group: i
 
 
 def test_parts_are_about_equal_and_within_the_scratch_memory() -> None:
-    """The outputs of gate_up and their bytes: Qwen3-30B-A3B, Mixtral-8x7B and gpt-oss-20b; small ones."""
+    """Outputs of gate_up, and bytes of an output: Qwen3-30B-A3B, Mixtral-8x7B, gpt-oss-20b, and two small cases."""
     for outputs, output_bytes, expected in (
         (768, 2 * 128 * 2048 * 2, [384, 384]),
         (14336, 2 * 8 * 4096 * 2, [3584] * 4),
@@ -154,7 +156,7 @@ def test_rows_of_a_matrix_are_multiplied(kernels: Place) -> None:
 
 
 def test_values_are_where_the_format_says() -> None:
-    """Written out by the definition in group_format.py."""
+    """As group_format.py defines it."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(16, (3, 192), generator=generator, dtype=torch.uint8)
     scales, zeros = torch.rand(3, 6, generator=generator), torch.randint(17, (3, 6), generator=generator)

@@ -78,7 +78,7 @@ def test_few_rows_are_exact(here: Place, rows: int, out_size: int, in_size: int,
 def test_many_rows_multiply_quantised_activations(
     here: Place, rows: int, out_size: int, in_size: int, row_group: int | None
 ) -> None:
-    """Quantised by the reference: the interpreter rounds to fp8 differently."""
+    """The reference quantises x, because the interpreter rounds to fp8 wrongly."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     x = quantise_reference(torch.randn(rows, in_size, generator=generator).to(device, dtype))
@@ -95,7 +95,7 @@ def test_many_rows_multiply_quantised_activations(
 @pytest.mark.parametrize(("rows", "out_size", "in_size"), [(65, 128, 128), (300, 7168, 2304), (1024, 2048, 7168)])
 @pytest.mark.parametrize("method", ["cublas", "triton"])
 def test_many_rows_on_a_gpu_equal_the_reference(method: Method, rows: int, out_size: int, in_size: int) -> None:
-    """The whole path, quantising included. cuBLAS does not read the padding of the scales."""
+    """The whole path, including the quantisation of x. The padding of the scales has no effect on cuBLAS."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
     device = torch.device("cuda", 0)
@@ -111,7 +111,7 @@ def test_many_rows_on_a_gpu_equal_the_reference(method: Method, rows: int, out_s
 
 @pytest.mark.parametrize(("rows", "out_size", "in_size"), [(65, 48, 64), (67, 144, 272), (1, 64, 128)])
 def test_rowwise_products_have_a_scale_per_token(here: Place, rows: int, out_size: int, in_size: int) -> None:
-    """Of rows that the reference has quantised, by torch's product and, with the same scales, by Triton."""
+    """The reference quantises x. torch's rowwise product and Triton multiply the same values and scales."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     drawn = torch.randn(rows, in_size, generator=generator) * 2.0 ** torch.randint(
@@ -148,7 +148,7 @@ def test_reference_of_rowwise_products_quantises_by_row() -> None:
 def test_many_rows_with_a_scale_per_row_are_rowwise_on_a_gpu(
     rows: int, out_size: int, in_size: int, *, biased: bool
 ) -> None:
-    """The whole path, quantising included, of a linear layer and of an MLP."""
+    """The whole path, including the quantisation of x, of a linear layer and of an MLP."""
     device = torch.device("cuda", 0)
     if not supports_fp8(device):
         pytest.skip("needs a GPU of compute capability 8.9")
@@ -173,11 +173,11 @@ def test_many_rows_with_a_scale_per_row_are_rowwise_on_a_gpu(
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("columns", [16, 200, 384])
-def test_rows_that_fp8_can_hold_are_quantised_exactly_by_row(here: Place, rows: int, columns: int) -> None:
+def test_rows_that_fp8_represents_are_quantised_exactly_by_row(here: Place, rows: int, columns: int) -> None:
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     x = torch.randint(-14, 15, (rows, columns), generator=generator).float() * 32
-    x[:, -1] = -448  # every row's scale is the power of two that it is multiplied with
+    x[:, -1] = -448  # so the scale of a row is the power of two by which it is multiplied next
     x *= 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
     x[0] = 0
     x = x.to(device, dtype)
@@ -195,17 +195,17 @@ def test_rows_that_fp8_can_hold_are_quantised_exactly_by_row(here: Place, rows: 
         gated = swiglu_quantise(gate_up, by_row=True, impl=impl)
     torch.testing.assert_close(gated.scales, expected.scales, rtol=TOLERANCES[dtype], atol=0)
     near = torch.isclose(gated.expanded(), expected.expanded(), rtol=2**-3, atol=1e-3)  # a step of fp8
-    interpreted = impl == "triton" and device.type == "cpu"  # which rounds up to a power of two wrongly
+    interpreted = impl == "triton" and device.type == "cpu"  # rounds up to a power of two wrongly
     assert near.float().mean() > (0.8 if interpreted else 0.99)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("columns", [128, 200, 384])
-def test_rows_that_fp8_can_hold_are_quantised_exactly(here: Place, rows: int, columns: int) -> None:
+def test_rows_that_fp8_represents_are_quantised_exactly(here: Place, rows: int, columns: int) -> None:
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(rows)
     x = torch.randint(-14, 15, (rows, columns), generator=generator).float() * 32
-    x[:, ::128] = 448  # every group's scale is the power of two that it is multiplied with
+    x[:, ::128] = 448  # so the scale of a group is the power of two by which it is multiplied next
     x *= 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
     x[0, :128] = 0
     x = x.to(device, dtype)
@@ -267,7 +267,7 @@ def test_unsuitable_arguments_are_refused() -> None:
 def _drawn(
     out_size: int, in_size: int, row_group: int | None, generator: torch.Generator, device: torch.device
 ) -> BlockScaled:
-    """With a scale per row if there is no `row_group`."""
+    """Random weights; without `row_group`, with a scale per row."""
     if row_group is None:
         return moved(draw_row_scaled(out_size, in_size, generator=generator), device)
     return moved(draw_block_scaled(out_size, in_size, generator=generator, row_group=row_group), device)

@@ -1,4 +1,4 @@
-"""The CUDA kernels for few rows (csrc/linear/few_rows.cuh), run on the CPU: all formats of weights, and experts."""
+"""The CUDA kernels for few rows (csrc/linear/few_rows.cuh) on the CPU (fibers.py): all weight formats, and experts."""
 
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def on_fibers(kernels: FiberKernels, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_fibers(monkeypatch: pytest.MonkeyPatch, kernels: FiberKernels) -> None:
-    """Two multiprocessors, so that a block has several tiles; the least shared memory of a GPU with these kernels."""
+    """Two multiprocessors, so that a block has several tiles; the smallest shared memory that the kernels support."""
     monkeypatch.setattr(few_rows_cuda, "load_kernel", kernels.load)
     monkeypatch.setattr(few_rows_cuda, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(few_rows_cuda, "shared_memory", lambda _: 99 << 10)
@@ -85,15 +85,15 @@ def products(x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> torch.Tenso
         ("plain", 1, 64, True),
         ("fp8", 3, 256, True),
         ("fp8 by row", 1, 384, False),
-        ("int4 of 128", 1, 1152, False),  # as integers; an odd number of groups
+        ("int4 of 128", 1, 1152, False),  # x as integers; an odd number of groups
         ("int4 of 64", 3, 256, True),
         ("int4 of 32", 4, 320, False),
-        ("int4 of 128", 6, 384, True),  # in the dtype of x
+        ("int4 of 128", 6, 384, True),  # x in its dtype
         ("int4 of 32", 11, 64, False),  # two row tiles
     ],
 )
 def test_products(kind: str, rows: int, columns: int, *, gated: bool) -> None:
-    """More tiles than blocks, the last of them partial."""
+    """There are more tiles than blocks, and the last tile is partial."""
     weight = draw(kind, 80, columns)
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, columns, generator=generator).to(BF16)
@@ -109,7 +109,7 @@ def test_products(kind: str, rows: int, columns: int, *, gated: bool) -> None:
     ("kind", "tokens", "first"), [("plain", 1, 0), ("fp8", 3, 2), ("int4 of 128", 2, 0), ("int4 of 32", 3, 2)]
 )
 def test_experts(kind: str, tokens: int, first: int) -> None:
-    """With all chosen experts on this rank, or some of them; with a shared expert."""
+    """All chosen experts are on this rank, or some of them. There is a shared expert."""
     experts, per_token, hidden, width = 6, 3, 128, 256
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator).to(BF16)
@@ -137,7 +137,7 @@ def test_x_as_integers_keeps_large_and_small_columns() -> None:
     assert float(((found - expected).abs() / (2**-8 * expected.abs() + rounding)).max()) < 1
 
 
-def test_not_finite_x_gives_nan() -> None:
+def test_x_with_nan_or_infinity_gives_nan() -> None:
     weight = draw("int4 of 64", 16, 128)
     x = torch.zeros(2, 128, dtype=BF16)
     x[0, 3], x[1, 100] = float("inf"), float("nan")
@@ -159,10 +159,10 @@ def test_tiles_of_all_sizes_agree() -> None:
     [
         ("plain", ("step * (kColumns * 2)", "step * kColumns")),
         ("int4 of 64", ("above[i] = numbers[i] + 128;", "above[i] = numbers[i];")),
-        ("int4 of 64", ("if (!exists) return;", "")),  # the last part of x is written again, with another scale
+        ("int4 of 64", ("if (!exists) return;", "")),  # writes the last part of x again, with another scale
     ],
 )
-def test_a_mistake_is_found(
+def test_wrong_kernel_is_detected(
     kind: str, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_fibers(monkeypatch, FiberKernels(tmp_path, dict([change])))

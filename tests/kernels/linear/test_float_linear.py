@@ -29,7 +29,7 @@ def test_equals_float64(
     weight = (torch.randn(out_size, in_size, generator=generator) / in_size**0.5).to(device)
     with poisoned(impl):
         found = float_linear(x, weight, impl=impl)
-    again = float_linear(x, weight, impl=impl)  # the counters of divided sums are 0 again
+    again = float_linear(x, weight, impl=impl)  # detects counters of divided sums that are not reset
     assert found.dtype == torch.float32
     assert torch.equal(found, again)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2e-6, atol=3e-6)
@@ -66,11 +66,11 @@ def test_weights_in_shared_memory_equal_float64(out_size: int, in_size: int, row
         found = float_linear(x, weight)
     assert torch.equal(found, float_linear(x, weight))
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2e-6, atol=3e-6)
-    assert torch.equal(float_linear(x[:1], weight), found[:1]), "a row does not depend on the others"
+    assert torch.equal(float_linear(x[:1], weight), found[:1]), "a row depends on the others"
 
 
 @pytest.mark.gpu
-def test_other_shapes_are_left_to_triton() -> None:
+def test_other_shapes_do_not_suit_the_kernel() -> None:
     device = torch.device("cuda", 0)
     x, weight = (
         torch.zeros(rows, 2048, dtype=dtype, device=device) for rows, dtype in ((32, torch.bfloat16), (256, None))

@@ -1,4 +1,4 @@
-"""fp8 layers whose weights are in shared memory at once, by csrc/linear/fp8_at_once.cu, against the reference."""
+"""fp8 layers that fit into the shared memory of the GPU (csrc/linear/fp8_at_once.cu), against the reference."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.kernels.poison import poisoned
 CUDA = torch.device("cuda", 0)
 TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-9}
 SHARED_MEMORY = (227 << 10) - (13 << 10)
-"""Of a block on an H200, without what the kernel declares itself."""
+"""Bytes of a thread block on an H200, without the static shared memory of the kernel."""
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,11 @@ SHARED_MEMORY = (227 << 10) - (13 << 10)
         ((512, 8320), None),  # four blocks have at most 8,192 columns
     ],
 )
-def test_all_blocks_run_at_once(shape: tuple[int, int], division: Division | None) -> None:
+def test_layer_is_divided_so_that_all_blocks_run_at_once(shape: tuple[int, int], division: Division | None) -> None:
     assert divide(*shape, sms=132) == division
 
 
-def test_blocks_fit_their_multiprocessors() -> None:
-    """All weight rows and columns have a block, whose memory exists."""
+def test_blocks_cover_all_rows_and_fit_into_shared_memory() -> None:
     found = 0
     for rows in range(16, 13_000, 208):
         for columns in range(128, 8320, 384):
@@ -69,7 +68,7 @@ def test_part_of_a_gpu_without_a_whole_gpc_has_no_clusters() -> None:
 def test_equals_the_reference(
     rows: int, out_size: int, in_size: int, row_group: int | None, gated: bool, dtype: torch.dtype
 ) -> None:
-    """With a bias and without, and rows of very different size."""
+    """With and without a bias; rows of x have very different magnitude."""
     generator = torch.Generator().manual_seed(rows)
     if row_group is None:
         drawn = draw_row_scaled(out_size, in_size, generator=generator)
@@ -91,7 +90,7 @@ def test_equals_the_reference(
 
 
 @pytest.mark.gpu
-def test_layers_use_it_where_it_suits() -> None:
+def test_suitable_layers_and_their_results() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = moved(draw_block_scaled(1000, 2048, generator=generator), CUDA)
     x = torch.randn(40, 2048, generator=generator).to(CUDA, torch.bfloat16)

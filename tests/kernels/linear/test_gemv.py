@@ -20,7 +20,7 @@ H200 = {"processors": 132, "limit": 227 << 10}
 def check(
     rows: int, outputs: int, columns: int, *, gated: bool, dtype: torch.dtype = BF16, device: str = "cpu"
 ) -> None:
-    """With a bias if there is a gate."""
+    """Gated layers have a bias."""
     generator = torch.Generator().manual_seed(outputs + columns)
     weight = torch.randn(outputs * (2 if gated else 1), columns, generator=generator) / columns**0.5
     x, weight = (part.to(device, dtype) for part in (torch.randn(rows, columns, generator=generator), weight))
@@ -53,7 +53,7 @@ class TestOnFibers:
     @pytest.mark.parametrize(
         ("rows", "outputs", "columns", "gated"),
         [
-            (1, 100, 4096, False),  # all weights at once
+            (1, 100, 4096, False),  # all weights fit into the rings
             (1, 203, 4096, False),  # rings are filled again; the last unit is partial
             (2, 45, 768, True),
             (4, 20, 1024, False),
@@ -66,12 +66,14 @@ class TestOnFibers:
     @pytest.mark.parametrize(
         "change",
         [
-            ("lane() / 8 % 2 * kHalfBytes", "0"),  # the upper half of products
-            ("piece % (kPieces / 2) * 16", "0"),  # of x
+            ("lane() / 8 % 2 * kHalfBytes", "0"),  # the address of weights
+            ("piece % (kPieces / 2) * 16", "0"),  # the address of x
             ("shared.sums[buffer][other][lane()];", "shared.sums[buffer][0][lane()];"),
         ],
     )
-    def test_a_mistake_is_found(self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_kernel_is_detected(
+        self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(gemv_cuda, "load_kernel", FiberKernels(tmp_path, dict([change])).load)
         with pytest.raises(AssertionError):
             check(1, 16, 1024, gated=False)
@@ -92,8 +94,8 @@ def test_layers_on_a_gpu(rows: int, outputs: int, columns: int, gated: bool, dty
 
 
 @pytest.mark.gpu
-def test_layers_wait_for_the_one_before_in_a_graph() -> None:
-    """Each starts, and copies its weights, while the one before still runs."""
+def test_layers_of_a_graph_wait_for_the_previous_layer() -> None:
+    """A layer starts, and copies its weights, while the previous layer runs (programmatic dependent launch)."""
     generator = torch.Generator("cuda").manual_seed(1)
     weights = [torch.randn(2048, 2048, device="cuda", generator=generator).to(BF16) / 45 for _ in range(3)]
     x = torch.zeros(1, 2048, device="cuda", dtype=BF16)
@@ -119,8 +121,8 @@ def test_layers_wait_for_the_one_before_in_a_graph() -> None:
 
 
 @pytest.mark.parametrize(("units", "columns", "blocks"), [(640, 2048, 214), (256, 4096, 86)])
-def test_a_layer_that_fits_is_copied_at_once_and_leaves_room(units: int, columns: int, blocks: int) -> None:
-    """qkv and o of Qwen3-30B-A3B: 3 units of a block, and one chunk of each for every warp."""
+def test_ring_holds_all_weights_of_small_layers(units: int, columns: int, blocks: int) -> None:
+    """qkv and o of Qwen3-30B-A3B: a block has 3 units, and a warp has one chunk of each."""
     division = divide(units, 1, columns, **H200)
     assert (division.slots, division.blocks) == (3, blocks)
 
@@ -128,12 +130,12 @@ def test_a_layer_that_fits_is_copied_at_once_and_leaves_room(units: int, columns
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("units", [1, 16, 300, 5000])
 @pytest.mark.parametrize("columns", [256, 512, 768, 1024, 2048, 2880, 3584, 4096, 8192])
-def test_blocks_fit_their_multiprocessors(rows: int, units: int, columns: int) -> None:
+def test_blocks_fit_into_shared_memory_of_their_multiprocessors(rows: int, units: int, columns: int) -> None:
     if rows * columns * 2 > 16 << 10:
         return
     division = divide(units, rows, columns, **H200)
     assert columns % division.columns == 0
-    assert division.warps <= columns // division.columns, "every warp has a chunk of each unit"
+    assert division.warps <= columns // division.columns, "a warp has no chunk"
     assert division.slots >= 1
     at_a_time = 8 // division.warps
     assert at_a_time * (division.shared_bytes + 1024) <= 228 << 10

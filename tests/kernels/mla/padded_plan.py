@@ -6,7 +6,7 @@ from pdserve.kernels.mla.index_plan import IndexPlan
 
 
 def padded_plan(tokens: int, *, max_pages: int, page_size: int, device: torch.device) -> IndexPlan:
-    """Memory for up to `tokens` sequences; row t of the page table belongs to token t. Initially no token sees any."""
+    """A plan for up to `tokens` sequences. Row t of the page table belongs to token t. At first no token sees a key."""
     table = torch.zeros(tokens, max_pages, dtype=torch.int32, device=device)
     sequence = torch.arange(tokens, dtype=torch.int32, device=device)
     return IndexPlan(page_size, table, sequence, torch.zeros(tokens, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""Indexer keys and queries in fp8: their rounding, the pages that hold them, and the selection by them."""
+"""Indexer keys and queries in fp8: quantisation, pages of keys, and the selection of tokens."""
 
 import math
 
@@ -50,7 +50,7 @@ def is_interpreter(where: Where) -> bool:
     return where[0] == "triton" and where[1].type == "cpu"
 
 
-def test_rows_are_rounded_to_the_nearest_multiple_of_a_power_of_two() -> None:
+def test_rows_are_rounded_to_the_nearest_fp8_with_a_power_of_two_as_scale() -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(60, 40, generator=generator) * torch.logspace(-6, 6, 60)[:, None]
     x[:4] = 0
@@ -58,7 +58,7 @@ def test_rows_are_rounded_to_the_nearest_multiple_of_a_power_of_two() -> None:
     fp8, scales = quantize_rows_reference(x)
     assert (fp8.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (60,))
     for row, values, scale in zip(x.double(), fp8.double(), scales.tolist(), strict=True):
-        assert math.frexp(scale)[0] == 0.5, "a power of two"
+        assert math.frexp(scale)[0] == 0.5, "not a power of two"
         largest = max(float(row.abs().max()), 1e-4)
         assert 224 * scale < largest <= 448 * scale * (1 + 1e-9)
         assert values.equal(nearest(row / scale))
@@ -67,10 +67,10 @@ def test_rows_are_rounded_to_the_nearest_multiple_of_a_power_of_two() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "rope_dim", "page_size"), [(128, 64, 16), (32, 16, 1), (12, 12, 4), (40, 16, 7)])
-def test_written_keys_are_the_plain_ones_in_fp8(
+def test_written_keys_equal_quantised_keys(
     dim: int, rope_dim: int, page_size: int, interleaved: bool, where: Where
 ) -> None:
-    """latent_write stores what it would otherwise store, in fp8, and changes no other byte of the pool."""
+    """latent_write quantises the keys that it would otherwise store, and changes no other byte of the pool."""
     impl, device, dtype = where
     generator, tokens, q_rank, kv_rank = torch.Generator().manual_seed(dim + page_size), 5, 8, 16
 
@@ -115,7 +115,7 @@ def test_written_keys_are_the_plain_ones_in_fp8(
 @pytest.mark.parametrize(
     ("heads", "index_heads", "index_dim", "rope_dim"), [(4, 64, 128, 64), (3, 5, 12, 12), (0, 17, 24, 8)]
 )
-def test_rotated_index_queries_are_the_plain_ones_in_fp8(
+def test_rotated_index_queries_equal_quantised_queries(
     heads: int, index_heads: int, index_dim: int, rope_dim: int, where: Where
 ) -> None:
     impl, device, dtype = where
@@ -182,7 +182,7 @@ class Sequences:
             return index_topk(self.query, self.weights, self.pages, self.plan, k, scales=self.scales, impl=impl)
 
     def check(self, found: torch.Tensor, k: int, tolerance: float) -> None:
-        """Every row has the k best scores, up to those that differ from the k-th best by less than the tolerance."""
+        """Every row has the k best scores; scores within the tolerance of the k-th best may be exchanged."""
         scores = index_scores_reference(self.query, self.weights, self.pages, self.plan, self.scales)
         bound = scores.topk(k, dim=1).values[:, -1:]
         margin = tolerance * scores.masked_fill(scores.isinf(), 0).abs().amax(dim=1, keepdim=True)
@@ -194,10 +194,10 @@ class Sequences:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 7])
-def test_selection_in_pages_of_fp8_equals_that_by_dequantised_keys(
+def test_selection_from_fp8_pages_equals_selection_by_dequantised_keys(
     page_size: int, where: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Float32 arithmetic on the same numbers selects the same tokens; the original numbers select most of them."""
+    """Float32 arithmetic on the dequantised keys selects the same tokens; the original keys select most of them."""
     impl, device, _ = where
     case, k = Sequences(device, [150, 90], [3, 1], page_size=page_size, dim=32), 24
     for few in (64, 0):

@@ -1,4 +1,4 @@
-"""Triton kernels of the indexer and of packed rows compile for Hopper, without a GPU: the interpreter does not check
+"""Triton kernels of the indexer and of packed rows compile for Hopper, without a GPU. The interpreter does not check
 types.
 """
 

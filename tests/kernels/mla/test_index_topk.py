@@ -131,7 +131,7 @@ def test_best_positions_of_every_token_are_selected(
     case = Case(query_lens, kv_lens, page_size=page_size, where=where)
     assert case.result(k) == case.expected(k)
     if where[0] == "triton":
-        monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", 0)  # takes the path of many tokens
+        monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", 0)  # uses the kernel for many tokens
         assert case.result(k) == case.expected(k)
 
 
@@ -145,9 +145,9 @@ def test_lower_position_wins_ties_and_zeros_are_equal(where: Where) -> None:
     case.query.fill_(1.0)
     case.weights = torch.tensor([[-1.0, -1.0, 1.0, -1.0, -1.0]])  # 0 from relu, times -1, is -0
     case.pool.fill_(-1.0)
-    case.pool[case.pages[0][6], LAYER, 3] = -2.0  # also a zero, of different products
+    case.pool[case.pages[0][6], LAYER, 3] = -2.0  # also gives 0
     assert case.result(10) == [list(range(10))]
-    case.pool[case.pages[0][6], LAYER, 3] = 1.0  # the sum of the weights is negative: the worst of all
+    case.pool[case.pages[0][6], LAYER, 3] = 1.0  # the sum of the weights is negative: the lowest score
     case.pool[case.pages[0][0], LAYER, 4] = 1.0
     assert case.result(10) == [[0, 1, 2, 3, 5, 6, 7, 8, 9, 10]]
     assert case.result(139) == [[*range(99), *range(100, 140)]]
@@ -232,7 +232,7 @@ def test_invalid_arguments_are_refused() -> None:
 def test_gpu_selection_equals_the_reference(
     k: int, values: str, copies: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7 and 168 rows: all at once, and more than can run at a time."""
+    """7 rows, which run at the same time, and 168, which do not."""
     from pdserve.kernels.mla import index_topk_triton
 
     monkeypatch.setattr(index_topk_triton, "blocks_per_row", lambda *_: blocks)
@@ -255,8 +255,8 @@ def test_gpu_selection_equals_the_reference(
 
 
 @pytest.mark.gpu
-def test_graph_of_the_real_geometry_follows_its_plan() -> None:
-    """64 heads of 128, k = 2048; a replay uses the current content of the plan."""
+def test_graph_of_the_real_geometry_uses_the_current_plan() -> None:
+    """64 heads of 128, k = 2048."""
     device, k, page_size, pages_each = torch.device("cuda"), 2048, 64, 150
     pool = torch.randint(-2, 3, (700, 4, page_size, 128), device=device).to(torch.bfloat16)
     keys = pool[:, 2:3]

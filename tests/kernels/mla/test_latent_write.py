@@ -55,8 +55,8 @@ def exact_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) 
     return weight.double() * x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() + bias.double()
 
 
-def exact_turn(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """x [T, P], one pair at a time."""
+def exact_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """RoPE of x [T, P], one coordinate pair at a time."""
     x, half = x.double(), x.shape[-1] // 2
     out = torch.empty_like(x)
     for i in range(half):
@@ -105,15 +105,15 @@ def test_rows_keys_and_compressed_queries_equal_float64(
 
     compressed = latent_write(x, q_norm, kv_norm, cos, signed_sin, pool[:, LAYER], rows, eps=EPS, key=key, impl=impl)
 
-    query, latent, turning, plain_key = torch.split_with_sizes(x, [q_rank, kv_rank, rope_dim, key_dim or 0], dim=1)
+    query, latent, rope_part, plain_key = torch.split_with_sizes(x, [q_rank, kv_rank, rope_dim, key_dim or 0], dim=1)
     assert compressed.is_contiguous()
     close(compressed, exact_rms(query, q_norm))
-    turned = exact_turn(turning, cos, signed_sin, interleaved=True)
-    check_pool(pool, pool_before, rows, torch.cat((exact_rms(latent, kv_norm), turned), dim=1))
+    rotated_part = exact_rope(rope_part, cos, signed_sin, interleaved=True)
+    check_pool(pool, pool_before, rows, torch.cat((exact_rms(latent, kv_norm), rotated_part), dim=1))
     if key is not None:
         normed = exact_layer_norm(plain_key, key.norm, key.bias)
-        turned = exact_turn(normed[:, :rope_dim], cos, signed_sin, interleaved=interleaved)
-        check_pool(keys, keys_before, key.rows, torch.cat((turned, normed[:, rope_dim:]), dim=1))
+        rotated_part = exact_rope(normed[:, :rope_dim], cos, signed_sin, interleaved=interleaved)
+        check_pool(keys, keys_before, key.rows, torch.cat((rotated_part, normed[:, rope_dim:]), dim=1))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -145,8 +145,8 @@ def test_rotated_queries_equal_float64(
     assert query[:, :, :kv_rank].equal(before[:, :, :kv_rank])
     own = x[:, : heads * head_dim].view(tokens, heads, head_dim)
     for head in range(heads):
-        turned = exact_turn(own[:, head, -rope_dim:], cos, signed_sin, interleaved=True)
-        close(query[:, head, kv_rank:], turned)
+        rotated_part = exact_rope(own[:, head, -rope_dim:], cos, signed_sin, interleaved=True)
+        close(query[:, head, kv_rank:], rotated_part)
     if index_heads == 0:
         assert rotated is None
         return
@@ -157,8 +157,8 @@ def test_rotated_queries_equal_float64(
     theirs = x[:, heads * head_dim :].view(tokens, index_heads, index_dim)
     assert index_query[:, :, rope_dim:].equal(theirs[:, :, rope_dim:])
     for head in range(index_heads):
-        turned = exact_turn(theirs[:, head, :rope_dim], cos, signed_sin, interleaved=interleaved)
-        close(index_query[:, head, :rope_dim], turned)
+        rotated_part = exact_rope(theirs[:, head, :rope_dim], cos, signed_sin, interleaved=interleaved)
+        close(index_query[:, head, :rope_dim], rotated_part)
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Packed rows against a loop over their bytes, and unpacked rows against what was packed."""
+"""Packed rows against a loop over their bytes, unpacking, and attention over packed rows."""
 
 import functools
 import struct
@@ -56,7 +56,7 @@ def unpack_bytes(packed: bytes, kv_rank: int) -> list[float]:
 
 
 def random_rows(count: int, kv_rank: int, rope_dim: int) -> torch.Tensor:
-    """Groups of very different magnitude, and one of zeros."""
+    """Groups have very different magnitude; those of the second row are zero."""
     rows = torch.randn(count, kv_rank + rope_dim, generator=torch.Generator().manual_seed(kv_rank))
     rows[:, : min(128, kv_rank // 2)] *= 1000
     rows[1, :kv_rank] = 0
@@ -69,7 +69,7 @@ def check_packed(packed: torch.Tensor, rows: torch.Tensor, kv_rank: int) -> None
         values = torch.tensor(unpack_bytes(bytes(found.tolist()), kv_rank), dtype=torch.float64)
         for first in range(0, kv_rank, 128):
             group = slice(first, min(first + 128, kv_rank))
-            # half a unit of 3 bits of the mantissa, or of the smallest number, which is 2^-9 of 448 parts
+            # half a unit of the 3-bit mantissa, or half of the smallest number, 2^-9, times the scale, largest / 448
             largest = row[group].abs().max()
             bound = torch.maximum(row[group].abs() * 2**-4, largest / 448 * 2**-10) * 1.001
             assert ((values[group] - row[group]).abs() <= bound).all()
@@ -117,7 +117,7 @@ def test_requested_rows_are_unpacked(kv_rank: int, rope_dim: int, where: Where) 
 @pytest.mark.parametrize("page_size", [1, 4, 12])
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
 def test_first_pages_are_unpacked(kv_rank: int, rope_dim: int, page_size: int, where: Where) -> None:
-    """As many as the device says. Other pages are neither read, for they do not exist, nor written."""
+    """The number of pages is in device memory. Further ids are invalid; nothing is written for them."""
     impl, device, dtype = where
     rows = random_rows(PAGES * page_size, kv_rank, rope_dim)
     pool = torch.full((PAGES, LAYERS, page_size, packed_bytes(kv_rank, rope_dim)), 0x7F, dtype=torch.uint8)
@@ -135,7 +135,7 @@ def test_first_pages_are_unpacked(kv_rank: int, rope_dim: int, page_size: int, w
 
 @pytest.mark.parametrize(("kv_rank", "rope_dim"), GEOMETRIES)
 def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> None:
-    """latent_write packs the rows that it would otherwise write, to the precision of a packed row; padding stays."""
+    """latent_write packs the rows that it would otherwise write. Padding rows write nothing."""
     impl, device, dtype = where
     generator, tokens, q_rank = torch.Generator().manual_seed(rope_dim), 4, 16
     x = torch.randn(tokens, q_rank + kv_rank + rope_dim, generator=generator).to(device, dtype)
@@ -161,15 +161,15 @@ def test_written_rows_are_packed(kv_rank: int, rope_dim: int, where: Where) -> N
 def test_attention_over_packed_rows_equals_unpacked(
     where: Where, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts and at once, equal to attention over the unpacked rows."""
+    """Rows are unpacked into a workspace, some tokens at a time or all at once."""
     monkeypatch.setattr("pdserve.kernels.mla.packed_rows._WORKSPACE_BYTES", workspace_bytes)
     impl, device, dtype = where
     generator = torch.Generator().manual_seed(2)
     packed = pack_rows_reference(torch.randn(24, 48 + 16, generator=generator), 48)
-    worth = unpack_rows_reference(packed, 48, dtype).view(PAGES, PAGE_SIZE, -1).to(device)
+    unpacked = unpack_rows_reference(packed, 48, dtype).view(PAGES, PAGE_SIZE, -1).to(device)
     query = torch.randn(3, 5, 64, generator=generator).to(device, dtype)
     rows = torch.randint(-1, 24, (3, 10), dtype=torch.int32, generator=generator).to(device)
-    expected = sparse_mla(query, worth, rows, scale=0.3, value_dim=48, impl="reference")
+    expected = sparse_mla(query, unpacked, rows, scale=0.3, value_dim=48, impl="reference")
     pages = packed.view(PAGES, PAGE_SIZE, -1).to(device)
     found = sparse_mla_packed(query, pages, rows, scale=0.3, value_dim=48, impl=impl, fused=False)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-6
@@ -218,7 +218,7 @@ def test_rows_are_unpacked_in_registers(
 @pytest.mark.parametrize("tokens", [1, 3, 8, 32, 33, 140, 300])
 @pytest.mark.parametrize(("impl", "heads"), [("triton", 8), ("triton", 16), ("triton", 32), ("cuda", 5), ("cuda", 16)])
 def test_real_geometry_in_registers_equals_unpacked(impl: SparseMlaImpl, tokens: int, heads: int) -> None:
-    """In 1 to 64 shares; a pool of more than 2^31 bytes, rows at its ends, tokens without rows."""
+    """In 1 to 64 shares; a pool of more than 2^31 bytes, its first and last row, tokens without rows."""
     device, k, page_size, layers = torch.device("cuda"), 2048, 64, 61
     pool = torch.empty(1000, layers, page_size, 656, dtype=torch.uint8, device=device)
     packed = pack_rows_reference(torch.randn(1000 * page_size, 576, device=device), 512)
@@ -247,10 +247,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize("k", [7, 64, 150])
 @pytest.mark.parametrize(("latent", "query"), [(1.0, 1.0), (1e-2, 1e-4), (1e4, 1e-4), (1e-2, 1e4), (1.0, 1e4)])
-def test_cuda_kernel_takes_numbers_of_any_size(k: int, page_size: int, latent: float, query: float) -> None:
-    """Latents and queries whose products would not fit a float16 if they were not scaled; NaN in all other rows.
+def test_cuda_kernel_supports_numbers_of_any_magnitude(k: int, page_size: int, latent: float, query: float) -> None:
+    """Latents and queries whose products would overflow float16 without scaling; NaN in all other rows.
 
-    The smallest of the largest latents of a group is 2e-4: csrc/mla/packed_mla.cu says from where weights are precise.
+    The largest latent of a group is at least 2e-4: csrc/mla/packed_mla.cu says from which size on weights are precise.
     """
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(k)
     rows = torch.stack([torch.randperm(256, generator=generator)[:k] for _ in range(3)]).int()
@@ -276,8 +276,8 @@ def test_cuda_kernel_takes_numbers_of_any_size(k: int, page_size: int, latent: f
     assert not found[1].any()  # no rows: zeros, not NaN
 
 
-def test_share_has_whole_blocks_and_keeps_all_processors_busy() -> None:
-    """Of 32 blocks, on 132 processors: one share per processor, or two if shares would otherwise be long."""
+def test_number_of_shares_keeps_all_multiprocessors_busy() -> None:
+    """32 blocks of rows on 132 multiprocessors: one share per multiprocessor, or two if shares would be long."""
     found = [num_packed_shares(tokens, 32, 132) for tokens in (1, 4, 8, 16, 32, 64, 128, 132, 200, 1000)]
     assert found == [32, 32, 16, 8, 8, 4, 2, 2, 1, 1]
     assert num_packed_shares(1, 1, 132) == 1

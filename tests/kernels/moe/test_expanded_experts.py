@@ -38,7 +38,7 @@ EXPERTS, PER_TOKEN, TOKENS, HIDDEN, SIZE = 6, 2, 14, 160, 192
 def test_results_are_those_of_the_reference(
     here: Place, kind: Literal["int4", "mxfp4"], *, biased: bool, limit: float | None, own: slice, scratch_bytes: int
 ) -> None:
-    """Of experts with and without rows. 160 columns are an odd number of groups. Rows of other experts are NaN."""
+    """Experts have rows, or none. 160 columns are an odd number of groups. Rows of experts on other ranks are NaN."""
     impl, device, dtype = here
     generator = torch.Generator().manual_seed(own.start)
     shapes = (EXPERTS, 2 * SIZE, HIDDEN), (EXPERTS, HIDDEN, SIZE)

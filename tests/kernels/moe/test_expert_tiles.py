@@ -70,7 +70,7 @@ def test_equals_the_reference(
 
 @pytest.mark.gpu
 def test_a_token_does_not_depend_on_the_others() -> None:
-    """Whatever the place of a token in a tile, and the block that computes it."""
+    """Neither its position in a tile nor the block that computes it changes the result."""
     x, weights, chosen, gate_up, down = draw(32, (64, 8, 1280, 256), torch.bfloat16, row_group=128)
     together = grouped_experts(x, weights, chosen, gate_up, down)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).to(CUDA)

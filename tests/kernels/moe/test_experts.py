@@ -104,7 +104,7 @@ def test_the_shared_expert_is_added_last(here: Place, expanded: bool) -> None:
 
 @pytest.mark.parametrize(("tokens", "few_rows"), [(3, 32), (30, 32), (30, 4)])
 def test_plain_weights_are_exact(here: Place, tokens: int, few_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a kernel of our own for few tokens per expert, by grouped products for more."""
+    """A Triton kernel computes few tokens per expert, torch's grouped product more."""
     impl, device, dtype = here
     monkeypatch.setattr(module, "FEW_ROWS", few_rows)
     case = draw(tokens, device, dtype, last_idle=True)
@@ -127,7 +127,7 @@ def test_plain_weights_are_exact(here: Place, tokens: int, few_rows: int, monkey
 
 @pytest.mark.parametrize("own", [range(8), range(2, 5)])
 def test_many_tokens_equal_the_quantised_reference(here: Place, own: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens are computed like many: in the interpreter many would take minutes."""
+    """With a lower limit for few tokens, because many tokens would take minutes in the interpreter."""
     impl, device, dtype = here
     monkeypatch.setattr(module, "FEW_ROWS", 4)
     if (impl, device.type) == ("triton", "cpu"):  # the interpreter rounds to fp8 wrongly
@@ -175,8 +175,8 @@ def test_experts_with_a_scale_per_row(here: Place, few_rows: int, monkeypatch: p
     assert float((found.double() - expected).std() / expected.std()) < limit
 
 
-def test_one_matrix_can_be_expanded(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank whose part of `down` begins inside a block has it expanded: then activations are exact."""
+def test_only_one_of_two_matrices_can_be_expanded(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rank's part of `down` begins inside a block, `down` is expanded, and activations are not quantised."""
     impl, device, dtype = here
     monkeypatch.setattr(module, "FEW_ROWS", 4)
     case = draw(30, device, dtype)

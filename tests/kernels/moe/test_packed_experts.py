@@ -75,7 +75,7 @@ def draw(
 ) -> Case:
     _, device, dtype = place
     generator = torch.Generator().manual_seed(tokens)
-    # the last expert has no tokens; of many tokens, the first two experts have all
+    # the last expert has no tokens; with many tokens, only the first two experts have any
     busy = EXPERTS - 1 if tokens < 40 else 2
     chosen = torch.stack([torch.randperm(busy, generator=generator)[:PER_TOKEN] for _ in range(tokens)])
     shapes = (EXPERTS, 2 * size, hidden), (EXPERTS, hidden, size)
@@ -129,7 +129,7 @@ def test_groups_of_other_sizes_and_divided_columns(here: Place, hidden: int, siz
     torch.testing.assert_close(case.compute(here[0]).double(), case.expected(), rtol=limit, atol=4 * limit)
 
 
-def test_experts_that_are_idle_or_elsewhere_add_nothing(here: Place) -> None:
+def test_rank_whose_experts_have_no_tokens_adds_nothing(here: Place) -> None:
     assert not draw(here, 3, "mxfp4").compute(here[0], slice(EXPERTS - 1, EXPERTS)).any()
 
 

@@ -63,7 +63,7 @@ def test_equals_the_reference(kind: str, size: tuple[int, int, int, int], dtype:
                     x, weights, chosen, *part, first=first, num_experts=size[0], shared=partial(torch.clone, shared)
                 )
             expected = experts_reference(x, weights, chosen, *part, first=first, exact=True)
-            # with 4 bits, x is rounded besides: exact sums of these experts come near the limit of float16 without that
+            # kernels of 4-bit weights also round x; without that, errors are already close to the limit of float16
             limit = TOLERANCES[dtype] * (2 if kind.startswith("int4") and dtype == torch.float16 else 1)
             torch.testing.assert_close(found, expected, rtol=limit, atol=2 * limit)
             assert torch.equal(sums, found + shared)

@@ -1,4 +1,4 @@
-"""keep_top_p against a loop over ranked tokens. Logits have few values, as in 16-bit models, so ties are many."""
+"""keep_top_p against a loop over ranked tokens. Logits have few distinct values, as in 16-bit models: many are ties."""
 
 import math
 import random

@@ -171,7 +171,7 @@ def test_empty_range_copies_nothing(where: Where) -> None:
 
 @pytest.mark.gpu
 def test_warm_up_compiles_for_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any tokens, layers, heads and position in the ring, nothing is compiled any more."""
+    """After the warm-up nothing is compiled, for any tokens, layers, heads and position in the ring."""
     triton = pytest.importorskip("triton")
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **made: compiled.append(made["repr"]))
@@ -179,7 +179,7 @@ def test_warm_up_compiles_for_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatc
     before = pool.clone()
     warm_up_kv_stage(pool)
     assert pool.equal(before)
-    assert len(compiled) == 2, "one to gather, one to scatter"
+    assert len(compiled) == 2  # one to gather, one to scatter
     ring = torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
     for number, (start, end) in enumerate([(0, 1), (3, 5), (12, 14), (0, 16), (7, 260), (5, 520)]):
         layers, heads = range(number % 2, 3), range(number % 3, number % 3 + 1 + number % 2)
@@ -193,7 +193,7 @@ def test_warm_up_compiles_for_blocks_of_all_sizes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_warm_up_has_no_effect_on_a_cpu() -> None:
-    warm_up_kv_stage(torch.empty(0, 1, 2, 1, 16, 64))  # has no page to try it on
+    warm_up_kv_stage(torch.empty(0, 1, 2, 1, 16, 64))  # a warm-up would need a page
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The kernel before the experts of very few tokens (csrc/moe/norm_route.cu), on a CPU and on a GPU."""
+"""Norm, router and selection for very few tokens in one kernel (csrc/moe/norm_route.cu), on a CPU and on a GPU."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def check(
     torch.testing.assert_close(total, expected_total, rtol=0, atol=0)
     limit = LIMITS[dtype]
     torch.testing.assert_close(normed, expected_normed, rtol=2 * limit, atol=0)
-    # From here on with the kernel's own norms: experts whose logits are nearly equal may change places.
+    # The following uses the norms of the kernel, so that only nearly equal logits may be selected differently.
     logits = normed.double() @ router.double().T + (0 if bias is None else bias.double())
     for token in range(tokens):
         mine = set(chosen[token].tolist())
@@ -52,10 +52,12 @@ def check(
         others = [expert for expert in range(experts) if expert not in mine]
         assert logits[token, list(mine)].min() >= logits[token, others].max() - 2 * limit * logits[token].abs().max()
     reference, by = select_experts_reference(logits.to(dtype), None, rule)
-    if (chosen.sort().values == by.sort().values).all():  # else one of equal logits was rounded differently
+    if (chosen.sort().values == by.sort().values).all():  # otherwise one of nearly equal logits was rounded differently
         order, by_order = chosen.sort().indices, by.sort().indices
         torch.testing.assert_close(weights.gather(1, order), reference.gather(1, by_order), rtol=4 * limit, atol=1e-3)
-    assert torch.equal(chosen.gather(1, weights.sort(descending=True, stable=True).indices), chosen), "sorted"
+    assert torch.equal(chosen.gather(1, weights.sort(descending=True, stable=True).indices), chosen), (
+        "not sorted by weight"
+    )
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -69,10 +71,10 @@ class TestOnFibers:
     def test_qwen3_30b_a3b(self, tokens: int) -> None:
         check(tokens, 2048, 128, 8)
 
-    def test_biases_all_scores_and_blocks_without_experts(self) -> None:
+    def test_biases_unnormalised_weights_and_blocks_without_experts(self) -> None:
         check(2, 2880, 6, 2, normalised=False, biased=True)
 
-    def test_more_rows_than_a_product_has(self) -> None:
+    def test_more_experts_per_block_than_an_mma_has_rows(self) -> None:
         check(4, 64, 200, 10)
 
     @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ class TestOnFibers:
             ("squares += shared.squares[other][token]", "squares = shared.squares[other][token]"),
         ],
     )
-    def test_a_mistake_is_found(self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wrong_kernel_is_detected(
+        self, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kernels = FiberKernels(tmp_path / "changed", dict([change]), cluster=8)
         monkeypatch.setattr(norm_route_cuda, "load_kernel", kernels.load)
         with pytest.raises(AssertionError):

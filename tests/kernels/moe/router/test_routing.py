@@ -1,4 +1,4 @@
-"""Sorting tokens by expert: every number in its expert's part, in order, and tiles that cover all parts."""
+"""Sorting tokens by expert: `order` has the numbers (token * k + choice) of each expert in a row, in tiles."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ here = each_of(("reference", "cpu"), ("triton", "cpu"), ("reference", "cuda"), (
     [
         (1, 8, 256, range(256), 16),
         (5, 3, 8, range(8), 16),
-        (70, 8, 16, range(4, 12), 16),  # some experts elsewhere
+        (70, 8, 16, range(4, 12), 16),  # some experts are on other ranks
         (40, 6, 8, range(7, 8), 64),
         (300, 4, 6, range(6), 64),  # several chunks
         (200, 8, 64, range(32, 64), 128),
@@ -47,7 +47,7 @@ def test_numbers_are_sorted_and_tiled(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_tiles_suffice_for_any_distribution(rows: int) -> None:
+def test_most_tiles_suffices_for_any_distribution(rows: int) -> None:
     def needed(sizes: tuple[int, ...]) -> int:
         return sum(-(-size // rows) for size in sizes)
 

@@ -54,14 +54,14 @@ def check(weights: torch.Tensor, chosen: torch.Tensor, expected_weights: torch.T
 
 
 @pytest.mark.parametrize(
-    ("logits", "said"),
+    ("logits", "message"),
     [
         (torch.zeros(1, 8, dtype=torch.int32), "must be contiguous rows of floats"),
         (torch.zeros(1, 6), "must be rows of 8 experts"),
     ],
 )
-def test_logits_of_another_type_or_size_are_refused(logits: torch.Tensor, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_logits_of_another_type_or_size_are_refused(logits: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         select_experts(logits, torch.zeros(8), SelectionRule(2, 1, 1, True, 1.0))
 
 
@@ -94,7 +94,7 @@ def test_tokens_are_selected_and_sorted_in_one_kernel(
         for first, count, rows in ((0, experts, 8), (experts // 4, experts // 2, 16)):
             with poisoned("triton"):
                 weights, chosen, routing = select_and_route(logits, bias, rule, first, count, rows)
-            if dtype == torch.float32:  # of equal numbers, the reference selects any
+            if dtype == torch.float32:  # 16-bit logits have ties, of which the reference selects any
                 check(weights, chosen, *select_experts_reference(logits, bias, rule))
             expected = route_reference(chosen, first, count, rows)
             used = int(expected.ends[-1])
@@ -109,7 +109,7 @@ def test_tokens_are_selected_and_sorted_in_one_kernel(
 
 
 @pytest.mark.gpu
-def test_of_equal_experts_the_first_ones_are_selected() -> None:
+def test_ties_select_the_lowest_experts() -> None:
     rule = SelectionRule(8, 8, 4, True, 1.0)
     logits = torch.zeros(3, 256, device="cuda:0")
     for bias in (None, torch.zeros(256, device="cuda:0")):

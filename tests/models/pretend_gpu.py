@@ -74,7 +74,7 @@ class PretendGpu(TorchFunctionMode):
         """How often a stream waited for the legacy default stream, on which Mooncake copies arriving data."""
         self._waits_allowed = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
-        """By address. They are kept, so that their addresses are not reused."""
+        """By address. References are kept, so that addresses are not reused."""
         self._under_way: list[_Copy] = []
         self._recording: CapturedGraph | None = None
         self._legacy = _Stream()
@@ -503,7 +503,7 @@ class _Copy:
         return cls(target, content, arrives=True)
 
     def reads(self, memory: Iterable[torch.Tensor]) -> bool:
-        """Whether it copies memory that one of these is part of."""
+        """Whether it reads the storage of one of these tensors."""
         address = self._memory.untyped_storage().data_ptr()
         return not self._arrives and any(part.untyped_storage().data_ptr() == address for part in memory)
 
@@ -535,7 +535,7 @@ def _computes(name: str, arguments: Sequence[torch.Tensor], result: Any) -> bool
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.is_contiguous(), "a copy that does not wait is of one piece"
+    assert tensor.is_contiguous(), "an asynchronous copy must be contiguous"
     plain: torch.Tensor = _plain(tensor)
     return plain.view(-1).view(torch.uint8)
 

@@ -19,7 +19,7 @@ _FIRST_ADDRESS, _DISTANCE = 1 << 40, 1 << 30
 
 
 class PretendIpcMemory:
-    """Addresses that no program may read."""
+    """Invalid addresses, which are only passed to launches."""
 
     def __init__(self, size_bytes: int, rank: int, _device: torch.device, exchange: Exchange) -> None:
         assert size_bytes <= _DISTANCE

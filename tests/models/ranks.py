@@ -36,8 +36,8 @@ TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class Pass:
     """One forward pass. `token_ids`, if any, reach only tp_rank 0 of a stage, which broadcasts them. With `scored`,
-    the logits are those of these rows of `forward_hidden`. `ranks` are the tokens of all ranks, with data-parallel
-    attention; a rank without slices assists.
+    the logits are those of these rows of `forward_hidden`. `ranks` are the numbers of tokens of all ranks, with
+    data-parallel attention; a rank without slices only computes experts.
     """
 
     slices: tuple[SequenceSlice, ...]
@@ -123,7 +123,7 @@ class RankProcesses:
         return [self.receive(shard) for shard in shards]
 
     def products(self, shards: Sequence[Shard], directory: Path, fast: Sequence[bool]) -> list[torch.dtype]:
-        """The dtype in which each rank multiplies a bfloat16 model, if 16 bits are `fast` there."""
+        """The dtype in which each rank multiplies a bfloat16 model; `fast` says whether 16-bit products are fast."""
         for shard, each in zip(shards, fast, strict=True):
             self.send(shard, "products", directory, each)
         return [self.receive(shard) for shard in shards]

@@ -1,4 +1,4 @@
-"""A field that a config.json does not mention has the value that it has in transformers, or is refused."""
+"""A field that is missing in config.json has the default of transformers, or the configuration is refused."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from pdserve.configs.errors import StartupError
 from pdserve.models.config.model import ARCHITECTURES, ModelConfig, read_config_file
 
 NOT_COMPARED = ("eos_token_id", "num_key_value_heads")
-"""The tokenizer has an end token, too. With other KV heads the shapes of the weights are refused."""
+"""eos_token_id: the tokenizer has it too. num_key_value_heads: a wrong one is detected by the shapes of the weights."""
 
 
 def read(directory: Path, fields: dict[str, Any]) -> ModelConfig | None:
-    """None if it is refused."""
+    """None if the configuration is refused."""
     (directory / "config.json").write_text(json.dumps(fields))
     try:
         return read_config_file(directory / "config.json")

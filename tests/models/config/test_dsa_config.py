@@ -179,7 +179,7 @@ def test_layer_and_its_selection_are_on_one_stage(
 
 
 def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path: Path) -> None:
-    """The gain: half of the 40 GiB is for keys, which 32 requests would fill if all layers had keys."""
+    """Half of the 40 GiB is for keys. If all layers had keys, that would be enough for 32 requests."""
     shape = {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
     row = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "index_head_dim": 128}
     of_four_layers = dict.fromkeys(("layer_types", "mlp_layer_types", "indexer_types"))
@@ -192,7 +192,7 @@ def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path
     assert decoder.kv_token_bytes == 95_232
 
     def requests(indexer_token_bytes: int) -> int:
-        """Requests of 32,768 tokens for which there are keys."""
+        """How many requests of 32,768 tokens have room for their keys."""
         size = hisparse_size(
             DecodeConfig(page_size=64, kv_memory_gib=40, host_memory_gib=1000),
             latent_token_bytes=latent,
@@ -210,4 +210,4 @@ def test_glm_5_2_stores_keys_of_its_21_indexers_only(checkpoints: Path, tmp_path
     assert (requests(78 * 128 * 2), requests(keys)) == (32, 121)
     _, fp8_keys = DsaDecoder(parameters, fp8_index=True).make_cache(1, 1).pools
     assert fp8_keys.size_bytes == 21 * 132
-    assert requests(fp8_keys.size_bytes) == 130, "all that may run, and two more"
+    assert requests(fp8_keys.size_bytes) == 130  # more than the 128 that may run

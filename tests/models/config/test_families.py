@@ -1,4 +1,4 @@
-"""What is read from config.json of the families with full attention, and what is refused."""
+"""Fields of config.json that are read or refused, for families without latent attention."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_old_spelling_of_the_two_ropes_of_gemma_is_read(checkpoints: Path, tmp_p
 
 
 def test_scaling_beside_the_two_ropes_of_gemma_is_that_of_full_attention(checkpoints: Path, tmp_path: Path) -> None:
-    """As users add it to a configuration of transformers 5, which applies it."""
+    """Users add it like this to a configuration of transformers 5, which applies it."""
     scaled = read(checkpoints, tmp_path, "gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0})
     assert scaled.rope == RopeConfig(kind="linear", theta=1_000_000.0, factor=8.0)
     assert scaled.local_rope == RopeConfig(theta=10_000.0)
@@ -88,7 +88,7 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "said"),
+    ("name", "changes", "message"),
     [
         ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
         (
@@ -119,21 +119,21 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
         ("qwen3_moe", {"num_local_experts": None}, "num_local_experts is missing"),
     ],
 )
-def test_what_would_change_the_result_is_refused(
-    checkpoints: Path, tmp_path: Path, name: str, changes: dict[str, Any], said: str
+def test_unsupported_fields_are_refused(
+    checkpoints: Path, tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(StartupError, match=said):
+    with pytest.raises(StartupError, match=message):
         read(checkpoints, tmp_path, name, **changes)
 
 
 @pytest.mark.parametrize(
-    ("shard", "said"),
+    ("shard", "message"),
     [
         (Shard(tp_size=2, dp_attention=True), "dp_attention needs latent attention"),
         (Shard(tp_size=3), "tp = 3 does not divide num_attention_heads = 4"),
         (Shard(tp_size=4), "a rank's share of moe_intermediate_size = 12 must be a multiple of 8"),
     ],
 )
-def test_impossible_divisions_are_refused(checkpoints: Path, shard: Shard, said: str) -> None:
-    with pytest.raises(StartupError, match=said):
+def test_impossible_divisions_are_refused(checkpoints: Path, shard: Shard, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
         read_config_file(checkpoints / "qwen3_moe" / "config.json").check_shares(shard)

@@ -1,4 +1,4 @@
-"""The parts of GPU benchmarks that run without a GPU: they call the engine in their own way."""
+"""The parts of GPU benchmarks that run without a GPU. They use the engine's classes directly, not through a server."""
 
 import json
 from argparse import Namespace
@@ -229,7 +229,7 @@ def test_mlps_of_data_parallel_ranks_compute_the_rows_of_all() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
 def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without experts: in other types than bfloat16, which the interpreter does not support, they wait for the GPU."""
+    """Without experts: the interpreter does not support bfloat16, and in other types their products synchronise."""
 
     def fill(slots: Mapping[str, Slot], *_: object, row_scaled: bool) -> None:
         del row_scaled
@@ -237,7 +237,7 @@ def test_steps_of_a_rank_of_eight_run_as_graphs(monkeypatch: pytest.MonkeyPatch)
             values = torch.randn(slot.target.shape) * slot.shape[-1] ** -0.5
             slot.target.copy_(values if len(slot.shape) > 1 else 1 + values)
 
-    monkeypatch.setattr("pdserve.models.runner.fill_with_noise", fill)  # there is no generator of a pretended GPU
+    monkeypatch.setattr("pdserve.models.runner.fill_with_noise", fill)  # the simulated GPU has no random generator
     config = rank_of_eight.model_config(1, tiny=True)
     config = replace(config, dtype="float16", mixed=(False,))
     layout = one_rank.Layout.of("dp8", config)

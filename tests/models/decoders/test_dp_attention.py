@@ -1,5 +1,5 @@
-"""Data-parallel attention with expert parallelism in real processes, against transformers: every rank computes requests
-of its own, and experts for the tokens of all.
+"""Data-parallel attention with expert parallelism in real processes, against transformers: each rank computes its own
+requests, and its experts for the tokens of all ranks.
 """
 
 import random
@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),
 }
 
-# Steps of the sequences, as {sequence: tokens}. Without a sequence on a rank, the rank has no tokens.
+# Steps of the sequences, as {sequence: tokens}. A rank without a sequence in a step has no tokens.
 STEPS: list[dict[int, int]] = [
     {0: 23},  # one rank only
     {1: 9, 2: 20},
@@ -38,7 +38,7 @@ STEPS: list[dict[int, int]] = [
     {0: 7, 2: 9},
 ]
 SCORED = 4
-"""In this step, ranks with tokens compute the hidden states of all of them."""
+"""In this step, ranks call forward_hidden, which computes the hidden states of all tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def ranks() -> Iterator[RankProcesses]:
 
 
 def passes_of(size: int, texts: Sequence[list[int]]) -> tuple[list[list[Pass]], list[list[tuple[int, int]]]]:
-    """The passes of each rank, and for each of their logits the sequence and the position."""
+    """The passes of each rank, and the sequence and position of each row of their logits."""
     passes: list[list[Pass]] = [[] for _ in range(size)]
     rows: list[list[tuple[int, int]]] = [[] for _ in range(size)]
     done = [0] * len(texts)
@@ -106,7 +106,7 @@ def test_logits_of_every_rank_equal_transformers(
                 torch.testing.assert_close(torch.cat(logits), wanted, rtol=0, atol=TOLERANCE, msg=f"{name}, {shard}")
 
 
-def test_a_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> None:
+def test_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> None:
     source = locate_model(str(make_dsa_checkpoint(tmp_path, "deepseek_v32")))
     whole = ModelRunner.weight_bytes(source, torch.float32, device=CPU)
     tensor_parallel, own = (

@@ -18,8 +18,8 @@ from pdserve.models.runner import ModelRunner
 from tests.checkpoints import is_reference_greedy, load_reference, make_dsa_checkpoint, reference_logits
 from tests.kernels.mla.padded_plan import padded_plan
 
-# The logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds no selection, of
-# a token or of an expert, is closer than 1e-5: rounding decides none.
+# The logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds, the scores of selected
+# and other tokens or experts differ by more than 1e-5, so rounding does not change a selection.
 TOLERANCE = 3e-5
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek-groups": ("deepseek_v32", {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}),
     "deepseek-dense": ("deepseek_v32", {"first_k_dense_replace": 4}),
     "glm": ("glm_moe_dsa", {}),
-    "glm-weights-as-they-are": ("glm_moe_dsa", {"norm_topk_prob": False, "first_k_dense_replace": 0}),
+    "glm-unnormalised-weights": ("glm_moe_dsa", {"norm_topk_prob": False, "first_k_dense_replace": 0}),
     "glm-shared": ("glm_moe_dsa", {"num_hidden_layers": 5, "index_topk_freq": 3}),
     "glm-pattern": ("glm_moe_dsa", {"index_topk_pattern": "FSFS"}),
 }
@@ -177,7 +177,7 @@ def test_kv_token_bytes_equals_the_size_of_both_pools(glm: tuple[ModelRunner, An
 
 @pytest.mark.parametrize("live", [0, 2])
 def test_padded_rows_write_nothing_and_change_no_result(glm: tuple[ModelRunner, Any], live: int) -> None:
-    """Like a CUDA graph: static shapes, a plan filled in place, the number of valid rows in memory."""
+    """Like a CUDA graph: static shapes, a plan that is filled in place, the number of valid rows in device memory."""
     runner, reference = glm
     cache = poisoned_cache(runner, 16, 4)
     sequences = [(prompt(20, 30), [3, 1, 4, 15, 9, 2, 6, 5]), (prompt(21, 7), [8, 0])]
@@ -215,8 +215,8 @@ def test_padded_rows_write_nothing_and_change_no_result(glm: tuple[ModelRunner, 
         assert changed.equal(expected)
 
 
-class ElsewhereRows:
-    """Latent rows in separate memory, with another order and page size, like a hot buffer.
+class SeparateRows:
+    """Latent rows in memory of their own, with another order and page size, like a hot buffer.
 
     Row r of the cache is row `order[r]` here.
     """
@@ -255,7 +255,7 @@ def test_decoder_reads_latent_rows_through_the_interface(glm: tuple[ModelRunner,
     piece = SequenceSlice(token_ids, 0, pages)
     batch = ForwardBatch.build([piece], page_size=4, num_kv_heads=1, device=CPU)
     plan = IndexPlan.build([40], [40], [pages], page_size=4, device=CPU)
-    rows = ElsewhereRows(4, 64, plan, new_token_rows(batch, 4, None), torch.randperm(64))
+    rows = SeparateRows(4, 64, plan, new_token_rows(batch, 4, None), torch.randperm(64))
     with torch.inference_mode():
         logits = decoder.logits(decoder.hidden(batch, cache, rows=rows))
     assert logits is not None

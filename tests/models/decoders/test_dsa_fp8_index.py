@@ -1,4 +1,4 @@
-"""Sparse models with indexer keys in fp8, against transformers whose indexer rounds its queries and keys likewise."""
+"""Sparse models with indexer keys in fp8, against transformers with the same rounding of queries and keys."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_gre
 from tests.models.layers.test_hot_rows import Twin
 
 TOLERANCE = 2e-4
-"""For logits of order 1, as without fp8: selections are equal, and nothing else depends on fp8."""
+"""For logits of order 1. The same as without fp8: selections are equal, and nothing else depends on fp8."""
 CPU = torch.device("cpu")
 INDEX_DIM, LAYERS, TOPK = 32, 4, 16
 
@@ -31,7 +31,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 class RoundedProduct(TorchFunctionMode):
-    """Rounds the factors of the first product, that of queries and keys."""
+    """Rounds the operands of the first matrix product, which multiplies queries and keys."""
 
     done = False
 
@@ -94,13 +94,13 @@ def test_logits_and_greedy_tokens_equal_transformers_with_rounding(directory: Pa
     assert found[length - 1 : -1].argmax(-1).tolist() == text[length:]
 
 
-def test_logits_equal_transformers_without_rounding_up_to_top_k_tokens_and_not_beyond(directory: Path) -> None:
-    """Up to index_topk tokens all are selected, whatever their scores."""
+def test_fp8_changes_logits_only_after_the_first_index_topk_tokens(directory: Path) -> None:
+    """The first index_topk tokens see fewer tokens than are selected, so scores have no effect."""
     text = random.Random(4).choices(range(256), k=100)
     found = logits_of(load(directory), text, [0, 50])
     expected = reference_logits(load_reference(directory), text)
     torch.testing.assert_close(found[:TOPK], expected[:TOPK], rtol=0, atol=TOLERANCE)
-    assert float((found - expected).abs().max()) > 100 * TOLERANCE, "some selections differ"
+    assert float((found - expected).abs().max()) > 100 * TOLERANCE, "no selection differs"
 
 
 def test_index_in_the_models_type_equals_transformers(directory: Path) -> None:

@@ -20,8 +20,8 @@ from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_gre
 from tests.models.layers.test_hot_rows import Twin
 
 TOLERANCE = 4e-3
-"""For logits of order 1. Both sides round the same numbers, except for their last bits, which occasionally changes the
-rounding (up to 2e-3 here); without rounding, logits differ by 0.2 and more."""
+"""For logits of order 1. The numbers that both sides round differ in their last bits, which sometimes changes a rounded
+value (and logits by up to 2e-3). If only one side rounded, logits would differ by 0.2 and more."""
 CPU = torch.device("cpu")
 KV_RANK, ROPE_DIM, INDEX_DIM, LAYERS = 160, 16, 32, 4
 """Two scales per row, the second for fewer elements."""
@@ -40,8 +40,8 @@ def rounded(latent: torch.Tensor) -> torch.Tensor:
 def _rounding_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for attention in (DeepseekV32Attention, GlmMoeDsaAttention):
 
-        def expand(self: Any, latent: torch.Tensor, turned: torch.Tensor, plain: Any = attention.expand_kv) -> Any:
-            return plain(self, rounded(latent), turned.to(torch.bfloat16).float())
+        def expand(self: Any, latent: torch.Tensor, rope_part: torch.Tensor, plain: Any = attention.expand_kv) -> Any:
+            return plain(self, rounded(latent), rope_part.to(torch.bfloat16).float())
 
         monkeypatch.setattr(attention, "expand_kv", expand)
 
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_logits_and_greedy_tokens_equal_transformers_with_rounding(
     model: tuple[ModelRunner, Path], length: int
 ) -> None:
-    """A prompt in two chunks and eight steps; without the rounding the text differs."""
+    """A prompt in two chunks and eight steps."""
     runner, directory = model
     reference = load_reference(directory)
     text = random.Random(length).choices(range(256), k=length)

@@ -14,7 +14,7 @@ from tests.models.ranks import NUM_PAGES, Pass, RankProcesses
 
 TOLERANCE = 3e-5  # as in test_dsa_decoder.py
 
-# The last has an odd vocabulary, and layers that share a selection across an even split.
+# The last one has an odd vocabulary, and layers that share a selection: stages of equal size would separate them.
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {}),
     "deepseek": ("deepseek_v32", {}),

@@ -1,4 +1,4 @@
-"""Keys of a model whose layers share indexers, sent between servers with different pipelines; all in this process."""
+"""Transfers between servers with different pipeline stages, for a model whose layers share indexers; in one process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.memory.hisparse.hot_buffer import open_loaded
 
 CPU = torch.device("cpu")
 PATTERN = "FSSSFFSF"
-"""In two stages one layer of four has an indexer, then three of four; in four, one of four, both of one, one of two."""
+"""F: a layer with an indexer. Two stages have 1 of 4 and 3 of 4 such layers; four stages one each, of 4, 1, 2 and 1."""
 TOP_K = 16
 PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(61)]
 NEW_TOKENS = 10
@@ -61,7 +61,7 @@ class Stages:
 
 
 class Model(NamedTuple):
-    """The stages of its servers by their number, and the output of transformers for the prompt."""
+    """Decoders by the number of stages, and the output of transformers for the prompt."""
 
     stages: dict[int, Stages]
     expected: list[int]
@@ -80,8 +80,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(stages, reference_greedy(load_reference(directory), PROMPT, NEW_TOKENS))
 
 
-def old_memory(cache: KvCache) -> KvCache:
-    """Full of large values: a read of an unwritten row spoils the result."""
+def poisoned(cache: KvCache) -> KvCache:
+    """Fill a cache with large values, so that a read of an unwritten row changes the result."""
     for pool in cache.pools:
         pool.data.fill_(50.0)
     return cache
@@ -89,7 +89,7 @@ def old_memory(cache: KvCache) -> KvCache:
 
 def prefill(stages: Stages, pages: Sequence[int]) -> tuple[list[KvCache], int]:
     """Caches with the prompt computed into these pages, and the first token."""
-    caches = [old_memory(decoder.make_cache(PAGES, PREFILL_PAGE)) for decoder in stages.decoders]
+    caches = [poisoned(decoder.make_cache(PAGES, PREFILL_PAGE)) for decoder in stages.decoders]
     return caches, stages.next_token(caches, SequenceSlice(PROMPT, 0, pages))
 
 
@@ -101,10 +101,10 @@ def transfer(
     for kind in range(2):
         ours, theirs = [cache.pools[kind] for cache in sources], [cache.pools[kind] for cache in targets]
         layouts, their_layouts = [layout_of(pool) for pool in ours], [layout_of(pool) for pool in theirs]
-        for link in plan_regions(layouts, their_layouts):
-            source, target = ours[link.source], theirs[link.destination]
+        for region in plan_regions(layouts, their_layouts):
+            source, target = ours[region.source], theirs[region.destination]
             runs = expand_runs(
-                layouts[link.source], their_layouts[link.destination], pages, to_pages, 0, len(PROMPT), link
+                layouts[region.source], their_layouts[region.destination], pages, to_pages, 0, len(PROMPT), region
             )
             for start, to, length in zip(runs.source, runs.destination, runs.length, strict=True):
                 as_bytes(target)[to : to + length] = as_bytes(source)[start : start + length]
@@ -130,15 +130,15 @@ def decode(
 def test_keys_are_sent_to_the_layers_that_read_them(model: Model, from_stages: int, to_stages: int) -> None:
     caches, first = prefill(model.stages[from_stages], pages=[9, 4, 33, 2])
     stages, pages = model.stages[to_stages], list(range(60, 40, -1))
-    targets = [old_memory(decoder.make_cache(PAGES, DECODE_PAGE)) for decoder in stages.decoders]
+    targets = [poisoned(decoder.make_cache(PAGES, DECODE_PAGE)) for decoder in stages.decoders]
     assert transfer(caches, targets, [9, 4, 33, 2], pages) == 4 * len(PROMPT) * (8 * 64 + 4 * 32)
     assert decode(stages, targets, pages, first) == model.expected
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_lent_pages_overlap_no_keys_in_use_on_any_stage(model: Model, stages: int) -> None:
-    """Its own pages are scattered over the pool, with units of its buffer between them. If a stage mapped one of these
-    units elsewhere, its rows would overwrite keys.
+    """The pages of the request are scattered over the pool, and the units between them are lent to its hot buffer. If a
+    stage mapped one of these units to other memory, hot rows would overwrite keys.
     """
     caches, first = prefill(model.stages[2], pages=[0, 1, 2, 3])
     needed = -(-(len(PROMPT) + NEW_TOKENS) // DECODE_PAGE)
@@ -165,7 +165,7 @@ def test_lent_pages_overlap_no_keys_in_use_on_any_stage(model: Model, stages: in
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_server_with_keys_for_all_layers_is_refused(model: Model, stages: int) -> None:
-    """Earlier versions did so."""
+    """Earlier versions stored keys for all layers."""
     ranks: list[Rank] = []
     old_ranks: list[Rank] = []
     for number, decoder in enumerate(model.stages[stages].decoders):

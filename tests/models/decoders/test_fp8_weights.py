@@ -131,7 +131,7 @@ def test_fp8_weights_give_transformers_logits_in_short_steps(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_long_steps_quantise_activations(cases: dict[str, Case], name: str) -> None:
-    """The error of the logits is that of activations with 4 significant bits, through four layers."""
+    """The error of the logits is that of four layers of activations with 4 significant bits."""
     text = (cases[name].text * 2)[: FEW_ROWS + 30]
     pages = range(-(-len(text) // PAGE_SIZE))
     logits = []
@@ -142,7 +142,7 @@ def test_long_steps_quantise_activations(cases: dict[str, Case], name: str) -> N
             runner = ModelRunner(decoder(parameters), device=CPU, dtype=torch.float32)
         hidden = runner.forward_hidden(runner.make_cache(len(pages), PAGE_SIZE), [SequenceSlice(text, 0, pages)])
         assert hidden is not None
-        rows = runner.logits(hidden[:16])  # every query sees all its tokens: a changed selection would change more
+        rows = runner.logits(hidden[:16])  # these tokens select all that they see, so no selection differs
         assert rows is not None
         logits.append(rows)
     errors = (logits[0] - logits[1]).std(dim=1) / logits[1].std(dim=1)

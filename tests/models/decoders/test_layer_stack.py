@@ -1,4 +1,4 @@
-"""All layers of a decode step in one call: against a call for each operation, and which decoders and steps it takes."""
+"""All layers of a decode step in one call, against one call per operation; which decoders and steps support it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,11 +107,11 @@ def test_prompts_and_large_batches_are_computed_by_single_operations(
     runner.forward(cache, [SequenceSlice([4], 0, [page]) for page in range(33)])
 
 
-def test_other_types_have_no_stack(tmp_path: Path) -> None:
+def test_other_gguf_types_have_no_stack(tmp_path: Path) -> None:
     assert decoder_of(load(tmp_path, kind="Q5_0"))._stack is None
 
 
-def test_windows_have_no_stack(tmp_path: Path) -> None:
+def test_windows_and_fp8_kv_have_no_stack(tmp_path: Path) -> None:
     runner = load(tmp_path)
     parameters = decoder_of(runner).parameters
     assert make_layer_stack(parameters, torch.float32, 0.1) is not None

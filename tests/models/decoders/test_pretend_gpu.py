@@ -1,6 +1,6 @@
 """Decode steps as on a GPU (Triton, CUDA graphs, pinned buffers, overlap scheduling), on a simulated GPU.
 
-Tests marked `gpu` use a real one. These detect, without a GPU, what would fail there: see pretend_gpu.py.
+Tests marked `gpu` use a real one. These tests find most of the same errors without a GPU: see pretend_gpu.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ TOP_K = HOT_ROWS = 16
 PROMPTS = ([5, 3, 200, 7, 7], [(11 * at * at + at) % 256 for at in range(44)])
 PAGES = ([KvPage(page) for page in (9, 30, 2)], [KvPage(page) for page in (4, 21, 3, 17, 0, 28, 13)])
 SAMPLING = (SamplingParams(temperature=0.0), SamplingParams(top_k=9, seed=34))
-"""With this seed, errors of 0.01 in logits (16 bits on another processor) lead to the same tokens."""
+"""With this seed, errors of 0.01 in logits, as 16 bits have them on another processor, do not change tokens."""
 STEPS = 6
 
 
@@ -75,8 +75,8 @@ def prefilled(directory: Path, dtype: torch.dtype) -> Model:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """In 16 bits, which have kernels of their own; Triton's interpreter does not support bfloat16. The first layer has
-    a sliding window.
+    """In float16: 16 bits have kernels of their own, and Triton's interpreter does not support bfloat16. The first
+    layer has a sliding window.
     """
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"sliding_window": 13, "sliding_window_pattern": 2}
@@ -85,7 +85,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Its two layers share a selection. It has no experts: in float32 torch's grouped product waits."""
+    """Its two layers share a selection. It has no experts: torch's grouped product in float32 waits for the device."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"index_topk": TOP_K, "index_topk_pattern": "FS", "first_k_dense_replace": 2}
     directory = make_dsa_checkpoint(tmp_path_factory.mktemp("sparse"), "glm_moe_dsa", **sizes)
@@ -192,7 +192,7 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
         runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)
         if name in ("int4", "mxfp4"):
             expanded = ModelRunner.weight_bytes(model.source, model.dtype, device=CPU)
-            assert runner.held_weight_bytes < 0.7 * expanded, "weights stay in 4 bits"
+            assert runner.held_weight_bytes < 0.7 * expanded, "weights were expanded"
         executor = on_gpu(model, runner.make_cache(NUM_PAGES, PAGE_SIZE), runner)
         with gpu.no_waits():
             assert decode(executor, model.first) == model.expected
@@ -269,8 +269,8 @@ def test_hot_buffers_change_between_steps_in_flight(gpu: PretendGpu, sparse: Mod
     with gpu.no_waits():
         assert decode(executor, sparse.first, between) == sparse.expected
     misses.append(cache.tables.lookups.as_subclass(torch.Tensor)[0, 1])
-    assert misses[0] > 0, "it had to fetch rows"
-    assert misses[1] == misses[0], "and then it had them all"
+    assert misses[0] > 0, "no row was fetched"
+    assert misses[1] == misses[0], "rows were fetched although all were resident"
     cache.check_integrity()
 
 

@@ -49,8 +49,8 @@ class Case:
 
 
 def make_case(directory: Path, architecture: Any, overrides: dict[str, Any]) -> Case:
-    """A prompt in chunks beside a decoding sequence, a pass with logits of selected rows, and steps of both, the last
-    with tokens that only the device knows.
+    """A prompt in chunks beside a decoding sequence, a pass with logits of selected rows, and steps of both. The tokens
+    of the last steps are only on the device.
     """
     make_checkpoint(directory, architecture, **overrides)
     reference = load_reference(directory)
@@ -197,15 +197,17 @@ def test_model_that_cannot_be_divided_is_refused(
 
 
 @pytest.mark.parametrize("fast", [(True, False), (False, True), (True, True)])
-def test_ranks_multiply_16_bits_alike(ranks: RankProcesses, cases: dict[str, Case], fast: tuple[bool, bool]) -> None:
-    """Ranks that round the products of the router differently would add up different experts of a token."""
+def test_ranks_multiply_16_bits_in_the_same_dtype(
+    ranks: RankProcesses, cases: dict[str, Case], fast: tuple[bool, bool]
+) -> None:
+    """Otherwise the router's logits could differ between ranks, and ranks would add up different experts of a token."""
     with ranks.connected(2, 1) as shards:
         found = ranks.products(shards, cases["qwen3-moe"].source.path, fast)
     assert found == [torch.bfloat16 if all(fast) else torch.float32] * 2
 
 
-def test_store_accepts_no_connections_once_all_ranks_have_joined(ranks: RankProcesses) -> None:
-    """The store has no authentication, and keeps what it receives."""
+def test_rendezvous_store_refuses_connections_after_all_ranks_have_joined(ranks: RankProcesses) -> None:
+    """torch's TCPStore has no authentication, and stores what anybody sends."""
     with ranks.connected(2, 1) as shards:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", ranks.store_port))

@@ -1,4 +1,4 @@
-"""The embedded model against transformers with the same dequantised weights, and an answer of it."""
+"""The embedded model against transformers with the same dequantised weights, and its answer to a question."""
 
 from typing import Any
 

@@ -65,7 +65,7 @@ def test_header_with_wrong_bytes(valid: bytes, tmp_path: Path, changes: list[tup
 
 @pytest.mark.parametrize("shape", [(2**62, 4), (2**63, 2), (2**64 - 1, 1), (0, 32), (32, 0)])
 def test_tensor_with_an_impossible_shape_is_refused(valid: bytes, tmp_path: Path, shape: tuple[int, int]) -> None:
-    """The product of the first ones does not fit into 64 bits."""
+    """The number of elements of the first shapes does not fit into 64 bits."""
     at = valid.index(b"token_embd.weight") + len(b"token_embd.weight") + 4
     assert struct.unpack_from("<QQ", valid, at) == (32, 2)
     data = bytearray(valid)

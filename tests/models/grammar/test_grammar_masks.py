@@ -1,4 +1,4 @@
-"""Grammars against the byte-level tokenizer of the tiny checkpoint, in which token t is a byte."""
+"""Masks and states of grammars, with the tokenizer of the tiny checkpoint, whose tokens are bytes."""
 
 import json
 import re
@@ -155,7 +155,7 @@ def test_masks_have_exactly_the_allowed_tokens(compiler: GrammarCompiler) -> Non
     grammar = Grammar("regex", "a[0-9]{2}")
     states = [state_after(compiler, grammar, text) for text in ("", "a", "a1", "a12")]
     assert allowed(compiler, *states) == [{letter}, digits, digits, {EOS_ID}]
-    assert allowed(compiler, states[1]) == [digits], "a single row takes another path"
+    assert allowed(compiler, states[1]) == [digits]  # a single row takes another path
 
 
 def test_end_tokens_are_allowed_exactly_where_the_grammar_may_end(compiler: GrammarCompiler) -> None:
@@ -164,7 +164,7 @@ def test_end_tokens_are_allowed_exactly_where_the_grammar_may_end(compiler: Gram
     assert stop not in allowed(compiler, state_after(compiler, grammar, "a", (stop,)))[0]
     assert allowed(compiler, state_after(compiler, grammar, "ac", (stop,))) == [{EOS_ID, stop}]
     needed = Grammar("regex", "ab")
-    assert allowed(compiler, state_after(compiler, needed, "a", (stop,))) == [{stop}], "nothing else can follow"
+    assert allowed(compiler, state_after(compiler, needed, "a", (stop,))) == [{stop}]  # nothing else can follow
 
 
 def test_min_new_tokens_excludes_end_tokens_while_others_are_left(compiler: GrammarCompiler) -> None:
@@ -182,7 +182,7 @@ def test_kept_states_advance_by_single_tokens(compiler: GrammarCompiler) -> None
     assert masks.advance(5, tokens[2], length=3).matcher.is_accepting()
     ended = masks.advance(5, EOS_ID, length=4)
     assert ended.ended
-    assert masks.advance(5, tokens[0], length=5) is ended, "rows in flight after the end are ignored"
+    assert masks.advance(5, tokens[0], length=5) is ended  # rows in flight after the end are ignored
     with pytest.raises(GrammarStateError, match="a state after 5 tokens of sequence 5"):
         masks.advance(5, tokens[0], length=9)
     for key in (6, 7):
@@ -229,7 +229,7 @@ def test_cache_keeps_the_grammars_used_last(compiler: GrammarCompiler) -> None:
     for grammar in grammars:
         compiler.compile(grammar)
     assert [compiler.is_cached(grammar) for grammar in grammars] == [False, False, True, True, True, True]
-    assert compiler.new_matcher(grammars[0]).is_accepting() is False, "compiled again"
+    assert compiler.new_matcher(grammars[0]).is_accepting() is False  # compiled again
 
 
 def test_masks_of_all_matchers_of_a_grammar_are_equal(
@@ -259,7 +259,7 @@ def test_regex_size_writes_repetitions_out(pattern: str, size: int) -> None:
 
 @pytest.mark.parametrize("changed", [" {}", "", "{}{}"], ids=["space", "nothing", "twice"])
 def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> None:
-    """As SentencePiece does, which begins every text with a space."""
+    """SentencePiece does so: it inserts a space before every text."""
     tokens = [b"<eos>", *(bytes([byte]) for byte in range(256)), b"abc", b" abc", b"bc"]
     ids = {text: token for token, text in enumerate(tokens)}
 
@@ -281,7 +281,7 @@ def test_forced_text_is_followed_if_the_tokenizer_changes_it(changed: str) -> No
 
 @pytest.mark.parametrize("text", ["x<|im_start|>y", "x<|im_end|>", "x[PAD]y"])
 def test_forced_text_that_looks_like_a_token_is_text(text: str, tmp_path: Path) -> None:
-    """Special tokens are no text, and a tokenizer may have tokens that the model does not have."""
+    """Text never becomes a special token, nor a token of the tokenizer that the model does not have."""
     directory = make_checkpoint(tmp_path, vocab_size=EOS_ID + 1)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_special_tokens(["[PAD]"])

@@ -1,4 +1,4 @@
-"""Steps in CUDA graphs on a server of one rank, which has the logits."""
+"""Runs steps in CUDA graphs on a single rank, which always has logits."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Steps of chunks of a sparse model: as a step with fixed inputs on a CPU, and in CUDA graphs."""
+"""Prompt chunks of models with latent attention: the step that graphs capture, run on a CPU, and CUDA graphs."""
 
 import itertools
 import random
@@ -39,7 +39,7 @@ def make_decoder(
 
 
 def make_latent_decoder(directory: Path, device: str, dtype: torch.dtype, **sizes: Any) -> MlaDecoder:
-    """Of a model that attends to all tokens."""
+    """The decoder of a model that attends to all tokens."""
     source = locate_model(str(make_dsa_checkpoint(directory, "deepseek_v3", **sizes)))
     parameters = LatentParameters.allocate(source.config, device=torch.device(device), dtype=dtype)
     load_weights(source, parameters.slots(), parameters.names(source.config))
@@ -96,7 +96,7 @@ def test_step_with_fixed_inputs_equals_an_ordinary_batch(tmp_path: Path, sparse:
         torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
     assert steps > 10
     for ours, theirs in zip(caches[0].pools, caches[1].pools, strict=True):
-        assert ours.data.isnan().equal(theirs.data.isnan()), "padded rows write nothing"
+        assert ours.data.isnan().equal(theirs.data.isnan()), "a padded row was written"
 
 
 def test_steps_that_no_graph_can_run_have_no_size(tmp_path: Path) -> None:

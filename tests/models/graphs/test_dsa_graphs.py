@@ -205,7 +205,7 @@ def test_greedy_tokens_equal_transformers_at_every_batch_size(dense: Setup, batc
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_graph_with_experts_equals_eager_steps(mixed: Setup, batch: int) -> None:
-    """As many rows as the graph has: the same kernels on the same shapes, so results are bitwise equal."""
+    """The batch has the size of the graph: the same kernels run on the same shapes, so results are bitwise equal."""
     lengths = [5 + 9 * index for index in range(batch)]
     _, pages = mixed.prefill(lengths, 4)
     slices = [SequenceSlice([7], length, where) for length, where in zip(lengths, pages, strict=True)]

@@ -73,7 +73,7 @@ class Setup:
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3_text"])
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    """gemma3_text has windows."""
+    """gemma3_text has sliding windows."""
     return Setup(tmp_path_factory.mktemp("tiny"), request.param)
 
 

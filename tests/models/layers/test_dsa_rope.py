@@ -1,4 +1,4 @@
-"""Both kinds of rotation and Yarn's factors against transformers' own functions."""
+"""Interleaved and half-split RoPE, and the factors of YaRN, against transformers."""
 
 from typing import Any
 

@@ -72,7 +72,7 @@ class Twin:
         return self.hot_rows // PAGE_SIZE + 1
 
     def prefill(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Compute a prompt over the plain cache, and copy its KV to the other like a transfer."""
+        """Compute a prompt over the plain cache, and copy its KV to the HiSparse cache, like a transfer."""
         self.tokens[slot] = list(token_ids)
         self.pages[slot] = [self.free.pop() for _ in range(-(-len(token_ids) // PAGE_SIZE))]
         logits = self.forward(self.plain, [SequenceSlice(token_ids, 0, self.pages[slot])])
@@ -81,7 +81,7 @@ class Twin:
         self.tokens[slot].append(int(logits[0].argmax()))
 
     def open(self, slot: int, capacity: int | None = None) -> None:
-        """Admit it; fully resident if its tokens fit `capacity`, by default that of the buffer."""
+        """Admit a request; it is fully resident if its tokens fit `capacity`, by default that of the buffer."""
         tokens = len(self.tokens[slot]) - 1
         capacity = self.hot_rows if capacity is None else capacity
         self.hot[slot] = []
@@ -210,7 +210,7 @@ def load(directory: Path, device: torch.device) -> ModelRunner:
 
 @pytest.mark.parametrize("times", [1, 2, 4])
 def test_evicting_contexts_far_beyond_the_buffer_equal_a_plain_cache(runner: ModelRunner, times: int) -> None:
-    """Starts empty, because the prompt does not fit; one is as long as the buffer, and one grows beyond it."""
+    """Three prompts: one is longer than the buffer, which starts empty; one fills it; one grows beyond it."""
     twin = Twin(runner, hot_rows=times * TOP_K)
     twin.start(0, prompt(0, 150))
     twin.start(2, prompt(1, times * TOP_K))
@@ -237,7 +237,7 @@ def test_tokens_equal_transformers(glm_directory: Path, glm: ModelRunner) -> Non
     assert is_reference_greedy(load_reference(glm_directory), token_ids, twin.tokens[3][100:])
 
 
-def test_fully_resident_sequence_beyond_the_buffer_is_never_planned(glm: ModelRunner) -> None:
+def test_fully_resident_sequence_looks_up_no_rows(glm: ModelRunner) -> None:
     twin = Twin(glm, hot_rows=TOP_K)
     twin.start(0, prompt(3, 120), capacity=136)
     for _ in range(10):
@@ -365,7 +365,7 @@ def test_prompt_computed_in_chunks_gives_the_tokens_of_transformers(glm_director
 
 
 def lend_and_take_back(twin: Twin) -> None:
-    """One request has the only buffer, and further rows in lent pages; the next request gets those pages back."""
+    """One request has the only hot buffer, and further rows in lent pages. Then the pages hold keys of the next one."""
     for seed in range(3):
         lent = twin.lend(hot_pages=9)
         twin.start(0, prompt(seed, 60), capacity=80)
@@ -375,8 +375,8 @@ def lend_and_take_back(twin: Twin) -> None:
         twin.resize(0, TOP_K)
         twin.take_back(lent)
         twin.start(1, prompt(seed + 10, 53))
-        assert set(twin.pages[1]) <= set(lent), "keys are written where rows were"
-        for _ in range(12):  # and grows into pages next to lent ones
+        assert set(twin.pages[1]) <= set(lent), "the keys are not in the lent pages"
+        for _ in range(12):  # it grows into pages next to lent ones
             twin.step([0, 1])
         twin.close(1)
         twin.close(0)
@@ -442,7 +442,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 
 class Late:
-    """Delays an operation on its stream by 5 ms: work that does not wait for it runs far ahead."""
+    """Delays an operation on its stream by 5 ms, so that work that does not wait for it runs earlier."""
 
     def __init__(self, operation: Callable[..., None]) -> None:
         self._operation = operation
@@ -501,8 +501,8 @@ def test_lent_pages_hold_hot_rows_and_then_keys_again_on_the_gpu(on_gpu: ModelRu
 @pytest.mark.gpu
 @pytest.mark.usefixtures("late")
 def test_steps_wait_for_delayed_operations(on_gpu: ModelRunner) -> None:
-    """B = k, so everything is evicted all the time: a row that is overwritten before it is read, or read before it is
-    written, shows in the logits or in host memory.
+    """The buffer has only top_k rows, so every step evicts rows. A row that is overwritten before it is read, or read
+    before it is written, changes the logits or host memory.
     """
     twin = Twin(on_gpu, hot_rows=TOP_K)
     mixed_requests(twin)

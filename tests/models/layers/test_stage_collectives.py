@@ -20,7 +20,7 @@ SHARD = Shard(tp_rank=1, tp_size=2, stage=1, stages=2)
 
 
 class RecordedIpc:
-    """Stands for IpcCollectives."""
+    """Replaces IpcCollectives, and records calls."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, _exchange: Any, **options: Any) -> None:
         assert (rank, ranks, device, options["first_rank"]) == (1, 2, GPU, 2)
@@ -67,7 +67,7 @@ def test_ranks_of_one_machine_use_ipc_memory(
         (True, 16, "over NCCL (no CUDA IPC memory: it takes at most 8 ranks)\n"),
     ],
 )
-def test_other_ranks_use_their_group(
+def test_ranks_without_ipc_memory_use_their_process_group(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nccl: bool, tp_size: int, expected: str
 ) -> None:
     monkeypatch.setattr(stage_collectives, "IpcCollectives", refuse)

@@ -120,7 +120,7 @@ def test_chunks_unpack_each_page_once_with_equal_results(
         shares = pages_of(slices) * PAGE <= tokens * TOP_K
         assert unpacking.pages == [pages_of(slices)] * (LAYERS if shares else 0)
         assert (unpacking.rows == 0) == shares
-        assert shares == (tokens > 3), "the last step has three queries over 33 pages"
+        assert shares == (tokens > 3)  # the last step has three queries over 33 pages
         unpacking.pages, unpacking.rows = [], 0
         with monkeypatch.context() as patch:
             patch.setattr(unpacked_pages, "rows_at_once", lambda *_: 0)
@@ -136,7 +136,7 @@ def test_chunks_unpack_each_page_once_with_equal_results(
 
 @pytest.mark.parametrize("kind", ["paged", "hot"])
 def test_padded_step_with_fixed_inputs_shares_pages(decoder: DsaDecoder, kind: str, unpacking: Unpacking) -> None:
-    """A graph has room for a number of pages that depends on its size; a step with more is of the other kind."""
+    """The size of a graph limits the pages that it unpacks. A step with more pages uses the other kind of graph."""
     ours, theirs = caches(decoder, kind)
     runner = ModelRunner(decoder, device=CPU, dtype=torch.float32)
     step = DsaChunkStep(decoder, ours, ChunkLimits(140, 5, CONTEXT // PAGE, last_only=True))
@@ -160,7 +160,7 @@ def test_padded_step_with_fixed_inputs_shares_pages(decoder: DsaDecoder, kind: s
 
 
 def test_padded_step_without_sequences_reads_nothing(decoder: DsaDecoder, unpacking: Unpacking) -> None:
-    """What is run before a capture, on page tables of earlier steps."""
+    """As before a capture: the page tables are those of earlier steps."""
     cache, _ = caches(decoder, "paged")
     step = DsaChunkStep(decoder, cache, ChunkLimits(64, 5, CONTEXT // PAGE, last_only=True))
     with torch.inference_mode():

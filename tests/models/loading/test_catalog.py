@@ -1,4 +1,4 @@
-"""The files of a model, and the one-line errors if they are missing or unsupported."""
+"""Locating the files of a model, and the errors if they are missing or unsupported."""
 
 import json
 import math
@@ -73,7 +73,7 @@ def test_missing_model_is_refused(name: str, checkpoint: Path) -> None:
 
 
 def test_unreadable_weights_are_refused(copy: Path) -> None:
-    """For example files of another user; a directory is unreadable for root, too."""
+    """Such as files of another user. The test uses a directory, which root cannot read as a file either."""
     (weights,) = copy.glob("*.safetensors")
     weights.unlink()
     weights.mkdir()
@@ -134,7 +134,7 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_in_one_file_are_read_alone(copy: Path) -> None:
-    """Others beside it may be of another format, or an index that was left behind when shards were merged."""
+    """Other files may have another format, or be an index that was left behind when shards were merged."""
     expected = fingerprint(locate_model(str(copy)))
     (copy / "consolidated.safetensors").write_bytes(b"of another format")
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')

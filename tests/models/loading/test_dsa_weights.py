@@ -86,17 +86,17 @@ def test_ranks_can_have_whole_attention_and_vocabulary(copy: Path, tp_size: int,
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_block_scaled_fp8_is_dequantised(copy: Path, tp_size: int) -> None:
     exact = load_file(copy / "model.safetensors")
-    worth = quantise_checkpoint(copy, BLOCK)
-    rounding = max(float((worth[name] - exact[name]).abs().max()) for name in exact)
+    values = quantise_checkpoint(copy, BLOCK)
+    rounding = max(float((values[name] - exact[name]).abs().max()) for name in exact)
     assert 0.001 < rounding < 0.1
-    check_shares(copy, worth, tp_size, 1)
+    check_shares(copy, values, tp_size, 1)
 
 
 def test_quantised_model_equals_its_dequantised_values(copy: Path, tmp_path: Path) -> None:
-    worth = quantise_checkpoint(copy, (128, 128))
+    values = quantise_checkpoint(copy, (128, 128))
     runner = ModelRunner.load(locate_model(str(copy)), device=CPU, dtype=torch.float32)
     plain = make_dsa_checkpoint(tmp_path / "plain", "glm_moe_dsa", index_topk_pattern="FSFS")
-    save_file(worth, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     text = list(range(40))
     text += reference_greedy(load_reference(plain), text, 8)
     cache = runner.make_cache(12, 4)

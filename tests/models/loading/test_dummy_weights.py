@@ -93,7 +93,7 @@ def quantised(source: ModelSource, directory: Path) -> ModelSource:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_dummy_fp8_weights_are_worth_their_expanded_ones(tmp_path: Path, tp_size: int) -> None:
+def test_dummy_fp8_weights_equal_expanded_ones(tmp_path: Path, tp_size: int) -> None:
     plain = make_dsa_checkpoint(tmp_path / "plain", hidden_size=192, moe_intermediate_size=160)
     (tmp_path / "fp8").mkdir()
     source = quantised(locate_model(str(plain)), tmp_path / "fp8")

@@ -1,4 +1,4 @@
-"""Block-scaled fp8 checkpoints of models with full attention: expanded, and kept in fp8."""
+"""Block-scaled fp8 checkpoints of models without latent attention: expanded, and kept in fp8."""
 
 import json
 from collections.abc import Collection
@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelSource, Any]:
-    """An fp8 checkpoint, and transformers with what its tensors are worth."""
+    """An fp8 checkpoint, and transformers with the dequantised weights."""
     architecture, overrides = MODELS[request.param]
     directory, expanded = (make_checkpoint(tmp_path / name, architecture, **overrides) for name in ("fp8", "expanded"))
     save_file(quantise_checkpoint(directory, (128, 128)), expanded / "model.safetensors", metadata={"format": "pt"})
@@ -83,7 +83,7 @@ def test_ranks_hold_their_parts_in_fp8(model: tuple[ModelSource, Any], tp_size: 
     assert "model.layers.1.mlp.up_proj.weight" in kept
 
 
-def test_blocks_of_compressed_tensors_are_those_of_deepseek(tmp_path: Path) -> None:
+def test_blocks_of_compressed_tensors_load_like_those_of_deepseek(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1, **SIZES)
     expected = quantise_checkpoint(directory, (128, 128))
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())

@@ -45,7 +45,7 @@ def write(
 
 
 def assert_logits(logits: torch.Tensor, expected: torch.Tensor, kind: str) -> None:
-    """Interleaved blocks are multiplied by an x of 16 bits; with others only the order of sums differs."""
+    """With interleaved blocks, x is rounded to 16 bits. With others, only the order of sums differs."""
     tolerance = 8e-5 * expected.abs().max().item() if interleaves(kind, rows=16) else 5e-5
     torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
 
@@ -71,7 +71,7 @@ def test_logits_equal_transformers(architecture: str, fields: dict[str, Any], ki
 
 
 def test_fused_matrices_may_have_several_types(tmp_path: Path) -> None:
-    """As in files of the mixes of llama.cpp: v and down have more bits; a type without kernels is expanded."""
+    """As in the mixed formats of llama.cpp, where v and down have more bits. A type without kernels is expanded."""
     source, reference = write(tmp_path, "Q4_0", others={"v_proj": "Q8_0", "up_proj": "Q5_1", "o_proj": "F16"})
     runner = ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=True)
     parameters = runner._decoder.parameters

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: which files are fetched, and the one-line errors. The Hub is a local server."""
+"""Models of the Hugging Face Hub: which files are downloaded, and errors. A local server replaces the Hub."""
 
 import json
 import logging

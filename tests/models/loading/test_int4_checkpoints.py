@@ -159,7 +159,7 @@ def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "said"),
+    ("method", "changes", "message"),
     [
         ("awq", {"bits": 8}, r"\(awq, bits 8\)"),
         ("awq", {"version": "gemv"}, r"\(awq, version gemv\)"),
@@ -187,12 +187,12 @@ def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
         ("awq", {"quant_method": "bitsandbytes"}, r"\(bitsandbytes, weight_block_size None\) are not supported"),
     ],
 )
-def test_other_schemes_are_refused(tmp_path: Path, method: Int4Method, changes: dict[str, Any], said: str) -> None:
+def test_other_schemes_are_refused(tmp_path: Path, method: Int4Method, changes: dict[str, Any], message: str) -> None:
     make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": quantization_config(method, 32) | changes}
     path.write_text(json.dumps(config))
-    with pytest.raises(StartupError, match=said) as refused:
+    with pytest.raises(StartupError, match=message) as refused:
         locate_model(str(tmp_path))
     assert "supported are fp8 with a weight_block_size" in str(refused.value)
     assert "4-bit awq (gemm), gptq and compressed-tensors" in str(refused.value)
@@ -203,7 +203,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     pack_checkpoint(directory, "gptq", 32)
     path, name = directory / "model.safetensors", "model.layers.0.mlp.up_proj"
     stored = load_file(path)
-    for part, value, said in (
+    for part, value, message in (
         ("g_idx", stored[f"{name}.g_idx"].flip(0), "orders columns by activation"),
         ("scales", stored[f"{name}.scales"][:1], r"has shape \[1, 96\]; \[96, 64\] in groups of 32 columns takes"),
         ("bias", torch.ones(96), "is not part of llama"),
@@ -212,5 +212,5 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         save_file(stored | {f"{name}.{part}": value.contiguous()}, path, {"format": "pt"})
         source = locate_model(str(directory))
         parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
-        with pytest.raises(StartupError, match=said):
+        with pytest.raises(StartupError, match=message):
             load_weights(source, parameters.slots())

@@ -131,7 +131,7 @@ def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_ranks_hold_their_parts(model: Model, keep: bool, whole_experts: bool) -> None:
-    """Parts of any columns stay in fp8: a rank's 40 columns of an expert begin inside of what would be a block."""
+    """Any range of columns stays in fp8. With scales per block, a rank's 40 columns of an expert would be expanded."""
     source = model.source
     if whole_experts and source.config.moe is None:
         return
@@ -204,7 +204,7 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "said"),
+    ("method", "changes", "message"),
     [
         ("plain", {"activation_scheme": "other"}, r"\(fp8, activation_scheme other\)"),
         ("plain", {"fmt": "e5m2"}, r"\(fp8, fmt e5m2\)"),
@@ -234,14 +234,14 @@ def groups(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
     ],
 )
 def test_other_schemes_are_refused_before_weights_are_read(
-    plain: Path, tmp_path: Path, method: Fp8Method, changes: dict[str, Any], said: str
+    plain: Path, tmp_path: Path, method: Fp8Method, changes: dict[str, Any], message: str
 ) -> None:
     config = json.loads((plain / "config.json").read_text())
     config |= {"quantization_config": quantization_config(method) | changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").symlink_to(plain / "tokenizer.json")
     (tmp_path / "model.safetensors").write_bytes(b"not read")
-    with pytest.raises(StartupError, match=said) as refused:
+    with pytest.raises(StartupError, match=message) as refused:
         locate_model(str(tmp_path))
     assert "supported are fp8 with a weight_block_size of rows and columns, or with a scale per" in str(refused.value)
 

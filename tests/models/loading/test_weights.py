@@ -61,7 +61,7 @@ def test_tied_head_is_the_embedding_and_a_saved_copy_is_ignored(tmp_path: Path) 
 
 
 def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path: Path) -> None:
-    """As fine-tuning with an own head leaves it. transformers does not tie them, whatever the configuration says."""
+    """As after fine-tuning with a separate head. transformers does not tie them, whatever the configuration says."""
     make_checkpoint(tmp_path, tie_word_embeddings=True)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -76,7 +76,7 @@ def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path:
 
 
 def test_tensor_in_several_files_without_an_index_is_refused(tmp_path: Path) -> None:
-    """Which of them is meant cannot be known: they may be of different formats or of different models."""
+    """The files may have different formats or be of different models, so none of them can be chosen."""
     path = make_checkpoint(tmp_path) / "model.safetensors"
     shutil.copy(path, tmp_path / "other.safetensors")
     assert load(locate_model(str(tmp_path))).head is not None

@@ -1,4 +1,4 @@
-"""The rule that GPU tests apply to tokens of quantised models detects scales in the wrong place.
+"""The limit that GPU tests set for tokens of quantised models (limit_for) detects scales in the wrong place.
 
 Products are computed as on a GPU, by the references of its kernels: weights stay in fp8 or 4 bits, and the activations
 of many tokens are quantised.
@@ -42,7 +42,7 @@ def _weights_stay_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_shifted_scales_break_the_rule(format_name: str, tmp_path: Path) -> None:
+def test_shifted_scales_exceed_the_limit(format_name: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, FAMILY_OF[format_name], format_name, "bfloat16")
     reference, limit = checkpoint.load_reference(), limit_for(format_name, "bfloat16")
     assert largest_gap(checkpoint.directory, reference) <= limit
@@ -51,7 +51,7 @@ def test_shifted_scales_break_the_rule(format_name: str, tmp_path: Path) -> None
 
 
 def largest_gap(directory: Path, reference: Any) -> float:
-    """Of the tokens after two prompts: one with few tokens, whose activations are exact, and one with many."""
+    """The largest gap of tokens after two prompts: a short one, whose activations are exact, and a long one."""
     runner = ModelRunner.load(locate_model(str(directory)), device=CPU, dtype=torch.bfloat16)
     draw = random.Random(3)
     gaps = []

@@ -1,5 +1,5 @@
-"""Sampling: the distribution of each filter by chi-square, single tokens against plain Python, and independence of the
-rest of the batch.
+"""Sampling: the distribution of each filter (chi-square test), single tokens against plain Python, and independence of
+the rest of the batch.
 """
 
 import math

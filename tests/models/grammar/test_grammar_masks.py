@@ -191,6 +191,18 @@ def test_kept_states_advance_by_single_tokens(compiler: GrammarCompiler) -> None
         masks.advance(5, tokens[0], length=6)
 
 
+def test_least_recently_used_state_is_dropped(compiler: GrammarCompiler) -> None:
+    masks = GrammarMasks(compiler, capacity=2)
+    grammar, tokens = Grammar("regex", "abc"), encode(compiler, "abc")
+    for key in (5, 6):
+        masks.begin(grammar, (), (), key)
+    masks.advance(5, tokens[0], length=1)
+    masks.begin(grammar, (), (), key=7)
+    assert masks.advance(5, tokens[1], length=2).length == 2
+    with pytest.raises(GrammarStateError, match="no state of sequence 6"):
+        masks.advance(6, tokens[0], length=1)
+
+
 def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarStateError, match="output token 1"):
         state_after(compiler, Grammar("regex", "ab"), "ax")
@@ -224,12 +236,12 @@ def test_refused_grammars(compiler: GrammarCompiler, kind: Any, text: str, messa
             compiler.compile(Grammar(kind, text))
 
 
-def test_cache_keeps_the_grammars_used_last(compiler: GrammarCompiler) -> None:
+def test_cache_drops_the_least_recently_used_grammars(compiler: GrammarCompiler) -> None:
     grammars = [Grammar("regex", f"a{index}") for index in range(6)]
-    for grammar in grammars:
-        compiler.compile(grammar)
-    assert [compiler.is_cached(grammar) for grammar in grammars] == [False, False, True, True, True, True]
-    assert compiler.new_matcher(grammars[0]).is_accepting() is False  # compiled again
+    for index in (0, 1, 2, 3, 0, 4, 5):
+        compiler.compile(grammars[index])
+    assert [compiler.is_cached(grammar) for grammar in grammars] == [True, False, False, True, True, True]
+    assert compiler.new_matcher(grammars[1]).is_accepting() is False  # compiled again
 
 
 def test_masks_of_all_matchers_of_a_grammar_are_equal(

@@ -90,7 +90,7 @@ def test_equals_the_reference(
 
 
 @pytest.mark.gpu
-def test_suitable_layers_and_their_results() -> None:
+def test_layers_with_up_to_32_rows_suit_the_kernel() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = moved(draw_block_scaled(1000, 2048, generator=generator), CUDA)
     x = torch.randn(40, 2048, generator=generator).to(CUDA, torch.bfloat16)

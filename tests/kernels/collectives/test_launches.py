@@ -21,7 +21,7 @@ RANKS = 4
 Launch = tuple[str, dict[str, int], tuple[int, ...], int]
 
 
-def test_sum_is_added_in_the_order_of_the_ranks_and_rounded_once() -> None:
+def test_reference_adds_in_the_order_of_the_ranks_and_rounds_once() -> None:
     large, small = torch.tensor([2.0**24]), torch.tensor([1.0])
     assert all_reduce_reference([large, small, -large]).tolist() == [0.0]
     assert all_reduce_reference([large, -large, small]).tolist() == [1.0]
@@ -29,7 +29,7 @@ def test_sum_is_added_in_the_order_of_the_ranks_and_rounded_once() -> None:
     assert all_reduce_reference(parts).tolist() == [258.0]  # 257.8; rounded after each addition it would be 256
 
 
-def test_shares_are_gathered_side_by_side() -> None:
+def test_reference_gathers_shares_side_by_side() -> None:
     shares = [torch.full((2, 3), float(rank)) for rank in range(2)]
     assert gather_reference(shares).tolist() == [[0.0] * 3 + [1.0] * 3] * 2
 

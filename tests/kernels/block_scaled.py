@@ -6,7 +6,7 @@ from pdserve.kernels.linear.block_format import BLOCK, FP8, BlockScaled
 
 
 def draw_block_scaled(*shape: int, generator: torch.Generator, row_group: int = BLOCK) -> BlockScaled:
-    """Weights of about N(0, 1 / columns) on the CPU; every block has another scale."""
+    """Weights of about N(0, 1 / columns) on the CPU; scales differ between blocks."""
     weight = BlockScaled.allocate(*shape, row_group=row_group, device=torch.device("cpu"))
     weight.values.copy_((torch.randn(shape, generator=generator) * 64).clamp(-448, 448).to(FP8))
     blocks = -(-shape[-1] // BLOCK)

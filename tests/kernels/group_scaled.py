@@ -14,7 +14,7 @@ def draw_group_scaled(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> GroupScaled:
-    """Weights of about N(0, 1 / columns); every group has another scale and zero point."""
+    """Weights of about N(0, 1 / columns); scales and zero points differ between groups."""
     values = torch.randint(16, (rows, columns), generator=generator, dtype=torch.uint8)
     groups = columns // group
     scales = (torch.rand(rows, groups, generator=generator) + 0.5) / 5 / columns**0.5

@@ -175,7 +175,7 @@ def test_experts_with_a_scale_per_row(here: Place, few_rows: int, monkeypatch: p
     assert float((found.double() - expected).std() / expected.std()) < limit
 
 
-def test_only_one_of_two_matrices_can_be_expanded(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_matrix_is_expanded_and_one_is_fp8(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a rank's part of `down` begins inside a block, `down` is expanded, and activations are not quantised."""
     impl, device, dtype = here
     monkeypatch.setattr(module, "FEW_ROWS", 4)

@@ -95,7 +95,7 @@ def test_logits_and_greedy_tokens_equal_transformers_with_rounding(directory: Pa
 
 
 def test_fp8_changes_logits_only_after_the_first_index_topk_tokens(directory: Path) -> None:
-    """The first index_topk tokens see fewer tokens than are selected, so scores have no effect."""
+    """The first index_topk tokens select all tokens that they see, so scores have no effect."""
     text = random.Random(4).choices(range(256), k=100)
     found = logits_of(load(directory), text, [0, 50])
     expected = reference_logits(load_reference(directory), text)

@@ -7,6 +7,7 @@ Blocks of 32 elements of a row have 4-bit values, two per byte, low half first, 
 
 import torch
 
+from ...configs.errors import StartupError
 from ...kernels.int4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP
 from ..decoders.slots import Slot
 from .checkpoint import Checkpoint
@@ -39,18 +40,27 @@ class Mxfp4Checkpoint:
     """The files of a checkpoint, with one tensor in place of blocks and scales."""
 
     def __init__(self, files: Checkpoint) -> None:
+        """Raises StartupError if blocks and scales do not fit together."""
         self._files = files
         self.shapes = dict(files.shapes)
         found = set()
         for name, shape in files.shapes.items():
-            tensor = name.removesuffix(_BLOCKS)
-            if not name.endswith(_BLOCKS) or len(shape) != 4:
+            tensor, scales = name.removesuffix(_BLOCKS), name.removesuffix(_BLOCKS) + _SCALES
+            if not name.endswith(_BLOCKS) or scales not in files.shapes:
                 continue
-            if shape[3] == MXFP4_GROUP // 2 and files.shapes.get(tensor + _SCALES) == shape[:3]:
-                experts, rows, groups, _ = shape
-                self.shapes[tensor] = (experts, groups * MXFP4_GROUP, rows)
-                del self.shapes[name], self.shapes[tensor + _SCALES]
-                found.add(tensor)
+            if len(shape) != 4 or shape[3] != MXFP4_GROUP // 2:
+                raise StartupError(
+                    f"tensor '{name}' has shape {list(shape)}; MXFP4 blocks are [experts, rows, groups, "
+                    f"{MXFP4_GROUP // 2}]"
+                )
+            if files.shapes[scales] != shape[:3]:
+                raise StartupError(
+                    f"tensor '{scales}' has shape {list(files.shapes[scales])}; the blocks need {list(shape[:3])}"
+                )
+            experts, rows, groups, _ = shape
+            self.shapes[tensor] = (experts, groups * MXFP4_GROUP, rows)
+            del self.shapes[name], self.shapes[scales]
+            found.add(tensor)
         self.packed = frozenset(found)
         """The tensors in MXFP4."""
 

@@ -53,7 +53,7 @@ class Cancel(FrontendMessage, frozen=True):
 
 
 class FlushCache(FrontendMessage, frozen=True):
-    """Drop all cached prefixes that no request uses."""
+    """Drop all cached prefixes."""
 
 
 class Stop(FrontendMessage, frozen=True):

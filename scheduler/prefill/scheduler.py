@@ -161,7 +161,7 @@ class PrefillScheduler:
             self._transfers.close(request, reason, now)
 
     def flush_cache(self) -> int:
-        """Drop all cached prefixes that no request uses; returns the number of pages."""
+        """Drop all cached prefixes; returns the number of pages. Pages in use are freed when their requests end."""
         if self.kv_store is not None:
             self.kv_store.stored.withdraw()
         return self.cache.flush()

@@ -276,7 +276,7 @@ class Routes:
         return json_response({"aborted": self._leader.abort(None if fields.abort_all else fields.rid)})
 
     async def flush_cache(self) -> Response:
-        """Drop cached prefixes that no request uses."""
+        """Drop all cached prefixes."""
         self._leader.flush_cache()
         return Response("The prefix cache is being flushed.\n", media_type="text/plain")
 

@@ -65,16 +65,23 @@ def test_tensors_are_those_that_transformers_expands(model: Model, shard: Shard,
         assert held(slot).equal(tensor[part]), name
 
 
-def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("scales", r"down_proj_scales' has shape \[8, 64, 1\]; the blocks need \[8, 64, 2\]"),
+        ("blocks", r"down_proj_blocks' has shape \[8, 64, 1\]; MXFP4 blocks are \[experts, rows, groups, 16\]"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path, part: str, message: str) -> None:
     directory = make_checkpoint(tmp_path, "gpt_oss", intermediate_size=64, num_hidden_layers=1)
     pack_experts(directory)
     path, name = directory / "model.safetensors", "model.layers.0.mlp.experts.down_proj"
     stored = load_file(path)
-    scales = stored[f"{name}_scales"]
-    save_file(stored | {f"{name}_scales": scales[:, :, :1].contiguous()}, path, {"format": "pt"})
+    wrong = stored[f"{name}_scales"][:, :, :1].contiguous()
+    save_file(stored | {f"{name}_{part}": wrong}, path, {"format": "pt"})
     source = locate_model(str(directory))
     parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
-    with pytest.raises(StartupError, match=f"tensor '{name}' is missing"):
+    with pytest.raises(StartupError, match=message):
         load_weights(source, parameters.slots())
 
 

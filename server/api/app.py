@@ -184,8 +184,11 @@ class Routes:
         scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         if scheme.lower() != b"bearer":
             given = request.headers.get("x-api-key", "").encode("latin-1")  # Anthropic's clients
-        if not hmac.compare_digest(given.strip(b" \t"), expected):
+        given = given.strip(b" \t")
+        if not given:
             raise UnauthorizedError("this server needs an API key: send it as 'Authorization: Bearer KEY'")
+        if not hmac.compare_digest(given, expected):
+            raise UnauthorizedError("wrong API key: it is not the api_key of this server")
 
     async def health(self) -> Response:
         """Whether this server is healthy: 200, or 503 with `reasons`."""

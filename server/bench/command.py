@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import kept_for_now
-from ..terminal.options import NEEDS_KEY, SYSTEM_TLS, TlsOptions
+from ..terminal.options import NEEDS_KEY, SYSTEM_TLS, WRONG_KEY, TlsOptions
 from ..terminal.tls import describe, verification
 from .client import BenchClient, RequestRecord
 from .options import BenchOptions
@@ -183,7 +183,7 @@ async def ask_server(url: str, route: str, api_key: str | None, tls: TlsOptions 
     except httpx.HTTPStatusError as error:
         response = error.response
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise StartupError(f"{url} {NEEDS_KEY}") from None
+            raise StartupError(f"{url} {NEEDS_KEY if api_key is None else WRONG_KEY}") from None
         raise StartupError(f"{error.request.url} returned {response.status_code}: {response.text}") from None
     except (httpx.HTTPError, ValueError, TypeError) as error:
         reason = describe(error) if isinstance(error, httpx.HTTPError) else str(error)

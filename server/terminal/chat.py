@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ...configs.errors import StartupError
 from ...configs.words import counted, whole_characters
-from .options import NEEDS_KEY, ChatOptions
+from .options import NEEDS_KEY, WRONG_KEY, ChatOptions
 from .tls import describe, open_client
 
 CONNECT_TIMEOUT_S = 5.0
@@ -188,7 +188,7 @@ def served_model(client: httpx.Client) -> str:
             f"no server answers at {client.base_url} ({describe(error)}); start one with 'pdserve up', or give --url"
         ) from None
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise StartupError(f"{client.base_url} {NEEDS_KEY}")
+        raise StartupError(f"{client.base_url} {WRONG_KEY if 'Authorization' in client.headers else NEEDS_KEY}")
     if response.status_code != httpx.codes.OK:
         raise StartupError(f"{client.base_url}: {_error_of(response)}")
     if _role_of(health) == "prefill":

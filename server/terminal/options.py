@@ -12,6 +12,7 @@ from ...configs.load import SECRET_VARIABLES, secrets_in
 DECODE_URL, PREFILL_URL = "http://127.0.0.1:8200", "http://127.0.0.1:8100"
 """The ports that servers have by default."""
 NEEDS_KEY = f"needs an API key: set {SECRET_VARIABLES['api_key']}"
+WRONG_KEY = f"refuses the API key in {SECRET_VARIABLES['api_key']}"
 _KEY = f"For servers with an API key, set {SECRET_VARIABLES['api_key']}."
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ...scheduler.messages.frontend import Status
 from ..observability.activity import Activity, activity_between, byte_rate
-from .options import NEEDS_KEY, TopOptions
+from .options import NEEDS_KEY, WRONG_KEY, TopOptions
 from .tls import describe, open_client
 
 TIMEOUT_S = 2.0
@@ -75,7 +75,7 @@ def take_sample(client: httpx.Client, url: str) -> Sample:
     try:
         response = client.get(f"{url}/server_info")
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            return Sample(url, {}, NEEDS_KEY)
+            return Sample(url, {}, WRONG_KEY if "Authorization" in client.headers else NEEDS_KEY)
         response.raise_for_status()
         info = response.json()
         return Sample(url, info) if "recent" in info else Sample(url, {}, "not a pdserve server of this release")
@@ -99,7 +99,7 @@ def frame(earlier: Sequence[Sample], later: Sequence[Sample]) -> Group:
 
 def _heading(sample: Sample) -> Text:
     if sample.problem is not None:
-        return Text.assemble((sample.url, "bold"), ("  not reachable: ", "red"), (sample.problem, "dim"))
+        return Text.assemble((sample.url, "bold"), ("  no data: ", "red"), (sample.problem, "dim"))
     info = sample.info
     state = str(info["status"])
     ranks = "".join(f"  {name} {info[f'{name}_size']}" for name in ("tp", "pp", "dp") if info[f"{name}_size"] > 1)

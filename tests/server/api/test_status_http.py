@@ -182,10 +182,22 @@ async def test_routes_require_the_api_key(tokenizer: Tokenizer) -> None:
             assert (await server.http.get(path)).status_code == 200
         for path in ("/server_info", "/v1/models", "/v1/models/x", "/health_generate", "/model_info", "/get_load"):
             assert (await server.http.get(path)).status_code == 401
-        for value in (None, "clé", "Bearer", "Bearer nope", "Basic clé", "Bearer clé2"):
-            headers = {} if value is None else {"Authorization": value.encode()}
+        missing = "this server needs an API key: send it as 'Authorization: Bearer KEY'"
+        wrong = "wrong API key: it is not the api_key of this server"
+        for name, value, message in (
+            ("Authorization", "", missing),
+            ("Authorization", "clé", missing),
+            ("Authorization", "Bearer", missing),
+            ("Authorization", "Basic clé", missing),
+            ("Authorization", "Bearer nope", wrong),
+            ("Authorization", "Bearer clé2", wrong),
+            ("x-api-key", "", missing),
+            ("x-api-key", "nope", wrong),
+        ):
+            headers = {name: value.encode()}
             response = await server.http.post("/generate", json={}, headers=headers)  # type: ignore[arg-type]  # bytes
-            assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["message"]) == (401, "unauthorized", message)
             assert response.headers["www-authenticate"] == "Bearer"
         assert (await server.http.post("/abort_request", json={"rid": "x"})).status_code == 401
         for path in ("/flush_cache", "/tokenize", "/detokenize"):

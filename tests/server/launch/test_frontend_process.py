@@ -217,6 +217,10 @@ def check_terminal_clients(url: str, certificate: Path) -> None:
         run_bench(BenchOptions(url, tls=TlsOptions(insecure=True)), [])
     with pytest.raises(StartupError, match=r"needs an API key: set PDSERVE_API_KEY"):
         run_chat(ChatOptions(url, None, None, None, None, TlsOptions(insecure=True)), io.StringIO())
+    with pytest.raises(StartupError, match=r"refuses the API key in PDSERVE_API_KEY"):
+        run_bench(BenchOptions(url, api_key="wrong", tls=TlsOptions(insecure=True)), [])
+    with pytest.raises(StartupError, match=r"refuses the API key in PDSERVE_API_KEY"):
+        run_chat(ChatOptions(url, None, None, None, "wrong", TlsOptions(insecure=True)), io.StringIO())
     nothing_given = ChatOptions(url, None, None, None, None)
     with pytest.raises(StartupError, match=r"CERTIFICATE_VERIFY_FAILED.*--cacert FILE .* --insecure"):
         run_chat(nothing_given, io.StringIO())

@@ -105,6 +105,8 @@ async def test_once_prints_one_frame_of_servers_that_answer(
         urls = (f"http://127.0.0.1:{decode.port}", f"http://127.0.0.1:{prefill.port}", nowhere)
         assert await asyncio.to_thread(run_top, TopOptions(urls, 0.1, True, "key")) == 0
         text = capsys.readouterr().out
-        assert all(word in text for word in ("decode", "prefill", f"{nowhere}  not reachable"))
+        assert all(word in text for word in ("decode", "prefill", f"{nowhere}  no data"))
         assert await asyncio.to_thread(run_top, TopOptions(urls[:1], 0.1, True, None)) == 1
         assert "needs an API key: set PDSERVE_API_KEY" in capsys.readouterr().out
+        assert await asyncio.to_thread(run_top, TopOptions(urls[:1], 0.1, True, "wrong")) == 1
+        assert "refuses the API key in PDSERVE_API_KEY" in capsys.readouterr().out

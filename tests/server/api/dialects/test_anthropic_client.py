@@ -241,13 +241,13 @@ async def test_errors_have_the_shape_that_the_client_expects(
     import anthropic
 
     async with client_of(server, "wrong") as stranger:
-        with pytest.raises(anthropic.AuthenticationError, match="needs an API key") as refused:
+        with pytest.raises(anthropic.AuthenticationError, match="wrong API key") as refused:
             await stranger.messages.create(model="any", messages=HELLO, max_tokens=5)
     assert refused.value.body == {
         "type": "error",
         "error": {
             "type": "authentication_error",
-            "message": "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+            "message": "wrong API key: it is not the api_key of this server",
         },
     }
     asking = asyncio.create_task(client.messages.create(model="any", messages=HELLO, max_tokens=5))

@@ -24,8 +24,8 @@ def check_weights_fit(weight_bytes: int, device: torch.device, *, sharers: int =
         ranks = f" for {sharers} ranks" if sharers > 1 else ""
         raise StartupError(
             f"the weights need {weight_bytes * sharers / GIB:.1f} GiB{ranks} and {device} has {free / GIB:.1f} GiB "
-            "free: use a smaller model, another --device or a 16-bit --dtype, or give a server that is on it already a "
-            "smaller --kv-memory-fraction"
+            "free: use a smaller model, another --device or a 16-bit --dtype, or lower --kv-memory-fraction of the "
+            "servers that already run on it"
         )
 
 
@@ -69,6 +69,6 @@ def pool_pages(
     if pages * page_bytes > free_bytes:
         raise StartupError(
             f"{asked} = {value} asks for a KV pool of {pages * page_bytes / GIB:.2f} GiB, "
-            f"{free_bytes / GIB:.2f} GiB are free beside the weights, what a step needs and room for staging"
+            f"{free_bytes / GIB:.2f} GiB are free after weights, step memory and staging"
         )
     return pages

@@ -88,7 +88,7 @@ class Deadlines:
         limits, prompt = self._limits, request.prompt
         match field:
             case "prefill_timeout_s":
-                return DeadlineError(f"prefill did not deliver within {limits.prefill_timeout_s:g} s ({field})")
+                return DeadlineError(f"prefill did not send all KV within {limits.prefill_timeout_s:g} s ({field})")
             case "prefill_wait_s":
                 where = f" at {prompt.endpoint}" if prompt.endpoint else ""
                 absent = self._peers.absent_since(prompt.endpoint) is not None
@@ -108,7 +108,7 @@ class Deadlines:
                 busy = request.state is not State.QUEUED or self._dispatcher.pace.is_busy(prompt.endpoint)
                 waited = f"{limits.queue_timeout_s:g} s ({field})"
                 return UnavailableError(
-                    f"prefill did not get to the prompt within {waited}"
+                    f"prefill did not start the prompt within {waited}"
                     if busy
                     else f"no KV memory became free within {waited}",
                     retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),

@@ -147,7 +147,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
             if not isinstance(message, PrefillDone):
                 raise
             scored = len(message.input_logprobs)
-            reason = f"prefill's answer with the log-probabilities of {scored} prompt tokens is too large: {error}"
+            reason = f"the log-probabilities of {scored} prompt tokens are too large for one message: {error}"
             log.error("transfer %s: %s", message.key, reason)
             self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
 

@@ -83,7 +83,7 @@ def _describe_destination(request: PrefillRequest, space: PageSpace) -> str | No
     tokens = request.prompt_tokens - destination.prefix_tokens
     if destination.granularity == "page":
         if destination.prefix_tokens % space.page_size:
-            return f"prefix_tokens {destination.prefix_tokens} is no multiple of the page size {space.page_size}"
+            return f"prefix_tokens {destination.prefix_tokens} is not a multiple of the page size {space.page_size}"
         limit, needed = space.num_pages, pages_for(tokens, space.page_size)
     else:
         limit, needed = space.num_pages * space.page_size, tokens

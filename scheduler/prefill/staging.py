@@ -204,7 +204,7 @@ class StagedSends:
                 # While a part is being written, StageFree is ignored: decode repeats it after the final message.
                 del self._parts[instance, message.part]
                 if part.chunk.unfinished.pop(message.part, None) is not None:
-                    self._stop(part.chunk.ref, "decode has given the transfer up", now)
+                    self._stop(part.chunk.ref, "decode has abandoned the transfer", now)
 
     def part_written(self, written: PartWritten, now: float) -> None:
         """The write of a part has ended on its rank, successfully or not."""

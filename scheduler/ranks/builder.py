@@ -184,7 +184,7 @@ class RankBuilder:
             max_context=min(context, num_pages * config.page_size),
         )
         log.info(
-            "HiSparse: %d hot pages of %d rows, and up to %d more in units of %d while KV pages are free; %d rows per "
+            "HiSparse: %d hot pages of %d rows, and up to %d more, lent by the index pool in units of %d; %d rows per "
             "hot buffer",
             hot_pages,
             config.page_size,
@@ -227,7 +227,7 @@ class RankBuilder:
         else:
             log.info(
                 "staging buffers: up to %.1f MiB (for each of %d decode ranks two parts of %d tokens, at most %d MiB "
-                "each), allocated when a decode server with another distribution of heads pairs",
+                "each), allocated when a decode server that divides KV heads differently is paired",
                 size / MIB,
                 STAGED_RANKS,
                 RING_TOKENS,

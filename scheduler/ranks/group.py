@@ -234,7 +234,7 @@ class _Hub:
         """By routing id."""
         self._noise = rate_limited(log)
         self._unknown_peers = UnknownPeers(
-            None, partial(self._noise.warning, "a connection to the ranks' port was cut: %s")
+            None, partial(self._noise.warning, "a connection to the ranks' port was closed: %s")
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._wakeup = Wakeup(self._context)

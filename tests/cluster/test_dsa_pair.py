@@ -134,7 +134,8 @@ def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm:
         *("--enable-hisparse", "--hot-rows", str(hot_rows), "--host-memory-gib", "0.1"),
         *("--kv-memory-gib", str((second_stage_bytes + 100) / (1 << 30))),
     )
-    assert "HiSparse: 10 hot pages of 8 rows, and up to 33 more in units of 1 " in decode.log.read_text()
+    line = "HiSparse: 10 hot pages of 8 rows, and up to 33 more, lent by the index pool in units of 1; "
+    assert line in decode.log.read_text()
     assert decode.generate(glm.prompts[-1], NEW_TOKENS) == glm.expected[-1]
     assert decode.count("hot_misses") == decode.count("hot_hits") == 0
     with ThreadPoolExecutor() as pool:

@@ -34,7 +34,9 @@ def test_automatic_size_is_a_share_of_free_memory_capped_at_useful_tokens() -> N
 
 def test_pool_larger_than_free_memory_is_refused() -> None:
     assert pages(free_bytes=GIB, kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
-    with pytest.raises(StartupError, match=r"kv_memory_gib = 1\.0 asks for .* 1\.00 GiB, 1\.00 GiB are free beside"):
+    with pytest.raises(
+        StartupError, match=r"kv_memory_gib = 1\.0 asks for .* 1\.00 GiB, 1\.00 GiB are free after weights"
+    ):
         pages(free_bytes=GIB - 1, kv_memory_gib=1)
     with pytest.raises(StartupError, match=r"kv_tokens = 1048577 asks for"):
         pages(free_bytes=GIB, kv_tokens=(1 << 20) + 1)

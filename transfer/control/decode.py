@@ -36,7 +36,8 @@ _MONITORED = (
 )
 
 HUNG_UP = (
-    "{} hangs up on this server, which has no cluster_key: it has one, or is not the control port of a prefill server"
+    "{} closes connections of this server, which has no cluster_key: "
+    "it needs one, or is not the control port of a prefill server"
 )
 ZMQ_RECONNECT_MS = 3_600_000
 """Practically never: this module reconnects itself."""
@@ -348,7 +349,7 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
                 self._welcomed(session, message, now)
             case Refused(code="unknown_peer"):
                 if session.state is SessionState.PAIRED:
-                    self._lose(session, "it no longer had this server as a peer")
+                    self._lose(session, "it has no session for this server any more")
                     session.hello_at = now
             case Refused(code="mismatch", reason=reason):
                 self._set_refused(session, reason)

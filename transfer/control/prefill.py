@@ -224,7 +224,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
 
     def _report_cut(self, reason: str) -> None:
         self._counts["connections_cut"] += 1
-        self._noise.warning("a connection to the control port was cut: %s", reason)
+        self._noise.warning("a connection to the control port was closed: %s", reason)
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
         return [route.snapshot(route.name) for route in self._routes.values()]

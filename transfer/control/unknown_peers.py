@@ -85,14 +85,14 @@ class UnknownPeers:
         """Close the oldest of too many unknown connections, CUTS_PER_CALL at most. Returns whether some are left."""
         excess = len(self._unknown) - MAX_UNKNOWN_PEERS
         for fd in list(itertools.islice(self._unknown, max(0, min(excess, CUTS_PER_CALL)))):
-            self._cut(fd, f"more than {MAX_UNKNOWN_PEERS} connections have sent no introduction")
+            self._cut(fd, f"more than {MAX_UNKNOWN_PEERS} connections have not completed the handshake")
         return excess > CUTS_PER_CALL
 
     def enforce_limits(self) -> None:
         """Close the connections that have sent too much. Call this a few times per second."""
         for fd, connection in list(self._unknown.items()):
             if self._received(fd, connection) > UNKNOWN_PEER_BYTES:
-                self._cut(fd, f"it has sent more than {UNKNOWN_PEER_BYTES} bytes without an introduction")
+                self._cut(fd, f"it has sent more than {UNKNOWN_PEER_BYTES} bytes without completing the handshake")
         for fd, connection in list(self._known.items()):
             assert self._message_bytes is not None
             received = self._received(fd, connection)

@@ -48,7 +48,7 @@ def probe(engine: SendEngine, local: torch.Tensor, pool: Pool) -> str | None:
         wait_for_arrivals(ours.device)
         if bytes(ours.cpu().tolist()) == pattern:
             return None
-    return "what was read back is not what was written"
+    return "the bytes read back differ from the bytes written"
 
 
 def _put(memory: torch.Tensor, pattern: bytes) -> None:

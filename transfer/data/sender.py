@@ -400,10 +400,10 @@ class PeerSender:
             return
         in_flight_bytes = sum(pending.in_flight.values())
         if still_s > STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S:
-            what = "did not end" if pending.cancelled else "did not move"
+            what = "have not ended" if pending.cancelled else "have made no progress"
             error = _SendError if pending.cancelled else _WriteError
             raise error(
-                f"decode {self.session} stopped taking data: {in_flight_bytes} bytes in flight {what} for "
+                f"decode {self.session} stopped receiving: {in_flight_bytes} bytes in flight {what} for "
                 f"{still_s:.2f} s",
                 late_writes=True,
             )

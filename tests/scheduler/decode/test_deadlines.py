@@ -37,9 +37,9 @@ def submit(
 @pytest.mark.parametrize(
     ("timeout_s", "after_s", "message"),
     [
-        (None, PREFILL_TIMEOUT_S, "prefill did not deliver within 40 s (prefill_timeout_s)"),
+        (None, PREFILL_TIMEOUT_S, "prefill did not send all KV within 40 s (prefill_timeout_s)"),
         (0.5, 0.5, "not finished within its deadline of 0.5 s (timeout_s)"),
-        (1000.0, PREFILL_TIMEOUT_S, "prefill did not deliver within 40 s (prefill_timeout_s)"),
+        (1000.0, PREFILL_TIMEOUT_S, "prefill did not send all KV within 40 s (prefill_timeout_s)"),
     ],
 )
 def test_silent_prefill_server_times_out(timeout_s: float | None, after_s: float, message: str) -> None:

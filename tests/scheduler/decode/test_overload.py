@@ -67,7 +67,7 @@ def test_full_prefill_server_does_not_count_as_absent() -> None:
     assert max(simulator.ended_at.values()) < 20.5, "a refusal does not restart the clock"
     assert len(simulator.failures) == pytest.approx(100, abs=10)
     (message,) = {failed.message for failed in simulator.failures.values()}
-    assert message == "prefill did not get to the prompt within 20 s (queue_timeout_s)"
+    assert message == "prefill did not start the prompt within 20 s (queue_timeout_s)"
 
 
 @pytest.mark.parametrize("queue_timeout_s", [20.0, 60.0])
@@ -83,7 +83,7 @@ def test_prompt_that_prefill_does_not_begin_in_time_fails_with_the_reason(queue_
     assert simulator.decode.state_counts()["prefilling"] == 2
     simulator.run(lambda: "waits" in simulator.ended_at)
     assert simulator.ended_at["waits"] == pytest.approx(2.0 + queue_timeout_s, abs=0.5)
-    message = f"prefill did not get to the prompt within {queue_timeout_s:g} s (queue_timeout_s)"
+    message = f"prefill did not start the prompt within {queue_timeout_s:g} s (queue_timeout_s)"
     assert (simulator.failures["waits"].status, simulator.failures["waits"].message) == (503, message)
     simulator.run(lambda: "computes" in simulator.ended_at)
     assert "computes" not in simulator.failures, "its first chunk takes 64 s"

@@ -149,7 +149,7 @@ def test_too_large_prefill_done_fails_its_transfer(engine: Engine, monkeypatch: 
     failed = engine.answer()
     assert isinstance(failed, TransferFailed)
     assert (failed.key, failed.retryable, failed.late_writes) == (KEY, False, False)
-    assert "log-probabilities of 500 prompt tokens is too large" in failed.reason
+    assert "log-probabilities of 500 prompt tokens are too large" in failed.reason
     assert "limit 2000 B" in failed.reason
 
 

@@ -68,7 +68,7 @@ def test_invalid_prompt_is_refused(prompt: list[int], reason: str) -> None:
         ({"output_tokens": -1}, "output_tokens -1 is outside [0, 12)"),
         ({"prefix_tokens": 13}, "prefix_tokens 13 is outside [0, 12]"),
         ({"prefix_tokens": -4}, "prefix_tokens -4 is outside [0, 12]"),
-        ({"prefix_tokens": 6}, "prefix_tokens 6 is no multiple of the page size 4"),
+        ({"prefix_tokens": 6}, "prefix_tokens 6 is not a multiple of the page size 4"),
         (
             {"sampling": SamplingParams(max_new_tokens=4, stop_token_ids=(3, 200))},
             "stop_token_ids has token id 200, outside [0, 100)",

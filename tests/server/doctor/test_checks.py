@@ -231,9 +231,12 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
     ),
     (
         "no key",
-        changed(CPU_HOST, peers=(Peer("p:8998", False, "p:8998 hangs up on this server, which has no cluster_key"),)),
+        changed(
+            CPU_HOST,
+            peers=(Peer("p:8998", False, "p:8998 closes connections of this server, which has no cluster_key"),),
+        ),
         "fail",
-        "p:8998 hangs up",
+        "p:8998 closes connections",
         "set PDSERVE_CLUSTER_KEY_FILE",
     ),
 ]

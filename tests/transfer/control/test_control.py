@@ -1144,7 +1144,7 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
         eventually(lambda: ["MessageReceived", "1.0"] in process.lines)
         assert process.lines == [
             ["PeerUp"],
-            ["PeerLost", "it no longer had this server as a peer"],
+            ["PeerLost", "it has no session for this server any more"],
             ["PeerUp"],
             ["MessageReceived", "1.0"],
         ]

@@ -68,7 +68,7 @@ class TestProbe:
         monkeypatch.setattr(engine, "poll", lambda _: WriteState.DONE)
         monkeypatch.setattr(engine, "read", lambda *_: True)
         local = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
-        assert probe(engine, local, pool_of(receiver)) == "what was read back is not what was written"
+        assert probe(engine, local, pool_of(receiver)) == "the bytes read back differ from the bytes written"
         engine.destroy()
 
     @pytest.mark.parametrize("stopped", [True, False])

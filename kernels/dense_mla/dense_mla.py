@@ -88,7 +88,7 @@ def dense_mla(
         raise ValueError(
             f"query has strides {query.stride()}, pages {pages.stride()}: queries and rows must be contiguous"
         )
-    reason: str | None = "Triton is asked for"
+    reason: str | None = "impl is triton"
     if impl != "triton":
         reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
     if impl == "cuda" and reason is not None:

@@ -22,7 +22,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, imp
     """Fill `out`; see the module docstring."""
     tokens, heads, columns = x.shape
     if weight.shape[:2] != (heads, columns) or out.shape != (tokens, heads, weight.shape[2]):
-        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not fit")
+        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)} and out {list(out.shape)} do not match")
     if not x.dtype == weight.dtype == out.dtype:
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}, out {out.dtype}")
     few = tokens <= MOST_TOKENS and columns * x.itemsize <= _MOST_COLUMN_BYTES

@@ -218,4 +218,4 @@ def _check(x: torch.Tensor | QuantisedRows, weight: BlockScaled, bias: torch.Ten
     if method == "rowwise" and not (weight.by_row and (isinstance(x, torch.Tensor) or x.by_row)):
         raise ValueError("the rowwise product takes weights and activations with a scale per row")
     if method == "exact" and not (isinstance(x, torch.Tensor) and len(x) <= FEW_ROWS):
-        raise ValueError(f"the exact product takes at most {FEW_ROWS} rows that are not quantised")
+        raise ValueError(f"the exact product takes at most {FEW_ROWS} rows, not quantized")

@@ -25,7 +25,10 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") 
     that are not in bfloat16.
     """
     if weight.dtype != torch.float32 or x.ndim != 2 or x.shape[1:] != weight.shape[1:]:
-        raise ValueError(f"x {list(x.shape)} and {weight.dtype} weight {list(weight.shape)} are not rows and float32")
+        raise ValueError(
+            f"x {list(x.shape)} must be rows as long as those of weight {list(weight.shape)}, and the weight float32, "
+            f"got {weight.dtype}"
+        )
     if impl == "reference":
         return float_linear_reference(x, weight)
     few = len(x) <= FEW_ROWS or x.dtype == torch.bfloat16
@@ -34,7 +37,7 @@ def float_linear(x: torch.Tensor, weight: torch.Tensor, *, impl: Impl = "auto") 
         return linear(x.float(), weight)
     if not fits:
         raise ValueError(
-            f"x {list(x.shape)} must be contiguous like the weights, and {x.dtype} at most {FEW_ROWS} rows"
+            f"x {list(x.shape)} and the weight must be contiguous, and x in {x.dtype} at most {FEW_ROWS} rows"
         )
     out = x.new_empty(len(x), len(weight), dtype=torch.float32)
     if impl == "auto" and suits_float_at_once(x, weight):

@@ -77,10 +77,10 @@ def gated_linear(
 ) -> torch.Tensor:
     """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
     if isinstance(weight, BlockScaled):
-        assert not gelu, "fp8 layers have no GELU"
+        assert not gelu, "GELU is not supported for fp8 weights"
         return block_scaled_gated_linear(x, weight, bias, impl=impl)
     if isinstance(weight, GroupScaled):
-        assert not gelu, "4-bit layers have no GELU"
+        assert not gelu, "GELU is not supported for 4-bit weights"
         if use_triton(impl, x.device) and choose_method(x, weight) == "cuda":
             return int4_gated_linear(x, weight, bias)
         gate_up = int4_linear(x, weight, bias, impl=impl)

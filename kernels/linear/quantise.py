@@ -86,7 +86,7 @@ def _launch(
     x: torch.Tensor, columns: int, *, gated: bool, by_row: bool, live_rows: torch.Tensor | None = None
 ) -> QuantisedRows:
     if x.ndim != 2 or not x.is_contiguous() or (gated and x.shape[1] % 2):
-        raise ValueError(f"x {list(x.shape)} must be contiguous rows, to be gated of an even size")
+        raise ValueError(f"x {list(x.shape)} must be contiguous rows, and for a gated layer of an even size")
     padded = round_up(len(x), _ROW_ALIGNMENT)
     values = torch.empty(padded, columns, dtype=FP8, device=x.device)
     if by_row:

@@ -102,7 +102,8 @@ def index_topk(
             f"in pages of {plan.page_size}"
         )
     if (query.dtype == FP8) != (scales is not None):
-        raise ValueError(f"{query.dtype} queries and keys {'lack' if scales is None else 'have'} scales of fp8")
+        given = "without" if scales is None else "with"
+        raise ValueError(f"queries and keys in {FP8} have scales, others have none; got {query.dtype} {given} scales")
     if scales is not None and (scales.query.shape, scales.keys.shape) != (weights.shape, (*key_pages.shape[:3], 1)):
         raise ValueError(
             f"scales {list(scales.query.shape)} and {list(scales.keys.shape)} are not one per query "

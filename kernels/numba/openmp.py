@@ -125,7 +125,11 @@ class Kernel:
         try:
             return cfunc(self._signature, cache=True, **_ARITHMETIC)(self._body)
         except RuntimeError as error:  # no writable cache folder
-            log.warning("compiling %s at every start: %s", self._body.__name__, error)
+            log.warning(
+                "CPU kernels: %s is compiled again at every start, because it cannot be cached: %s",
+                self._body.__name__,
+                error,
+            )
             return cfunc(self._signature, **_ARITHMETIC)(self._body)
 
 

@@ -245,7 +245,7 @@ def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
     shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     config = _dense_config(path, raw | shared, "gemma3_text")
     if config.has_fp8 or config.int4 is not None:
-        raise StartupError(f"{path}: quantised weights are not supported for gemma3_text; supported are 16 and 32 bits")
+        raise StartupError(f"{path}: quantized weights are not supported for gemma3_text; supported are 16 and 32 bits")
     return replace(
         config,
         qk_norm=True,
@@ -287,7 +287,7 @@ def _has_mxfp4(path: Path, raw: Json) -> bool:
     quantization: Json = raw.get("quantization_config") or {}
     method = quantization.get("quant_method", "mxfp4")
     if method != "mxfp4":
-        raise StartupError(f"{path}: quantised weights ({method}) are not supported; supported are mxfp4 experts")
+        raise StartupError(f"{path}: quantized weights ({method}) are not supported; supported are mxfp4 experts")
     return bool(quantization)
 
 
@@ -300,7 +300,9 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
     rope = read_hf_rope(path, raw, max_positions)
     quantization = read_quantization(path, raw)
     if rope.kind not in ("default", "yarn"):
-        raise StartupError(f"{path}: rope type {rope.kind!r} is not supported here; supported are default, yarn")
+        raise StartupError(
+            f"{path}: rope type {rope.kind!r} is not supported for {architecture}; supported are default, yarn"
+        )
     if architecture == "deepseek_v3":
         mla = read_mla_config(path, raw, num_heads=heads)
     else:
@@ -413,7 +415,7 @@ def _check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
             f"{path}: the number of query heads ({heads}) is not a multiple of the KV heads ({kv_heads})"
         )
     if head_dim % 2:
-        raise StartupError(f"{path}: heads of {head_dim} elements cannot be rotated: the number must be even")
+        raise StartupError(f"{path}: head_dim = {head_dim} must be even, for rotary embeddings")
 
 
 def _check_activation(path: Path, raw: Json) -> None:

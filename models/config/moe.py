@@ -73,8 +73,8 @@ def read_grouped_moe(path: Path, raw: Json, *, glm: bool) -> MoeConfig:
     if rest or group_size < 2 or not moe.experts_per_token <= moe.groups_per_token * group_size <= moe.num_experts:
         raise StartupError(
             f"{path}: num_experts_per_tok = {moe.experts_per_token} in topk_group = {moe.groups_per_token} of "
-            f"n_group = {moe.num_groups} groups of n_routed_experts = {moe.num_experts}: groups must be equal, "
-            "of two experts or more, and enough"
+            f"n_group = {moe.num_groups} groups of n_routed_experts = {moe.num_experts}: groups must be equal and of "
+            "two experts or more, topk_group at most n_group, and its groups must hold num_experts_per_tok experts"
         )
     return moe
 

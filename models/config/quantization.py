@@ -155,4 +155,4 @@ def _require(
 
 
 def _unsupported(path: Path, method: str, found: str) -> StartupError:
-    return StartupError(f"{path}: quantised weights ({method}, {found}) are not supported; supported are {SUPPORTED}")
+    return StartupError(f"{path}: quantized weights ({method}, {found}) are not supported; supported are {SUPPORTED}")

@@ -54,7 +54,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     tokenizer.decoder = ByteLevelDecoder()
     types = file.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(types, list):
-        raise StartupError(f"model {file.path}: tokenizer.ggml.token_type is damaged: no list, but {types!r}")
+        raise StartupError(f"model {file.path}: tokenizer.ggml.token_type is damaged: must be a list, got {types!r}")
     tokenizer.add_tokens(
         [
             AddedToken(token, special=token_type == _CONTROL, normalized=False)
@@ -114,5 +114,5 @@ def _strings(file: GgufFile, key: str) -> Sequence[str]:
         raise StartupError(f"model {file.path}: {key} is missing")
     for index, text in enumerate(value):
         if not isinstance(text, str):
-            raise StartupError(f"model {file.path}: {key} is damaged: entry {index} is no text, but {text!r}")
+            raise StartupError(f"model {file.path}: {key} is damaged: entry {index} must be text, got {text!r}")
     return cast("list[str]", value)

@@ -64,7 +64,9 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
                 return structural_tag_to_lark(_parsed(text), special_tokens, _inline_schema, check_regex)
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise GrammarError(f"is not a valid {grammar.kind}: {error.args[0]} is missing") from None
+    except (ValueError, TypeError) as error:
         raise GrammarError(f"is not a valid {grammar.kind}: {error}") from None
 
 

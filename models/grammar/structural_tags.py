@@ -25,7 +25,7 @@ def structural_tag_to_lark(
     """A Lark grammar; raises ValueError, KeyError or TypeError for anything else than the two spellings."""
     builder = _Builder(special_tokens, inline_schema, check_regex)
     if not isinstance(tag, dict):
-        raise TypeError("not an object")
+        raise TypeError("must be an object")
     if "structures" in tag:
         tags = [
             {
@@ -82,19 +82,19 @@ class _Builder:
             case "tags_with_separator":
                 return self._separated(given)
             case kind:
-                raise ValueError(f"format {kind!r} is not supported here")
+                raise ValueError(f"format {kind!r} is not supported at this place")
 
     def triggered(self, given: Mapping[str, Any]) -> str:
         """Any text; a trigger in it begins one of the tags. With `at_least_one` a tag comes first, without text before
         it. With `stop_after_first` nothing follows the first tag.
         """
         if not given["tags"]:
-            raise ValueError("no tags")
+            raise ValueError("tags must not be empty")
         options = []
         for tag in given["tags"]:
             trigger = next((text for text in given["triggers"] if text and tag["begin"].startswith(text)), None)
             if trigger is None:
-                raise ValueError(f"no trigger begins {tag['begin']!r}")
+                raise ValueError(f"no trigger is a prefix of {tag['begin']!r}")
             body = self._tag(tag["begin"][len(trigger) :], tag)
             parts = self._parts(trigger)
             if len(parts) == 3:
@@ -112,7 +112,7 @@ class _Builder:
     def _separated(self, given: Mapping[str, Any]) -> str:
         """Tags and nothing else, with a string between two of them."""
         if not given["tags"]:
-            raise ValueError("no tags")
+            raise ValueError("tags must not be empty")
         tags = self._rule(" | ".join(self._tag(tag["begin"], tag) for tag in given["tags"]))
         several = tags
         if not given.get("stop_after_first"):

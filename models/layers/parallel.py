@@ -78,7 +78,7 @@ class Parallel:
         if shard.world_size == 1:
             return parallel
         if parallel._through_host:
-            log.warning("ranks share %s, which is slow; for tests", device)
+            log.warning("several ranks share %s: slow, for tests only", device)
         timeout = timedelta(seconds=timeout_s)
         try:
             if backend == "gloo":
@@ -101,8 +101,8 @@ class Parallel:
             if dist.is_initialized():
                 dist.destroy_process_group()
             raise StartupError(
-                f"rank {shard.rank} of {shard.world_size} could not join the others at {store_host}:{store_port} "
-                f"within {timeout_s:g} s: {(str(error) or repr(error)).splitlines()[0]}"
+                f"rank {shard.rank} of {shard.world_size} could not join the process group at "
+                f"{store_host}:{store_port} within {timeout_s:g} s: {(str(error) or repr(error)).splitlines()[0]}"
             ) from error
         return parallel
 

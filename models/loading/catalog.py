@@ -46,7 +46,7 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
         return _hf_source(path.resolve(), load_format)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path.resolve())
-    planned = f"; 'pdserve plan' alone knows {spec!r}" if (GEOMETRIES / f"{spec}.json").is_file() else ""
+    planned = f"; only 'pdserve plan' accepts {spec!r}" if (GEOMETRIES / f"{spec}.json").is_file() else ""
     raise StartupError(
         f"model {spec!r}: no such directory or .gguf file; give --model a Hugging Face directory, a .gguf file, "
         f"ORG/NAME of the Hugging Face Hub, or {EMBEDDED_MODEL!r}{planned}"

@@ -49,14 +49,14 @@ def log_expansion(slots: Mapping[str, Slot], stored: Collection[str], device: to
     expanded = [slot for slot in fp8.values() if slot.block_scaled is None]
     if not expanded:
         return
-    reason = "kv_b_proj, and parts of ranks that begin or end inside a block of columns"
+    reason = "kv_b_proj, and shards that begin or end inside a block of columns"
     log.info(
-        "fp8 weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
+        "fp8 weights: %d of %d tensors are dequantized to %s and take %.2f GiB more (%s)",
         len(expanded),
         len(fp8),
         str(expanded[0].target.dtype).removeprefix("torch."),
         sum(slot.target.nbytes - slot.target.numel() for slot in expanded) / GIB,
-        reason if supports_fp8(device) else f"{device} has no fp8 products",
+        reason if supports_fp8(device) else f"{device} has no fp8 kernels",
     )
 
 

@@ -40,13 +40,13 @@ def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: tor
     if kept:
         types = Counter(slot.gguf.type_name for slot in kept if slot.gguf is not None)
         found = ", ".join(f"{count} of {name}" for name, count in types.most_common())
-        log.info("GGUF weights: %.2f GiB stay in the file's blocks (%s)", sum(s.nbytes for s in kept) / GIB, found)
+        log.info("GGUF weights: %.2f GiB stay quantized (%s)", sum(s.nbytes for s in kept) / GIB, found)
     expanded = {name: slot for name, slot in matrices.items() if slot.gguf is None}
     if not expanded:
         return
-    reason = "parts of ranks that begin or end inside a block, or layers with other types" if keep else _reason(device)
+    reason = "shards that begin or end inside a block, or layers with other types" if keep else _reason(device)
     log.info(
-        "GGUF weights: %d of %d tensors are expanded to %s and take %.2f GiB instead of %.2f (%s)",
+        "GGUF weights: %d of %d tensors are dequantized to %s and take %.2f GiB instead of %.2f (%s)",
         len(expanded),
         len(matrices),
         str(next(iter(expanded.values())).target.dtype).removeprefix("torch."),
@@ -59,7 +59,9 @@ def log_blocks(slots: Mapping[str, Slot], stored: Mapping[str, str], device: tor
 def _reason(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{device} has no kernels for them"
-    return "they stay in blocks with dtype = auto" if numba_computes() else "only the Numba kernels read blocks"
+    return (
+        "they stay quantized with dtype = auto" if numba_computes() else "only the Numba kernels read quantized weights"
+    )
 
 
 def _stored_bytes(slot: Slot, type_name: str) -> float:

@@ -39,9 +39,9 @@ def log_int4_expansion(slots: Mapping[str, Slot], stored: Collection[str], devic
     expanded = [slot.target for slot in all_targets if slot.int4 is None]
     if not expanded:
         return
-    reason = "latent attention, and parts of ranks that are no multiple of 32 columns"
+    reason = "latent attention, and shards whose columns are not a multiple of 32"
     log.info(
-        "4-bit weights: %d of %d tensors are expanded to %s and take %.2f GiB more (%s)",
+        "4-bit weights: %d of %d tensors are dequantized to %s and take %.2f GiB more (%s)",
         len(expanded),
         len(all_targets),
         str(expanded[0].dtype).removeprefix("torch."),

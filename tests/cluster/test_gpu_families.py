@@ -160,6 +160,6 @@ def check_logs(servers: Sequence[Server], *, expands: bool, dtype: Dtype) -> Non
     for server in servers:
         log = server.log.read_text()
         assert ("--tp" in server.flags) == (IPC in log)
-        assert ("tensors are expanded" in log) == expands
+        assert ("tensors are dequantized" in log) == expands
         if dtype == "bfloat16":
             assert "CUDA graphs captured" in log

@@ -41,7 +41,7 @@ def test_invalid_arguments_are_refused() -> None:
         float_linear(x, weight, impl="triton")
     with pytest.raises(ValueError, match="float32"):
         float_linear(x, weight.half())
-    with pytest.raises(ValueError, match="are not rows"):
+    with pytest.raises(ValueError, match="must be rows as long as those of weight"):
         float_linear(x[:, :7], weight)
 
 

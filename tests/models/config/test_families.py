@@ -107,12 +107,12 @@ def test_active_parameters_count_the_selected_experts(checkpoints: Path) -> None
         (
             "gemma3_text",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantised weights are not supported for gemma3_text; supported are 16 and 32 bits",
+            "quantized weights are not supported for gemma3_text; supported are 16 and 32 bits",
         ),
         (
             "gpt_oss",
             {"quantization_config": {"quant_method": "awq"}},
-            r"quantised weights \(awq\) are not supported; supported are mxfp4 experts",
+            r"quantized weights \(awq\) are not supported; supported are mxfp4 experts",
         ),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_local_experts = 8"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be a positive integer, got 0"),

@@ -176,8 +176,8 @@ def test_cost_of_expanding_is_logged(cases: dict[str, Case], caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "pdserve.models.loading.fp8_weights"):
         ModelRunner.load(source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "fp8" in record.getMessage())
-    assert line.startswith("fp8 weights: 112 of 112 tensors are expanded to float32 and take 0.0")
-    assert line.endswith("GiB more (cpu has no fp8 products)")
+    assert line.startswith("fp8 weights: 112 of 112 tensors are dequantized to float32 and take 0.0")
+    assert line.endswith("GiB more (cpu has no fp8 kernels)")
 
 
 def test_weight_bytes_are_those_of_the_device(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:

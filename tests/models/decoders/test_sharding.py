@@ -215,7 +215,9 @@ def test_rendezvous_store_refuses_connections_after_all_ranks_have_joined(ranks:
 
 
 def test_missing_rank_is_a_startup_error() -> None:
-    with pytest.raises(StartupError, match=r"rank 0 of 2 could not join the others at 127\.0\.0\.1:\d+ within 1 s"):
+    with pytest.raises(
+        StartupError, match=r"rank 0 of 2 could not join the process group at 127\.0\.0\.1:\d+ within 1 s"
+    ):
         Parallel.connect(
             Shard(tp_size=2),
             store_host="127.0.0.1",

@@ -226,7 +226,12 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
         ("regex", "a" * (MAX_CHARACTERS + 1), f"has {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"),
         ("ebnf", "root := a", "is not a valid EBNF grammar"),
         ("choice", "[]", "at least one string"),
-        ("structural_tag", '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}', "no trigger begins 'a'"),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "a", "end": ""}], "triggers": ["b"]}',
+            "no trigger is a prefix of 'a'",
+        ),
+        ("structural_tag", '{"structures": [{"end": ""}], "triggers": ["b"]}', "structural_tag: begin is missing$"),
         ("structural_tag", '{"format": {"type": "image"}}', "'image' is not supported"),
     ],
 )

@@ -113,7 +113,7 @@ def test_directory_of_gguf_files_names_them(tmp_path: Path) -> None:
 
 
 def test_name_of_a_planned_model_is_explained() -> None:
-    with pytest.raises(StartupError, match=r"or 'smollm2'; 'pdserve plan' alone knows 'qwen3-8b'$"):
+    with pytest.raises(StartupError, match=r"or 'smollm2'; only 'pdserve plan' accepts 'qwen3-8b'$"):
         locate_model("qwen3-8b")
 
 
@@ -158,7 +158,7 @@ def test_damaged_index_is_refused(content: bytes, copy: Path) -> None:
         ),
         ({"architectures": None, "model_type": "bert"}, "architecture bert is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantised weights \(awq"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \(awq"),
         (
             {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             r"layer_types has sliding_attention \(there is no sliding_window\); supported here: full_attention",
@@ -170,7 +170,7 @@ def test_damaged_index_is_refused(content: bytes, copy: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_key_value_heads": 3}, r"query heads \(4\) is not a multiple of the KV heads \(3\)"),
         ({"dtype": "float8_e4m3fn"}, "dtype float8_e4m3fn"),
-        ({"head_dim": 15}, "heads of 15 elements cannot be rotated"),
+        ({"head_dim": 15}, "head_dim = 15 must be even"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, got nan"),
         ({"eos_token_id": "</s>"}, r"config.json: eos_token_id must be a token id or a list of them, got '</s>'"),
         ({"eos_token_id": [2, 3.5]}, "eos_token_id must be"),

@@ -110,6 +110,6 @@ def test_other_quantisation_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "bitsandbytes"},', 1))
     with pytest.raises(
-        StartupError, match=r"quantised weights \(bitsandbytes, weight_block_size None\) are not supported"
+        StartupError, match=r"quantized weights \(bitsandbytes, weight_block_size None\) are not supported"
     ):
         locate_model(str(tmp_path))

@@ -171,9 +171,7 @@ def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pyt
         ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=keep)
     (line,) = (record.getMessage() for record in caplog.records if "GGUF" in record.getMessage())
     expected = (
-        "stay in the file's blocks (20 of Q8_0, 3 of Q4_1)"
-        if keep
-        else "23 of 23 tensors are expanded to float32 and take"
+        "stay quantized (20 of Q8_0, 3 of Q4_1)" if keep else "23 of 23 tensors are dequantized to float32 and take"
     )
     assert expected in line
 

@@ -131,7 +131,7 @@ def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixt
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "4-bit" in record.getMessage())
     count = len(int4_tensors(model.source, "auto"))
-    assert line.startswith(f"4-bit weights: {count} of {count} tensors are expanded to float32 and take 0.0")
+    assert line.startswith(f"4-bit weights: {count} of {count} tensors are dequantized to float32 and take 0.0")
     assert line.endswith("GiB more (cpu has no 4-bit kernels)")
 
 

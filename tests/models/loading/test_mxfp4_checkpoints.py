@@ -119,7 +119,7 @@ def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO, "pdserve.models.loading.int4_weights"):
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "4-bit" in record.getMessage())
-    assert line.startswith("4-bit weights: 4 of 4 tensors are expanded to float32 and take 0.00 GiB more")
+    assert line.startswith("4-bit weights: 4 of 4 tensors are dequantized to float32 and take 0.00 GiB more")
 
 
 def test_weight_bytes_are_those_of_the_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,8 +166,8 @@ def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixt
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "fp8" in record.getMessage())
     count = len(fp8_tensors(model.source, "auto"))
-    assert line.startswith(f"fp8 weights: {count} of {count} tensors are expanded to float32 and take 0.0")
-    assert line.endswith("GiB more (cpu has no fp8 products)")
+    assert line.startswith(f"fp8 weights: {count} of {count} tensors are dequantized to float32 and take 0.0")
+    assert line.endswith("GiB more (cpu has no fp8 kernels)")
 
 
 def test_weight_bytes_count_fp8(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

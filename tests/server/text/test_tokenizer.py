@@ -417,10 +417,10 @@ def test_unknown_gguf_tokenizers_are_refused(change: dict[str, str], message: st
         ({"tokenizer.ggml.merges": ["ab"]}, r"merges is damaged: 'ab' is not two parts with a space between"),
         ({"tokenizer.ggml.merges": ["a "]}, r"merges is damaged: 'a ' is not two parts with a space between"),
         ({"tokenizer.ggml.merges": ["a no-such-token"]}, r"merges is damaged: "),
-        ({"tokenizer.ggml.merges": [7]}, r"merges is damaged: entry 0 is no text, but 7"),
+        ({"tokenizer.ggml.merges": [7]}, r"merges is damaged: entry 0 must be text, got 7"),
         ({"tokenizer.ggml.merges": 7}, r"merges is missing"),
-        ({"tokenizer.ggml.tokens": ["a", 7]}, r"tokens is damaged: entry 1 is no text, but 7"),
-        ({"tokenizer.ggml.token_type": 7}, r"token_type is damaged: no list, but 7"),
+        ({"tokenizer.ggml.tokens": ["a", 7]}, r"tokens is damaged: entry 1 must be text, got 7"),
+        ({"tokenizer.ggml.token_type": 7}, r"token_type is damaged: must be a list, got 7"),
     ],
 )
 def test_damaged_gguf_tokenizer_is_reported_in_one_line(change: dict[str, Any], message: str) -> None:

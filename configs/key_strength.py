@@ -14,5 +14,7 @@ def describe_weak_key(key: str) -> str | None:
 
     bits = math.log2(zxcvbn(key[:_MAX_CHARACTERS])["guesses"])
     if bits < MIN_GUESSES_BITS:
-        return f"can be guessed in about 2^{bits:.0f} tries, 2^{MIN_GUESSES_BITS} are needed: {HOW_TO_MAKE_ONE}"
+        return (
+            f"is too weak: about 2^{bits:.0f} guesses find it, the minimum is 2^{MIN_GUESSES_BITS}; {HOW_TO_MAKE_ONE}"
+        )
     return None

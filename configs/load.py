@@ -120,7 +120,11 @@ def config_in_role(
     in `role`, and of `given`, which wins. Raises StartupError.
     """
     shared = {*ServerConfig.model_fields, "port"}
-    fixed = [f"setting {name!r} stays as it was at start: both roles have it" for name in given if name in shared]
+    fixed = [
+        f"setting {name!r} cannot change with the role: it is a setting of both roles"
+        for name in given
+        if name in shared
+    ]
     if "role" in given:
         fixed.append("unknown setting 'role' in settings: role is a field beside settings")
     if fixed:

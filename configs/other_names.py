@@ -45,7 +45,7 @@ EXPLANATIONS = {
     "data_parallel_size": "start several servers, or divide attention with dp_attention",
     "dp_size": "start several servers, or divide attention with dp_attention",
     "quantization": "not needed: the files of the model say how they are quantized",
-    "trust_remote_code": "not needed: no code of a model is run",
+    "trust_remote_code": "not needed: code in a model's repository is never run",
     "enable_auto_tool_choice": "not needed: requests may have tools unless tool_parser is none",
     "enable_prefix_caching": "not needed: prefix_cache is on",
     "enable_chunked_prefill": "not needed: long prompts are always computed in chunks",

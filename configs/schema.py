@@ -54,8 +54,8 @@ class ServerConfig(BaseModel):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N")
     dtype: DtypeSetting = Field(
         "auto",
-        description="weights and KV; auto is float32 on CPU, where weights of GGUF files stay in their blocks, and the "
-        "checkpoint's own 16-bit type on CUDA",
+        description="type of weights and KV; auto is float32 on CPU, where weights of GGUF files stay quantized, and "
+        "the checkpoint's 16-bit type on CUDA (bfloat16 if it has none)",
     )
     kv_dtype: KvDtypeSetting = Field(
         "auto",
@@ -126,8 +126,8 @@ class ServerConfig(BaseModel):
         None,
         gt=0,
         le=0.95,
-        description="share of free memory for the KV pool if neither of the above is given; default: 0.25 on a CPU; "
-        "on a GPU 0.35 (prefill) and 0.9 (decode; 0.5 if a prefill server may still start on the same GPU)",
+        description="share of free memory for the KV pool, without kv_tokens and kv_memory_gib; default: 0.25 on a "
+        "CPU; on a GPU 0.35 (prefill) and 0.9 (decode; 0.5 if a prefill server may still start on the same GPU)",
     )
 
     prefix_cache: bool = Field(True, description="keep the KV of finished requests for later ones with the same prefix")
@@ -149,11 +149,11 @@ class ServerConfig(BaseModel):
         256,
         ge=1,
         le=1_000_000,
-        description="queued prompts; more are answered 429; a call with several prompts is accepted or refused whole",
+        description="maximum queued prompts; more get 429; a call with several prompts is accepted or refused whole",
     )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="longer prompts are refused; default: context length")
-    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="larger HTTP bodies are refused")
-    max_batch_items: int = Field(256, ge=1, le=65536, description="prompts in one HTTP request")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="maximum tokens of a prompt; default: context length")
+    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of an HTTP body")
+    max_batch_items: int = Field(256, ge=1, le=65536, description="maximum prompts in one HTTP request")
     tool_parser: ToolParserName = Field(
         "auto",
         description="format in which the model calls tools; auto is that of its chat template, none refuses tools",
@@ -180,15 +180,18 @@ class ServerConfig(BaseModel):
     )
     staging: StagingSetting = Field(
         "auto",
-        description="send head slices in one write, through a ring in decode's memory: auto if prefill and decode "
-        "divide KV heads differently, on for all KV of dense models, off never; off on either side is off",
+        description="send KV in few large writes, through a staging ring in decode's memory: auto if prefill and "
+        "decode divide KV heads differently, on for all KV of dense models, off never; off on one side is off for both",
     )
     verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
     heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="interval of heartbeats to peers")
     peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a peer without heartbeats for this long is lost")
     shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="drain time of running requests after SIGTERM")
     stall_timeout_s: float = Field(
-        120.0, gt=0, description="/health returns 503 if a step takes this long; stuck threads are found within 5 s"
+        120.0,
+        gt=0,
+        description="/health returns 503 if a step or the engine loop takes this long; stuck threads are found within "
+        "5 s",
     )
     kv_events_port: Port | None = Field(
         None,
@@ -307,7 +310,7 @@ class PrefillConfig(ServerConfig):
         le=1 << 20,
         description="maximum prompt tokens per step; default: 512 on a CPU, 1024 to 8192 on a GPU, by model",
     )
-    send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight to one decode server")
+    send_window: int = Field(16, ge=1, le=512, description="Mooncake writes in flight from one rank to one decode rank")
 
     @model_validator(mode="after")
     def _consistent_prefill(self) -> "PrefillConfig":
@@ -336,12 +339,12 @@ class DecodeConfig(ServerConfig):
         "*.DOMAIN, addresses, networks as 10.0.0.0/8, or * for all; default: private networks when api_key is set",
     )
     max_running_requests: int | None = Field(
-        None, ge=1, le=4096, description="requests in one decode batch; default: 32 on a CPU, 256 on a GPU"
+        None, ge=1, le=4096, description="maximum requests in one decode batch; default: 32 on a CPU, 256 on a GPU"
     )
     local_prefill: LocalPrefillSetting = Field(
         "auto",
-        description="compute prompts on this server itself: never, always, or auto, when no prefill server takes them, "
-        "prefill has the same CPU cores or, by measured rates, the transfer of KV would cost more",
+        description="compute prompts on this server: never, always, or auto: if no prefill server takes them, if "
+        "prefill uses the same CPU cores, or if that is faster by measured rates",
     )
     dispatch: DispatchSetting = Field(
         "prefix",
@@ -352,14 +355,14 @@ class DecodeConfig(ServerConfig):
         None,
         ge=1,
         le=1 << 20,
-        description="tokens that one step computes, of prompts and running requests together; default: 256 on a CPU, "
+        description="maximum tokens per step, of prompts and running requests together; default: 256 on a CPU, "
         "6144 on a GPU",
     )
     itl_target_ms: float | None = Field(
         None,
         ge=0,
-        description="longest time between two output tokens while this server computes prompts, by prediction; 0 is no "
-        "limit; default: 1.7 times that of a decode step, more while many prompts wait",
+        description="limit on the predicted inter-token latency while this server computes prompts; 0 is no limit; "
+        "default: 1.7 times the time of a decode step, more while many prompts wait",
     )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")
     sampling_defaults: Literal["model", "openai"] = Field(
@@ -389,7 +392,7 @@ class DecodeConfig(ServerConfig):
     retract_memory_gib: float = Field(
         4.0,
         ge=0,
-        description="host memory for the KV of retracted requests; at most as much as the KV cache is page-locked",
+        description="host memory for the KV of retracted requests; page-locked up to the size of the KV pool",
     )
     queue_timeout_s: float = Field(
         60.0, gt=0, description="longest wait in queues before prefill starts: for KV memory, or behind other prompts"

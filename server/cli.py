@@ -275,7 +275,7 @@ def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Coll
 def _add_demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="What is the capital of France?", metavar="TEXT", help="what to ask")
     parser.add_argument(
-        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="most tokens to generate"
+        "--max-new-tokens", type=whole_number(1), default=64, metavar="N", help="maximum tokens to generate"
     )
     parser.add_argument(
         "--keep",

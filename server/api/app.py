@@ -77,13 +77,13 @@ class ModelNotFoundError(FieldError):
 
 class AbortBody(Body):
     rid: Annotated[Text, Characters(MAX_RID_CHARACTERS)] | None = optional(
-        "A request, or a list of prompts that was given this one id."
+        "Id of a request, or the one id of a list of prompts."
     )
     abort_all: Boolean | None = optional("Abort every open request instead.")
 
 
 class AbortReply(TypedDict):
-    aborted: Annotated[list[str], Field(description="The requests that were still open.")]
+    aborted: Annotated[list[str], Field(description="Ids of the requests that were open and are aborted.")]
 
 
 def create_app(routes: "Routes") -> ASGIApp:

@@ -41,7 +41,7 @@ class Lane:
         """
         if self._bodies >= MOST_WAITING:
             raise OverloadedError(
-                f"{self._bodies} {self._name} bodies are being read already, which is the most; try again later"
+                f"{self._bodies} {self._name} request bodies are being parsed (limit {MOST_WAITING}); try again later"
             )
         self._bodies += 1
         working = asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -28,9 +28,9 @@ class RoleBody(Body):
 
     role: Literal["prefill", "decode"] = Field(description="The role that the server is to have.")
     settings: dict[str, Any] | None = optional(
-        "Settings that only this role has, by name. Default: those of the last time in this role."
+        "Settings of this role, by name. Default: those that the server last had in this role."
     )
-    drain: Boolean | None = optional("Switch even if requests are open: they have shutdown_timeout_s to end.")
+    drain: Boolean | None = optional("Switch even if requests are open: they get shutdown_timeout_s to finish.")
     wait: Boolean | None = optional("Answer when the switch has ended. `?wait=1` is the same.")
 
 
@@ -115,6 +115,6 @@ def check_addressed_role(
     for submit in submits:
         if submit.endpoint is not None and (submit.endpoint in own) != (config.role == "prefill"):
             raise UnavailableError(
-                f"this server is {config.role} now, no longer {former.role}: "
-                f"the request names the prefill server {submit.endpoint}"
+                f"this server has switched from {former.role} to {config.role}: "
+                f"the request is for its former role (prefill server {submit.endpoint})"
             )

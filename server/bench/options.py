@@ -102,7 +102,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     limit = "time limit of one request (default: 600)"
     judge.add_argument("--timeout-s", type=positive, default=default.timeout_s, metavar="S", help=limit)
     judge.add_argument("--slo-ttft-ms", type=positive, metavar="MS", help="goodput: bound on the time to first token")
-    mean = "goodput: bound on a request's mean time between tokens"
+    mean = "goodput: bound on a request's mean inter-token latency"
     judge.add_argument("--slo-itl-ms", type=positive, metavar="MS", help=mean)
     judge.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
     picture = "plot the result (.png, .svg or .pdf; needs matplotlib)"

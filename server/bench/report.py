@@ -52,7 +52,7 @@ def report(result: BenchResult) -> Iterator[RenderableType]:
     if result.summary.stages_s:
         yield _stages(result.summary)
     if result.client_share > BUSY_CLIENT_SHARE:
-        yield Text(f"This client used {result.client_share:.0%} of a core: it may be what limits the result.", "yellow")
+        yield Text(f"This client used {result.client_share:.0%} of a core: it may limit the result.", "yellow")
     for failure, count in result.summary.failures.items():
         example = next(record.detail for record in result.records if record.failure == failure)
         yield Text(f"{count} failed: {failure}: {example}", "red")

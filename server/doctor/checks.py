@@ -183,7 +183,9 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
     elif locks and limit < max(facts.settings.host_memory_bytes, GIB):
         remedy = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1"
         level: Level = "fail" if facts.settings.transport == "rdma" else "warn"
-        message = f"at most {_gib(limit)} of memory can be locked, and RDMA and page-locked KV need all of theirs"
+        message = (
+            f"at most {_gib(limit)} of memory can be locked; RDMA and page-locked KV lock all memory that they use"
+        )
         yield Finding(level, "limits", message, remedy)
     elif locks:
         yield Finding("ok", "limits", f"{_gib(limit)} of memory can be locked")
@@ -255,9 +257,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
         else:
             remedy = f"choose another with {port.flag}"
             problem = port.problem.removesuffix(f"; {remedy}")
-            yield Finding(
-                "warn", "ports", problem, f"{remedy}, unless it is that of a pdserve server that runs already"
-            )
+            yield Finding("warn", "ports", problem, f"{remedy}, unless a pdserve server that runs already uses it")
     loopback = settings.host == "localhost" or settings.host.startswith("127.")
     if not loopback and not settings.has_cluster_key:
         remedy = "export PDSERVE_CLUSTER_KEY_FILE=...; create the key with openssl rand -hex 32"

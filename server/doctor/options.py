@@ -27,13 +27,15 @@ class DoctorOptions(NamedTuple):
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, or the name of a preset; flags win")
-    parser.add_argument("--role", choices=("decode", "prefill"), default="decode", help="which server to check for")
+    parser.add_argument(
+        "--role", choices=("decode", "prefill"), default="decode", help="role of the server that this machine is to run"
+    )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="control port of a prefill server to greet; repeat for several (default: prefill of --config)",
+        help="control port of a prefill server for a test handshake; repeat for several (default: prefill of --config)",
     )
     parser.add_argument(
         "--transfer", action=argparse.BooleanOptionalAction, default=True, help="measure a transfer on this machine"

@@ -101,7 +101,7 @@ def _transfer(transport: str, host: str, devices: Sequence[str]) -> float:
         finally:
             sender.destroy()
         if not buffers.arrived():
-            raise RuntimeError("what arrived is not what was sent")
+            raise RuntimeError("the received bytes differ from the bytes sent")
         return writes * SIZE_BYTES / seconds / (1 << 30)
     finally:
         receiver.close()

@@ -63,7 +63,7 @@ class GrammarChecker:
         if checking is None:
             if len(self._waiting) >= MAX_WAITING:
                 raise OverloadedError(
-                    f"{len(self._waiting)} grammars wait for the compiler already, which is the most; try again later"
+                    f"{len(self._waiting)} grammars wait to be compiled (limit {MAX_WAITING}); try again later"
                 )
             checking = self._waiting[grammar] = asyncio.ensure_future(self._compile_and_remember(grammar))
             checking.add_done_callback(lambda _: self._waiting.pop(grammar))
@@ -81,7 +81,7 @@ class GrammarChecker:
             problem = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
             self._remember(grammar, problem, math.inf)
         except TimeoutError:
-            problem = f"takes longer than {self._max_compile_s:g} s to compile, the most that is allowed"
+            problem = f"takes longer than {self._max_compile_s:g} s to compile, the limit"
             self._remember(grammar, problem, time.monotonic() + TIMEOUT_REMEMBERED_S)
         return problem
 

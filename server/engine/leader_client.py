@@ -173,7 +173,7 @@ class LeaderClient:
                 message = self._trace(message, self._tracing, headers)
             if not self._send(message):
                 for rid in rids_of(message):
-                    self._dispatch(_unavailable(rid, "the engine process is not connected"))
+                    self._dispatch(_unavailable(rid, "the leader process is not connected"))
         try:
             yield inbox
         finally:  # requests that were stopped early are cancelled already
@@ -217,7 +217,7 @@ class LeaderClient:
             reasons.append(f"the leader process has sent nothing for {silent_s:.0f} s")
         age_s, limit_s = self.loop_age_s, self._config.stall_timeout_s
         if age_s > limit_s:
-            reasons.insert(0, f"loop stalled: no turn for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
+            reasons.insert(0, f"loop stalled: no iteration for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
         if self.status is not None and (age_s := self.status.step_age_s) > limit_s:
             reasons.insert(0, f"step stalled: no result for {age_s:.1f} s (stall_timeout_s is {limit_s:g})")
         return reasons
@@ -349,7 +349,7 @@ class LeaderClient:
     def _end_overdue(self, rid: str, reason: str) -> None:
         if rid in self._open:
             self._dispatch(
-                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the engine does not respond")
+                Failed(rid, DeadlineError.status, DeadlineError.code, f"{reason}; the leader process does not respond")
             )
             self._overdue.add(rid)
             self._send(Cancel(rid))

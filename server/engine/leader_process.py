@@ -92,12 +92,12 @@ class LeaderProcess:
         for deadline_s, ask in ((patience_s, None), (TERM_GRACE_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)):
             if ask is not None and not self._exited.is_set():
                 if patience_s > 0 or ask is signal.SIGKILL:  # without patience, SIGTERM is the first request to exit
-                    log.warning("leader process %d has not ended; sending %s", self.pid, ask.name)
+                    log.warning("leader process %d has not exited; sending %s", self.pid, ask.name)
                 self._signal(ask)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):
                     return await self.wait()
-        log.error("leader process %d is still in the kernel %.0f s after SIGKILL", self.pid, KILL_GRACE_S)
+        log.error("leader process %d has not exited %.0f s after SIGKILL; not waiting for it", self.pid, KILL_GRACE_S)
         return None
 
     def kill(self) -> None:

@@ -151,4 +151,4 @@ def end_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent_pid:
-        raise SystemExit(f"pdserve: error: the process that started this one ({parent_pid}) has gone")
+        raise SystemExit(f"pdserve: error: the process that started this one ({parent_pid}) has exited")

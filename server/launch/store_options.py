@@ -45,7 +45,7 @@ def add_store_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--etcd",
         metavar="HOST:PORT[,...]",
-        help="replicate the master: all that name the same etcd servers are one store, and one of their masters leads",
+        help="replicate the master: masters with the same etcd servers are one store, and one of them leads",
     )
     parser.add_argument("--parent-pid", type=int, metavar="PID", help=argparse.SUPPRESS)
 
@@ -63,7 +63,7 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
         raise StartupError(f"--port and --metrics-port are both {options.port}: choose different ports")
     if options.host in WILDCARD_HOSTS:
         raise StartupError(
-            f"--host {options.host!r} is every address: give the one at which servers reach this machine"
+            f"--host {options.host!r} is a wildcard address: give the one at which servers reach this machine"
         )
     if options.etcd is not None and options.join is not None:
         raise StartupError("--join runs no master, and --etcd replicates one: give one of them")

@@ -42,7 +42,7 @@ class LeaderCollector(Collector):
         status = leader.status
         if status is None:
             return
-        yield _gauge("loop_age_seconds", "How long ago the engine loop last turned.", leader.loop_age_s)
+        yield _gauge("loop_age_seconds", "Time since the last iteration of the engine loop.", leader.loop_age_s)
         yield _gauge("step_age_seconds", "How long the current step has run; 0 without one.", status.step_age_s)
         yield from _router_families(status)
         taken = self._taken()

@@ -7,7 +7,7 @@ STAGES = {
     "transfer": "KV still on its way",
     "control": "messages between the servers",
     "admit": "joining the decode batch",
-    "retracted": "out of memory, waiting to go on",
+    "retracted": "retracted, waiting for memory",
     "decode": "generating",
 }
 """In the order of a timeline."""

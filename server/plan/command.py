@@ -104,7 +104,7 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
     width, cells = max(len(name) for name, _ in rows), max(len(cell) for _, row in rows for cell in row)
     lines += [f"{name:{width}}  " + "  ".join(f"{cell:>{cells}}" for cell in row) for name, row in rows]
     if not any(sizes.requests for sizes in found):
-        lines += ["", "no such server fits: use more or larger GPUs, another --tp or --pp, or --kv-dtype fp8_e4m3"]
+        lines += ["", "no request fits: use more or larger GPUs, another --tp or --pp, or --kv-dtype fp8_e4m3"]
     elif config.max_running_requests is None:
         lines += ["", *(_advice(sizes, len(found) > 1) for sizes in found if sizes.requests)]
     if _servers(options) > 1:
@@ -121,7 +121,7 @@ def _advice(sizes: Sizes, compared: bool) -> str:
         return f"{label}: --max-running-requests {sizes.max_running_requests}"
     host_gib = -(-sizes.host_request_bytes // GIB)
     return (
-        f"with it: --enable-hisparse --max-running-requests {sizes.max_running_requests} and at least "
+        f"with HiSparse: --enable-hisparse --max-running-requests {sizes.max_running_requests} and at least "
         f"--host-memory-gib {host_gib}, which is for each rank"
     )
 

@@ -21,7 +21,7 @@ KV of 1,000 tokens; weights and KV in 16 bits, weights in fp8 where the
 checkpoint has them. A server also needs about 4 GiB on each GPU:
 'pdserve plan --model NAME --gpus 8xH200' computes what fits.
 
-Quantised safetensors: fp8 with a scale per block, row or matrix, and 4 bits
+Quantized safetensors: fp8 with a scale per block, row or matrix, and 4 bits
 of AWQ, GPTQ and compressed-tensors; gpt_oss has MXFP4 experts instead,
 gemma3_text none.
 

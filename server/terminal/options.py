@@ -46,18 +46,24 @@ class TopOptions:
 
 
 def add_chat_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DECODE_URL, metavar="URL", help=f"of a decode server (default: {DECODE_URL})")
+    parser.add_argument(
+        "--url", default=DECODE_URL, metavar="URL", help=f"URL of a decode server (default: {DECODE_URL})"
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message; /system changes it")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer; default: the server's")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="maximum tokens of an answer; default: the server's"
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's")
     add_tls_flags(parser)
     parser.epilog = f"{_KEY} Without a terminal, every line of stdin is a message, and only answers are printed."
 
 
 def add_top_flags(parser: argparse.ArgumentParser) -> None:
-    both = f"of a server; repeat it for several (default: {DECODE_URL} and {PREFILL_URL})"
+    both = f"URL of a server; repeat it for several (default: {DECODE_URL} and {PREFILL_URL})"
     parser.add_argument("--url", action="append", metavar="URL", help=both)
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two frames (default: 1)")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two frames (default: 1)"
+    )
     parser.add_argument("--once", action="store_true", help="print one frame, measured over one interval, and exit")
     add_tls_flags(parser)
     parser.epilog = f"{_KEY} Ctrl-C ends it."

@@ -154,12 +154,14 @@ class _Builder:
         ranges = [part for kind, part in item[1] if str(kind) == "RANGE"] if str(item[0]) == "IN" else []
         self._listed += sum(min(last, LAST_LISTED) - min(first, LAST_LISTED) for first, last in ranges)
         if self._listed > MAX_LISTED:
-            raise StopRegexError(f"is too large: its classes may have ranges of {MAX_LISTED} characters in all")
+            raise StopRegexError(
+                f"is too large: the ranges of its character classes have more than {MAX_LISTED} characters"
+            )
 
     def _grow(self) -> None:
         self._size += 1
         if self._size > MAX_SIZE:
-            raise StopRegexError(f"is too large: with its repetitions written out, it may have {MAX_SIZE} items")
+            raise StopRegexError(f"is too large: with repetitions written out, it has more than {MAX_SIZE} items")
 
 
 def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:

@@ -114,9 +114,9 @@ def test_variables_beside_a_secret_that_is_given_are_ignored() -> None:
     "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "cluster-secret-of-16"]
 )
 def test_weak_cluster_key_is_refused(key: str) -> None:
-    with pytest.raises(StartupError, match=r"2\^50 are needed: make one with: openssl rand -hex 32") as refused:
+    with pytest.raises(StartupError, match=r"the minimum is 2\^50; make one with: openssl rand -hex 32") as refused:
         load_config("decode", None, {}, {"PDSERVE_CLUSTER_KEY": key})
-    assert str(refused.value).startswith("cluster_key from the environment can be guessed in about 2^")
+    assert str(refused.value).startswith("cluster_key from the environment is too weak: about 2^")
     assert key not in str(refused.value)
 
 

@@ -39,7 +39,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextContent | None = None
-    is_error: Boolean | None = optional("Ignored: the content tells the model.")
+    is_error: Boolean | None = optional("Ignored: the model reads the error in the content.")
 
 
 class ThinkingBlock(Body):

@@ -115,12 +115,12 @@ class Body(BaseModel):
             near = _similar_name(cls, shortened(name))
             if near is not None and near in cls.elsewhere:
                 raise problem(
-                    f"is not a field of this request; did you mean {near}, which {cls.elsewhere[near]}?", name
+                    f"is not a field of this request: did you mean {near}, which {cls.elsewhere[near]}?", name
                 )
             if near is not None:
                 raise PydanticCustomError("misspelt", "misspelt", {"field": shortened(name), "near": near})
             if cls.unknown_fields == "refused":
-                raise problem("is not known to this server", shortened(name))
+                raise problem("is not a field of this request", shortened(name))
 
 
 BodyT = TypeVar("BodyT", bound=Body)

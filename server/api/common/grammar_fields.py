@@ -54,7 +54,7 @@ class GrammarFields(Body):
     json_schema: SchemaText | None = optional("The output is JSON that matches this schema; an object, or its text.")
     regex: Text | None = optional("The whole output matches this regular expression (Rust syntax).")
     ebnf: Text | None = optional("The output matches this grammar: GBNF with a rule `root`, or Lark.")
-    structural_tag: TagText | None = optional("Text in which given strings begin structured parts; SGLang's object.")
+    structural_tag: TagText | None = optional("SGLang's structural tag: text in which triggers begin structured parts.")
 
     def grammars(self) -> list[NamedGrammar]:
         given = [(kind, getattr(self, kind)) for kind in _OWN_KINDS]
@@ -129,7 +129,7 @@ class OpenAiGrammarFields(GrammarFields):
     response_format: ResponseFormat | None = optional(
         "text, json_object, or json_schema. A schema is always enforced completely, with and without `strict`."
     )
-    structured_outputs: StructuredOutputs | None = optional("vLLM's spelling: one of its fields.")
+    structured_outputs: StructuredOutputs | None = optional("vLLM's object of grammars: give one of its fields.")
 
     def grammars(self) -> list[NamedGrammar]:
         return [*super().grammars(), *self._response_format(), *self._structured_outputs()]

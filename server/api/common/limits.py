@@ -57,7 +57,7 @@ class Limits:
     def describe_total(self) -> str:
         """The limit of prompt and output together, for error messages."""
         if self.max_total_tokens < self.context_length:
-            return f"{_MAXIMUM} {self.max_total_tokens} tokens here, as many as fit the KV pool"
+            return f"{_MAXIMUM} {self.max_total_tokens} tokens on this server, the size of its KV pool"
         return f"{_MAXIMUM} {self.context_length} tokens"
 
     def describe_output(self) -> str:
@@ -69,5 +69,5 @@ class Limits:
     def describe_prompt(self) -> str:
         """The limit of the prompt, for error messages."""
         if self.max_prompt_tokens < self.max_total_tokens:
-            return f"{_MAXIMUM} {self.max_prompt_tokens} tokens for a prompt here (max_prompt_tokens)"
+            return f"{_MAXIMUM} {self.max_prompt_tokens} prompt tokens on this server (max_prompt_tokens)"
         return self.describe_total()

@@ -86,7 +86,7 @@ class CallShape:
 
 class RoutingFields(Body):
     rid: OneOrEach[Rid | None] = optional(
-        "Id of the request, for /abort_request. For a list of prompts: one for each, or a prefix of them. "
+        "Id of the request, for /abort_request. For a list of prompts: a list of ids, or one prefix for all ids. "
         "Default: random."
     )
     priority: Annotated[Integer, Within(-MAX_PRIORITY, MAX_PRIORITY)] | None = optional(
@@ -143,7 +143,7 @@ class RoutingFields(Body):
         rooms = shape.listed(first, "bootstrap_room", per_sample=True)
         named = [room for room in rooms if room is not None]
         if len(set(named)) < len(named):
-            raise FieldError("bootstrap_room", "names a room twice; every prompt needs a room of its own")
+            raise FieldError("bootstrap_room", "has the same room twice; each prompt needs its own room")
         return rooms
 
     def _endpoints(self, shape: CallShape, limits: Limits) -> Sequence[str | None]:
@@ -169,8 +169,8 @@ def check_rooms(submits: Iterable[Submit]) -> None:
     if any(submit.room is None for submit in submits):
         raise FieldError(
             "bootstrap_room",
-            "is required for every prompt: a prefill server computes what a decode server asks for; "
-            "send requests without a room to the decode server",
+            "is required for every prompt: a prefill server computes prompts only for decode servers; "
+            "send requests without bootstrap_room to the decode server",
         )
 
 

@@ -184,7 +184,7 @@ class SamplingFields(DistributionFields, GrammarFields):
         room = limits.max_total_tokens - prompt_tokens
         if room < 1:
             raise ContextLengthError(
-                name, f"has no room after {prompt_tokens} prompt tokens: {limits.describe_total()}"
+                name, f"must be at least 1, but {prompt_tokens} prompt tokens leave none: {limits.describe_total()}"
             )
         if asked is None:
             return min(self.default_new_tokens or room, limits.max_new_tokens, room)

@@ -23,7 +23,7 @@ class NativeSampling(SamplingFields):
 
     max_new_tokens: Annotated[Integer, Within(1)] | None = optional("Default 128, or less where less fits.")
     min_new_tokens: Integer | None = optional(
-        "End and stop tokens cannot be chosen before. Up to max_new_tokens; default 0."
+        "Minimum output tokens: end and stop tokens are not sampled before. Up to max_new_tokens; default 0."
     )
 
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:

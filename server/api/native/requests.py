@@ -135,7 +135,7 @@ def check_prompt(prompt_ids: tuple[int, ...], name: str, limits: Limits) -> tupl
         raise FieldError(name, "is empty; give at least one token")
     if (largest := max(prompt_ids)) >= limits.vocab_size:
         raise FieldError(
-            name, f"has the token {largest} of the tokenizer; the model has the tokens 0 to {limits.vocab_size - 1}"
+            name, f"has token id {largest} of the tokenizer, but the model has only 0 to {limits.vocab_size - 1}"
         )
     if len(prompt_ids) > limits.max_prompt_tokens:
         raise ContextLengthError(name, f"has {counted(len(prompt_ids), 'token')}; {limits.describe_prompt()}")

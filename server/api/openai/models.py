@@ -91,7 +91,9 @@ class OpenAiBody(OpenAiGrammarFields, SamplingFields, RoutingFields):
     max_completion_tokens: Annotated[Integer, Within(1)] | None = optional(
         "OpenAI's newer name of `max_tokens`; it takes precedence."
     )
-    min_tokens: Integer | None = optional("End and stop tokens cannot be chosen before. Up to max_tokens; default 0.")
+    min_tokens: Integer | None = optional(
+        "Minimum output tokens: end and stop tokens are not sampled before. Up to max_tokens; default 0."
+    )
     best_of: Annotated[Integer, Within(1)] | None = optional("1 or `n`: every sample is returned.")
     stream: Boolean | None = optional("Reply with server-sent events. Default false.")
     stream_options: StreamOptions | None = None
@@ -203,7 +205,7 @@ Messages = Annotated[list[Message], FirstError(), MinLen(1), MaxLen(MAX_MESSAGES
 
 def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     for name in sorted(variables.keys() & RESERVED_VARIABLES):
-        raise problem("is not a template variable here: it is a field of its own", name)
+        raise problem("is a field of the request, not a variable of the chat template", name)
     return variables
 
 
@@ -214,7 +216,7 @@ class TemplateFields(ToolFields):
         "Variables of the model's chat template, such as Qwen3's `enable_thinking`."
     )
     reasoning_effort: Text | None = optional(
-        "The template's variable of this name, as gpt-oss has it. `none` switches reasoning off in templates that can."
+        "Template variable of the same name, as in gpt-oss. `none` disables reasoning if the template supports that."
     )
     add_generation_prompt: Boolean | None = optional(
         "End the prompt with the beginning of an assistant message. Default true."
@@ -312,7 +314,9 @@ class Choice(TypedDict):
 
 class PromptLogprob(TypedDict):
     logprob: float
-    rank: Annotated[int | None, Field(description="1 for the most likely token; null if it is none of those given.")]
+    rank: Annotated[
+        int | None, Field(description="1 for the most likely token; null if the token is not among the alternatives.")
+    ]
     decoded_token: str
 
 

@@ -26,7 +26,7 @@ def check_function_name(name: str) -> str:
 class FunctionDefinition(Body):
     name: Annotated[Text, AfterValidator(check_function_name)]
     description: Text | None = None
-    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: none are needed.")
+    parameters: dict[str, Any] | None = optional("A JSON schema of the arguments. Default: no arguments.")
     strict: Boolean | None = optional("The arguments always match the schema. Default false.")
 
 

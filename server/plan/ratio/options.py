@@ -58,21 +58,24 @@ def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--range-ratio", type=share, default=0.0, metavar="X", help="lengths vary by this share")
     load.add_argument("--prefix-len", type=whole_number(0), default=0, metavar="N", help="tokens all prompts share")
     load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help="requests a second (Poisson)")
-    load.add_argument("--requests", type=whole_number(1), default=200, metavar="N", help="most requests to simulate")
+    load.add_argument("--requests", type=whole_number(1), default=200, metavar="N", help="maximum requests to simulate")
     load.add_argument(
         "--seed", type=whole_number(0), default=default.seed, metavar="N", help="seed of the load (default: 0)"
     )
     bound = "bound on the time to first token"
     load.add_argument("--slo-ttft-ms", "--slo-ttft", type=positive, metavar="MS", help=bound)
-    bound = "bound on a request's mean time between tokens"
+    bound = "bound on a request's mean inter-token latency"
     load.add_argument("--slo-itl-ms", "--slo-itl", type=positive, metavar="MS", help=bound)
     load.add_argument(
-        "--ratios", default=DEFAULT_RATIOS, metavar="P:D,...", help="what to compare (default: %(default)s)"
+        "--ratios",
+        default=DEFAULT_RATIOS,
+        metavar="P:D,...",
+        help="ratios of prefill to decode servers to compare (default: %(default)s)",
     )
 
     rates = parser.add_argument_group("step times: from a file, of a running pair, or of a pair that is started here")
-    rates.add_argument("--rates", type=Path, metavar="FILE", help="read them from this file")
-    rates.add_argument("--save-rates", type=Path, metavar="FILE", help="write what was measured")
+    rates.add_argument("--rates", type=Path, metavar="FILE", help="read step times from this file")
+    rates.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured step times to this file")
     rates.add_argument("--url", metavar="URL", help="measure this running decode server ...")
     rates.add_argument("--prefill-url", metavar="URL", help="... and this prefill server, both idle")
     cores = "all servers share a machine of N cores; 0: each has a device of its own (default: as measured)"

@@ -96,7 +96,7 @@ async def test_stop_regex_of_generate(decode: RunningServer) -> None:
     ("value", "problem"),
     [
         ("(", 'stop_regex "(" is not a valid regular expression: missing ), unterminated subpattern at position 0'),
-        ("(a{999}){999}", 'stop_regex "(a{999}){999}" is too large: with its repetitions written out'),
+        ("(a{999}){999}", 'stop_regex "(a{999}){999}" is too large: with repetitions written out'),
         (r"(?=a)b", 'stop_regex "(?=a)b" has look-around, which is not supported'),
         ("a*", 'stop_regex "a*" matches the empty text'),
         (["a"] * 9, "stop_regex holds 9 items; at most 8 are allowed"),

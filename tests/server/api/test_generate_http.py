@@ -363,7 +363,7 @@ async def test_text_with_a_token_that_the_model_does_not_have_is_refused(
     response = await decode.http.post(path, json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, field)
-    assert f"has the token {VOCAB_SIZE} of the tokenizer; the model has the tokens 0 to 257" in error["message"]
+    assert f"has token id {VOCAB_SIZE} of the tokenizer, but the model has only 0 to 257" in error["message"]
 
 
 async def test_long_body_does_not_block_the_event_loop(decode: RunningServer) -> None:

@@ -84,7 +84,7 @@ async def test_full_lane_refuses_a_body(held: Held, monkeypatch: pytest.MonkeyPa
     lanes = Lanes()
     waiting = [start(lanes, LONG, held) for _ in range(3)]
     await begun(held)
-    with pytest.raises(OverloadedError, match="3 long bodies"):
+    with pytest.raises(OverloadedError, match=r"3 long request bodies are being parsed \(limit 3\)"):
         await start(lanes, LONG, len)
     held.go.set()
     await asyncio.gather(*waiting)

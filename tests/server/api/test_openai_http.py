@@ -296,7 +296,10 @@ async def test_refused(decode: RunningServer, path: str, body: dict[str, object]
         ({"tool_choice": "required"}, "tool_choice is required, but there are no tools"),
         ({"tool_choice": "any"}, 'tool_choice must be "none", "auto" or "required", got "any"'),
         ({"max_new_tokens": 5}, "max_new_tokens is for /generate; here it is max_tokens"),
-        ({"max_tokens": 999}, "between 1 and 400, got 999; this model's maximum context length is 400 tokens here"),
+        (
+            {"max_tokens": 999},
+            "between 1 and 400, got 999; this model's maximum context length is 400 tokens on this server",
+        ),
         ({"guided_json": {}}, "guided_json is now structured_outputs.json"),
         ({"stop_tokens_ids": [1]}, "stop_tokens_ids is not a field of this request: did you mean stop_token_ids?"),
     ],

@@ -167,9 +167,17 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     ({"text": "a", "bootstrap_host": "10.9.8.7"}, "bootstrap_host", ("10.9.8.7", "--bootstrap-allow")),
     (sampling(temprature=0), "sampling_params.temprature", ("did you mean sampling_params.temperature?",)),
     (sampling(max_tokens=5), "sampling_params.max_tokens", ("did you mean sampling_params.max_new_tokens?",)),
-    (sampling(field_of_tomorrow=0), "sampling_params.field_of_tomorrow", ("not known",)),
-    ({"text": ["a", "b"], "sampling_params": [{}, {"zzz": 1}]}, "sampling_params[1].zzz", ("not known",)),
-    (sampling(**{"z" * 900: 1}), f"sampling_params.{'z' * 60}... (900 characters)", ("not known",)),
+    (sampling(field_of_tomorrow=0), "sampling_params.field_of_tomorrow", ("is not a field of this request",)),
+    (
+        {"text": ["a", "b"], "sampling_params": [{}, {"zzz": 1}]},
+        "sampling_params[1].zzz",
+        ("is not a field of this request",),
+    ),
+    (
+        sampling(**{"z" * 900: 1}),
+        f"sampling_params.{'z' * 60}... (900 characters)",
+        ("is not a field of this request",),
+    ),
     ({"text": "a", "max_new_tokens": 5}, "max_new_tokens", ("belongs in sampling_params",)),
     ({"text": "a", "temperature": 0}, "temperature", ("belongs in sampling_params",)),
     ({"text": "a", "sampling_parameters": {}}, "sampling_parameters", ("did you mean sampling_params?",)),
@@ -201,14 +209,18 @@ LONGEST = "this model's maximum context length is"
 @pytest.mark.parametrize(
     ("body", "field", "problem"),
     [
-        ({"text": "a" * 301}, "text", f"has 301 tokens; {LONGEST} 300 tokens for a prompt here (max_prompt_tokens)"),
-        ({"text": ["a", "a" * 301]}, "text[1]", f"has 301 tokens; {LONGEST} 300 tokens for a prompt"),
-        ({"input_ids": [1] * 301}, "input_ids", f"has 301 tokens; {LONGEST} 300 tokens for a prompt"),
+        (
+            {"text": "a" * 301},
+            "text",
+            f"has 301 tokens; {LONGEST} 300 prompt tokens on this server (max_prompt_tokens)",
+        ),
+        ({"text": ["a", "a" * 301]}, "text[1]", f"has 301 tokens; {LONGEST} 300 prompt tokens"),
+        ({"input_ids": [1] * 301}, "input_ids", f"has 301 tokens; {LONGEST} 300 prompt tokens"),
         (
             {"text": "a" * 200, "sampling_params": {"max_new_tokens": 201}},
             "sampling_params.max_new_tokens",
             "is too large: 200 prompt tokens + 201 new tokens = 401; at most 200 new tokens fit: "
-            f"{LONGEST} 400 tokens here, as many as fit the KV pool",
+            f"{LONGEST} 400 tokens on this server, the size of its KV pool",
         ),
     ],
 )

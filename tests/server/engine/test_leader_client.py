@@ -99,7 +99,7 @@ async def test_request_fails_at_its_deadline_while_the_leader_hangs(tokenizer: T
         response = await server.http.post("/generate", json=body)
         assert time.monotonic() - before < 0.2 + OVERDUE_S + 3.0
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
-        words = f"not finished within its deadline of 0.2 s ({by}); the engine does not respond"
+        words = f"not finished within its deadline of 0.2 s ({by}); the leader process does not respond"
         assert response.json()["error"]["message"] == words
         await server.leader.expect(Submit)
         assert await server.leader.expect(Cancel) == Cancel("r")

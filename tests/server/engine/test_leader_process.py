@@ -59,4 +59,4 @@ async def test_only_a_leader_that_had_time_to_exit_is_warned_about(
         assert await leader.stop(patience_s) == -signal.SIGTERM
     finally:
         leader.close()
-    assert ("has not ended; sending SIGTERM" in caplog.text) == (patience_s > 0)
+    assert ("has not exited; sending SIGTERM" in caplog.text) == (patience_s > 0)

@@ -135,5 +135,5 @@ def test_child_does_not_start_when_its_parent_has_ended() -> None:
     script = "from pdserve.server.launch.children import end_with_parent; end_with_parent(1); print('started')"
     result = subprocess.run(python(script), env=ENVIRON, capture_output=True, text=True, check=False)
     assert result.returncode == 1
-    assert "the process that started this one (1) has gone" in result.stderr
+    assert "the process that started this one (1) has exited" in result.stderr
     assert result.stdout == ""

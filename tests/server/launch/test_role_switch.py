@@ -83,7 +83,7 @@ def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: 
         assert generate(running).json()["text"] == "hi"
         assert generate_in_room(running, free_port()).json()["text"] == "hi"
         refused = generate_in_room(running, settings["bootstrap_port"])
-        assert (refused.status_code, "decode now, no longer prefill" in refused.text) == (503, True)
+        assert (refused.status_code, "has switched from prefill to decode" in refused.text) == (503, True)
         config = get(running, "/server_info")["config"]
         shown = {name: config[name] for name in ("port", "max_batch_items", "prefill", "growth_tokens")}
         assert shown == {
@@ -101,7 +101,7 @@ def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: 
         assert (config["bootstrap_port"], config["chunk_size"]) == (settings["bootstrap_port"], 64)
         assert generate_in_room(running, settings["bootstrap_port"]).status_code == 200
         refused = generate_in_room(running, free_port())
-        assert (refused.status_code, "prefill now, no longer decode" in refused.text) == (503, True)
+        assert (refused.status_code, "has switched from decode to prefill" in refused.text) == (503, True)
         assert post_role(running, role="decode", settings={"growth_tokens": 9}, wait=True).json()["role"] == "decode"
         config = get(running, "/server_info")["config"]
         assert (config["prefill"], config["growth_tokens"]) == (["127.0.0.1:9"], 9)
@@ -143,8 +143,8 @@ def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         ),
         (
             {"role": "prefill", "settings": {"port": 80, "api_key": "x"}},
-            "setting 'port' stays as it was at start: both roles have it\n"
-            "setting 'api_key' stays as it was at start: both roles have it",
+            "setting 'port' cannot change with the role: it is a setting of both roles\n"
+            "setting 'api_key' cannot change with the role: it is a setting of both roles",
         ),
         (
             {"role": "prefill", "settings": {"send_window": 0}},

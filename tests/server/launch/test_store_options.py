@@ -59,7 +59,10 @@ def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, po
     ("flags", "message"),
     [
         (["--port", "50052"], "--port and --metrics-port are both 50052: choose different ports"),
-        (["--host", "0.0.0.0"], "--host '0.0.0.0' is every address: give the one at which servers reach this machine"),
+        (
+            ["--host", "0.0.0.0"],
+            "--host '0.0.0.0' is a wildcard address: give the one at which servers reach this machine",
+        ),
         (["--memory", "1000TiB"], "--memory 1000TiB: this machine has "),
     ],
 )

@@ -50,7 +50,7 @@ a*+ has a possessive repetition, which is not supported
 (a)?(?(1)b|a) has a conditional group, which is not supported
 ( is not a valid regular expression: missing ), unterminated subpattern at position 0
 a{2,1} is not a valid regular expression: min repeat greater than max repeat at position 2
-a{600} is too large: with its repetitions written out, it may have 512 items
+a{600} is too large: with repetitions written out, it has more than 512 items
 a* matches the empty text, so it would end every output at once
 """
 

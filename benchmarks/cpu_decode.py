@@ -4,7 +4,7 @@
     python -m benchmarks.cpu_decode --rounds 9 --threads 2
 
 Everything decodes greedily in float32, with the same number of threads, from the same kind of random prompt. "Packed"
-weights stay in the blocks of the GGUF file, as they do in the pair; all others are float32. Rounds are
+weights stay quantized as in the GGUF file, as they do in the pair; all others are float32. Rounds are
 interleaved, so that load from other processes affects all alike; figures are medians over the rounds. CPU time counts
 all threads and processes involved, and is meaningful on a shared machine, where wall time is not.
 """

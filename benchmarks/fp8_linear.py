@@ -2,7 +2,7 @@
 
     python -m benchmarks.fp8_linear [--rows 1,8,32,64,2048,8192] [--by-row] [--json results.json]
 
-Times are GPU time per call in a CUDA graph over several layers, more than the caches hold, with quantising, routing and
+Times are GPU time per call in a CUDA graph over several layers, more than the caches hold, with quantizing, routing and
 the weighted sum included. The lower bound of a call is the weights that it must read over the copy rate, or its
 products over the rate of the largest fp8 product of torch, whichever is longer; both rates are measured in the same
 run. Activations are not part of it: with TP8 and many tokens, writing and reading the results of experts before their

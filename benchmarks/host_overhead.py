@@ -244,7 +244,7 @@ def table_of(windows: Sequence[Window]) -> Table:
         medians = [statistics.median(getattr(window, name) for window in found) for name in names[3:]]
         steps, events, *costs = medians
         table.add_row(*map(str, load), f"{steps:.0f}", f"{events:.2f}", *(f"{cost:.1f}" for cost in costs))
-    table.caption = "front per token, all others per step"
+    table.caption = "front (the frontend) per token, all others per step"
     return table
 
 

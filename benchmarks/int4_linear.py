@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rows", type=_numbers, default=list(ROWS), help="numbers of tokens")
     parser.add_argument("--layers", default=",".join(LINEARS))
     parser.add_argument("--group", type=int, default=128, help="columns that share a scale: 32, 64 or 128")
-    parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="memory for expanded weights")
+    parser.add_argument("--scratch-mib", type=int, default=SCRATCH_BYTES >> 20, help="memory for dequantized weights")
     parser.add_argument("--sweep", action="store_true", help="time all combinations of the three options below")
     parser.add_argument("--outputs", type=_numbers, default=[16, 32])
     parser.add_argument("--stages", type=_numbers, default=[2, 3, 5])

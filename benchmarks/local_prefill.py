@@ -8,8 +8,8 @@ One prefill server and three decode servers: `never` and `auto` are paired with 
     crossover   time to first token by prompt length, while streams run on the same decode server; beside it the
                 prediction of `auto` for both places, and the place that it chose
     mixes       the same requests to each decode server, in turns: short prompts, long ones, a shared prefix
-    burst       many prompts at once: tokens a second and time between tokens
-    gap         time between the tokens of streams, alone and while a prompt of the largest length is computed
+    burst       many prompts at once: tokens a second and inter-token latency
+    gap         inter-token latency of streams, alone and while a prompt of the largest length is computed
 """
 
 import argparse
@@ -197,7 +197,7 @@ def main() -> int:
                     results["gap"] = figures = runner.run(gap(servers, options, context))
                     ratio = figures["beside"]["p99_s"] / figures["alone"]["p50_s"]
                     out.print(
-                        f"time between tokens of {options.streams} streams, p99 while {options.lengths[-1]} tokens are "
+                        f"inter-token latency of {options.streams} streams, p99 while {options.lengths[-1]} tokens are "
                         f"computed: {figures['beside']['p99_s'] * 1e3:.1f} ms, {ratio:.2f} x the idle step "
                         f"({figures['alone']['p50_s'] * 1e3:.1f} ms); target {TARGET_GAP} x"
                     )

@@ -6,9 +6,9 @@
 Times are GPU time per call, including routing and the weighted sum, in a CUDA graph of calls that all have different
 tokens. The lower bound of a call is the packed weights of the experts that have tokens over the copy rate, or its
 products over the rate of large bfloat16 products, whichever is longer; the copy rate is measured in the same run. `x
-bf16` is how many times as fast as bfloat16 it is. `expanded us` is kernels/moe/expanded_experts.py, for at least 16
+bf16` is how many times as fast as bfloat16 it is. `dequantized us` is kernels/moe/expanded_experts.py, for at least 16
 rows per expert on average: rows are sorted already, so routing and the weighted sum are not included. Few tokens are
-checked against the expanded weights.
+checked against the dequantized weights.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Row:
         return (
             f"{self.name:>14} {self.rows:6} {self.time_us:9.1f} {self.read_us:8.1f} {self.product_us:12.1f} "
             f"{limit:8.0%} {self.bfloat16_us:9.1f} {self.bfloat16_us / self.time_us:7.2f} "
-            f"{expanded:>11}"
+            f"{expanded:>14}"
         )
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}: copy rate {rate / 1e12:.2f} TB/s")
     print(
         f"{'model':>14} {'rows':>6} {'us':>9} {'read us':>8} {'products us':>12} {'of limit':>8} {'bf16 us':>9} "
-        f"{'x bf16':>7} {'expanded us':>11}"
+        f"{'x bf16':>7} {'dequantized us':>14}"
     )
     found = []
     for name in options.models.split(","):

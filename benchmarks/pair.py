@@ -7,7 +7,7 @@ Real servers, loaded over HTTP by the code of `pdserve bench`:
     ttft     one prompt of 8,192 tokens at a time: time to first token, and what the transfer adds to it
     burst    64 clients, each with one prompt of 1,024 tokens and 256 new ones
     steady   the same clients, four requests each: tokens a second, and time to first token after the first burst
-    tokens   time between the tokens of 8 streams, alone and while prefill computes prompts of 8,192 tokens
+    tokens   inter-token latency of 8 streams, alone and while prefill computes prompts of 8,192 tokens
 
 Other settings are the defaults.
 
@@ -260,7 +260,7 @@ def _table(results: dict[str, Any]) -> Table:
     for name, figures in (("prefill idle", alone), ("prefill busy", busy)):
         itl = figures["itl_s"]
         table.add_row(
-            f"time between tokens, {STREAMS} streams, {name}",
+            f"inter-token latency, {STREAMS} streams, {name}",
             f"{itl['p50'] * 1e3:.2f} ms (p99 {itl['p99'] * 1e3:.2f})",
             "",
             "",

@@ -11,9 +11,9 @@ smollm2, so that enough requests for a goodput end within half a minute.
 
 The rate of a load would keep two cores busy for 60 to 70 % of the time, if its work could be divided evenly between
 them. One ratio comes close to that and meets the bounds; one that leaves most of the work to a single server falls
-behind. The exit status is 0 if every prediction is within 15 % and the named ratios are the best ones. For
-each load, the goodput of the named ratio is printed, because that is what a plan is used for. That goodput is close to
-the rate of the load, so it tests the prediction less than the other ratios do. Those have larger errors: the goodput of
+behind. The exit status is 0 if every prediction is within 15 % and the planned ratios are the best ones. For each load,
+the goodput of the planned ratio is printed, because that is what a plan is used for. That goodput is close to the rate
+of the load, so it tests the prediction less than the other ratios do. Those have larger errors: the goodput of
 an overloaded server changes by several times the change of its step times.
 
 On a machine with other load, use `--measure-again`: step times are measured again on the servers of each ratio, just
@@ -305,7 +305,7 @@ def _report(
 ) -> bool:
     """Print the table; returns whether all predictions are close enough, and the named ratios are the best ones."""
     table = Table(title="goodput: requests a second within the bounds, and their share of all requests")
-    for column in ("load", "ratio", "predicted", "measured", "error", "limit", "named", "best"):
+    for column in ("load", "ratio", "predicted", "measured", "error", "limit", "planned", "best"):
         right = column in ("predicted", "measured", "error")
         table.add_column(column, no_wrap=True, justify="right" if right else "left")
     verdicts, ok = [], True
@@ -317,7 +317,8 @@ def _report(
         is_best = of_named.measured.good >= NEARLY_BEST * of_load[best].measured.good
         ok = ok and is_best and all(cell.ok for cell in of_load.values())
         verdicts.append(
-            f"{name}: {named} was named, goodput {of_named.error:+.0%} ({'ok' if of_named.ok else 'too far'}); "
+            f"{name}: {named} is planned, error of its goodput {of_named.error:+.0%} "
+            f"({'ok' if of_named.ok else f'more than {ALLOWED_ERROR:.0%}'}); "
             f"it is {'the best one, or as good' if is_best else f'worse than {best}'}"
         )
         shape = (
@@ -332,8 +333,8 @@ def _report(
                 _goodput(cell.measured),
                 f"{cell.error:+.0%}",
                 cell.prediction.limit,
-                "named" if ratio == named else "",
-                "best" if ratio == best else "",
+                "yes" if ratio == named else "",
+                "yes" if ratio == best else "",
             )
             for ratio, cell in of_load.items()
         ]

@@ -61,8 +61,8 @@ REQUESTS = (
         "Latency",
         [
             Panel("Time to first token", "s", quantiles("pdserve_time_to_first_token_seconds")),
-            Panel("Time between tokens", "s", quantiles("pdserve_inter_token_latency_seconds")),
-            Panel("Time of a request", "s", quantiles("pdserve_e2e_request_latency_seconds")),
+            Panel("Inter-token latency", "s", quantiles("pdserve_inter_token_latency_seconds")),
+            Panel("End-to-end latency", "s", quantiles("pdserve_e2e_request_latency_seconds")),
             Panel(
                 "Stages, mean",
                 "s",
@@ -71,7 +71,7 @@ REQUESTS = (
                     + " / "
                     + rate("pdserve_request_stage_seconds_count", "stage")
                 },
-                "docs/operations.md (Sizes) says what helps where the time goes.",
+                "docs/operations.md (Sizes) names the remedy for each stage.",
             ),
             Panel("Stages, p95", "s", quantiles("pdserve_request_stage_seconds", "stage")),
             Panel("Time in queues", "s", quantiles("pdserve_request_queue_time_seconds")),
@@ -122,7 +122,11 @@ SERVERS = (
                     "failed " + legend("instance"): rate("pdserve_transfers_failed_total"),
                 },
             ),
-            Panel("KV sent", "Bps", {legend("instance", "path"): rate("pdserve_path_bytes_total", "instance, path")}),
+            Panel(
+                "KV transferred",
+                "Bps",
+                {legend("instance", "path"): rate("pdserve_path_bytes_total", "instance, path")},
+            ),
             Panel(
                 "Prompts by place and reason",
                 "ops",

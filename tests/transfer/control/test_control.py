@@ -1,7 +1,7 @@
 """The control plane over real sockets, with real processes for tests that stop or kill one.
 
-Run as a script this file is the other process: `test_control.py prefill|decode PORT INSTANCE` pairs, prints one line
-per event, and answers every Abort with an AbortAck (prefill).
+These processes run this file as a script: `test_control.py prefill|decode PORT INSTANCE` pairs, prints one line of JSON
+per event, and answers every Abort with an AbortAck.
 """
 
 import json
@@ -75,7 +75,7 @@ from tests.transfer.control.tcp_proxy import TcpProxy
 T = TypeVar("T")
 
 derived_keys = cache(ClusterKeys.derive)
-"""As `ClusterKeys.derive`, which takes 0.2 s."""
+"""`ClusterKeys.derive`, called once per secret: it takes 0.2 s."""
 FAST = Timing(
     heartbeat_interval_s=0.1, peer_timeout_s=0.8, hello_retry_s=0.3, refused_retry_s=0.3, connect_timeout_s=2.0
 )
@@ -217,11 +217,11 @@ class Cluster:
 
     def pair(self, timing: Timing = FAST) -> tuple[PrefillControl, Recorder, DecodeControl, Recorder]:
         """One prefill and one decode, paired on both sides."""
-        server, above = self.prefill(timing=timing)
-        client, below = self.decode("d1", server.port, timing=timing)
-        above.wait(PeerUp)
-        below.wait(PeerUp)
-        return server, above, client, below
+        server, at_prefill = self.prefill(timing=timing)
+        client, at_decode = self.decode("d1", server.port, timing=timing)
+        at_prefill.wait(PeerUp)
+        at_decode.wait(PeerUp)
+        return server, at_prefill, client, at_decode
 
 
 @pytest.fixture
@@ -237,11 +237,11 @@ def only_peer(side: Control) -> PeerSnapshot:
     return peer
 
 
-def test_prefill_first(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
-    client, below = cluster.decode("d1", server.port)
-    assert below.wait(PeerUp) == [PeerUp(InstanceId("p1"), f"127.0.0.1:{server.port}", welcome("p1"))]
-    assert above.wait(PeerUp) == [PeerUp(InstanceId("d1"), None, hello("d1"))]
+def test_pair_forms_if_prefill_starts_first(cluster: Cluster) -> None:
+    server, at_prefill = cluster.prefill()
+    client, at_decode = cluster.decode("d1", server.port)
+    assert at_decode.wait(PeerUp) == [PeerUp(InstanceId("p1"), f"127.0.0.1:{server.port}", welcome("p1"))]
+    assert at_prefill.wait(PeerUp) == [PeerUp(InstanceId("d1"), None, hello("d1"))]
     eventually(lambda: only_peer(client).round_trip_ms is not None and only_peer(server).round_trip_ms is not None)
     seen = only_peer(client)
     assert (seen.endpoint, seen.state, seen.instance, seen.detail) == (
@@ -255,80 +255,80 @@ def test_prefill_first(cluster: Cluster) -> None:
     assert only_peer(server).instance == "d1"
 
 
-def test_decode_first_and_later_endpoints(cluster: Cluster) -> None:
+def test_pair_forms_if_decode_starts_first_and_with_an_endpoint_added_later(cluster: Cluster) -> None:
     port = free_port()
-    client, below = cluster.decode("d1", port)
+    client, at_decode = cluster.decode("d1", port)
     eventually(lambda: bool(client.peers()) and only_peer(client).detail is not None)
     assert only_peer(client).state == "connecting"
     assert "nothing listens" in str(only_peer(client).detail)
     cluster.prefill("p1", port)
-    below.wait(PeerUp)
+    at_decode.wait(PeerUp)
     second, _ = cluster.prefill("p2")
     client.connect(f"localhost:{second.port}")  # by name, and while running
-    ups = below.wait(PeerUp, 2)
+    ups = at_decode.wait(PeerUp, 2)
     assert [(up.instance, up.endpoint) for up in ups] == [
         ("p1", f"127.0.0.1:{port}"),
         ("p2", f"localhost:{second.port}"),
     ]
-    assert below.of(PeerLost) == []
+    assert at_decode.of(PeerLost) == []
 
 
-def test_many_to_many(cluster: Cluster) -> None:
+def test_every_decode_server_pairs_with_every_prefill_server(cluster: Cluster) -> None:
     servers = [cluster.prefill(f"p{index}") for index in range(2)]
     clients = [cluster.decode(f"d{index}", *(server.port for server, _ in servers)) for index in range(3)]
-    for _, above in servers:
-        assert {up.instance for up in above.wait(PeerUp, 3)} == {"d0", "d1", "d2"}
-    for number, (client, below) in enumerate(clients):
-        assert {up.instance for up in below.wait(PeerUp, 2)} == {"p0", "p1"}
+    for _, at_prefill in servers:
+        assert {up.instance for up in at_prefill.wait(PeerUp, 3)} == {"d0", "d1", "d2"}
+    for number, (client, at_decode) in enumerate(clients):
+        assert {up.instance for up in at_decode.wait(PeerUp, 2)} == {"p0", "p1"}
         for name in ("p0", "p1"):
             client.send(InstanceId(name), Abort(key(number), name))
-    for number, (server, above) in enumerate(servers):
-        got = above.wait(MessageReceived, 3)
+    for number, (server, at_prefill) in enumerate(servers):
+        got = at_prefill.wait(MessageReceived, 3)
         assert {(event.instance, event.message) for event in got} == {
             (f"d{index}", Abort(key(index), f"p{number}")) for index in range(3)
         }
         for event in got:
             server.send(event.instance, AbortAck(key(number)))
-    for _, below in clients:
-        assert {(event.instance, event.message) for event in below.wait(MessageReceived, 2)} == {
+    for _, at_decode in clients:
+        assert {(event.instance, event.message) for event in at_decode.wait(MessageReceived, 2)} == {
             ("p0", AbortAck(key(0))),
             ("p1", AbortAck(key(1))),
         }
 
 
 def test_two_addresses_of_one_server_are_one_peer(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port)
-        below.wait(PeerUp)
+        client, at_decode = cluster.decode("d1", proxy.port)
+        at_decode.wait(PeerUp)
         client.connect(f"localhost:{server.port}")
-        assert below.wait(PeerAlias) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))]
+        assert at_decode.wait(PeerAlias) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))]
         client.send(InstanceId("p1"), Abort(key(1), "r"))
-        above.wait(MessageReceived)
+        at_prefill.wait(MessageReceived)
         eventually(lambda: [peer.state for peer in client.peers()] == ["paired", "paired"])
         assert client.peers()[1].detail == f"same server as 127.0.0.1:{proxy.port}"
-        assert above.life("d1") == ["PeerUp"]
+        assert at_prefill.life("d1") == ["PeerUp"]
         proxy.cut()  # the other address takes over
-        assert below.wait(PeerUp, 2)[1].endpoint == f"localhost:{server.port}"
-        assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
-        above.wait(PeerUp, 2)
-        assert above.life("d1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        assert at_decode.wait(PeerUp, 2)[1].endpoint == f"localhost:{server.port}"
+        assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        at_prefill.wait(PeerUp, 2)
+        assert at_prefill.life("d1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
         client.close()
 
 
-def test_another_address_of_a_server_is_known_again_after_silence(cluster: Cluster) -> None:
-    """Requests may name a server by any of its addresses. The event PeerUp names one: PeerAlias names the others."""
+def test_alias_of_a_server_is_reported_again_when_it_pairs_again(cluster: Cluster) -> None:
+    """Requests may name a server by any of its addresses. PeerUp has the first one, PeerAlias has each further one."""
     server, _ = cluster.prefill()
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port)
-        below.wait(PeerUp)
+        client, at_decode = cluster.decode("d1", proxy.port)
+        at_decode.wait(PeerUp)
         client.connect(f"localhost:{server.port}")
-        below.wait(PeerAlias)
+        at_decode.wait(PeerAlias)
         proxy.flows.clear()
-        below.wait(PeerLost)
+        at_decode.wait(PeerLost)
         proxy.flows.set()
-        below.wait(PeerUp, 2)
-        assert below.wait(PeerAlias, 2) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))] * 2
+        at_decode.wait(PeerUp, 2)
+        assert at_decode.wait(PeerAlias, 2) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))] * 2
         assert proxy.connections == 1
         client.close()
 
@@ -347,27 +347,27 @@ def test_endpoints_are_checked(cluster: Cluster) -> None:
 
 
 def test_messages_arrive_in_order_with_their_arrays(cluster: Cluster) -> None:
-    server, above, client, below = cluster.pair(Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0))
-    count = 1000  # several windows
+    server, at_prefill, client, at_decode = cluster.pair(Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0))
+    count = 1000  # several windows of the reliable channel
     for index in range(count):
         destination = KvDestination(key(index), f"r{index}", SamplingParams(), 1.0)
         client.send(InstanceId("p1"), destination, np.arange(index, dtype=np.int32), np.full(3, index, np.int32))
         server.send(InstanceId("d1"), ChunkArrived(key(index), 0, index))
-    received = above.wait(MessageReceived, count)
+    received = at_prefill.wait(MessageReceived, count)
     for index, event in enumerate(received):
         assert isinstance(event.message, KvDestination)
         assert event.message.key == key(index)
         assert event.arrays[0].tolist() == list(range(index))
         assert event.arrays[1].tolist() == [index] * 3
-    assert [event.message for event in below.wait(MessageReceived, count)] == [
+    assert [event.message for event in at_decode.wait(MessageReceived, count)] == [
         ChunkArrived(key(index), 0, index) for index in range(count)
     ]
     assert client.stats()["messages_sent"] == server.stats()["messages_received"] == count
     assert client.stats()["messages_resent"] == 0
 
 
-def test_senders_on_many_threads(cluster: Cluster) -> None:
-    _, above, client, _ = cluster.pair()
+def test_threads_may_send_concurrently_and_each_keeps_its_order(cluster: Cluster) -> None:
+    _, at_prefill, client, _ = cluster.pair()
 
     def send_all(sender: int) -> None:
         for index in range(100):
@@ -378,106 +378,106 @@ def test_senders_on_many_threads(cluster: Cluster) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    above.wait(MessageReceived, 400)
-    keys = [message.key for message in above.messages() if isinstance(message, Abort)]
+    at_prefill.wait(MessageReceived, 400)
+    keys = [message.key for message in at_prefill.messages() if isinstance(message, Abort)]
     for sender in range(4):
         assert [one.generation for one in keys if one.transfer_id == sender] == list(range(100))
 
 
 def test_a_burst_does_not_wait_for_heartbeats(cluster: Cluster) -> None:
-    """Acknowledgements of many messages come at once, so the window moves on."""
+    """Many received messages are acknowledged at once, so the window of the sender moves on."""
     slow = Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0)
-    server, above = cluster.prefill(timing=slow)
-    client, below = cluster.decode("d1", server.port, timing=slow)
-    below.wait(PeerUp)
+    server, at_prefill = cluster.prefill(timing=slow)
+    client, at_decode = cluster.decode("d1", server.port, timing=slow)
+    at_decode.wait(PeerUp)
     for index in range(2000):
         client.send(InstanceId("p1"), Abort(key(index), "r"))
-    above.wait(MessageReceived, 2000, timeout_s=2.5)
+    at_prefill.wait(MessageReceived, 2000, timeout_s=2.5)
 
 
 def test_load_is_reported_in_both_directions(cluster: Cluster) -> None:
     loads = [Load(1, 2, 3)]
-    server, above = cluster.prefill(load=lambda: loads[0])
-    _, below = cluster.decode("d1", server.port, load=lambda: Load(9))
-    assert below.wait(LoadReported) == [LoadReported(InstanceId("p1"), Load(1, 2, 3))]
-    assert above.wait(LoadReported) == [LoadReported(InstanceId("d1"), Load(9))]
+    server, at_prefill = cluster.prefill(load=lambda: loads[0])
+    _, at_decode = cluster.decode("d1", server.port, load=lambda: Load(9))
+    assert at_decode.wait(LoadReported) == [LoadReported(InstanceId("p1"), Load(1, 2, 3))]
+    assert at_prefill.wait(LoadReported) == [LoadReported(InstanceId("d1"), Load(9))]
     loads[0] = Load(5)
-    assert below.wait(LoadReported, 2)[1].load == Load(5)
+    assert at_decode.wait(LoadReported, 2)[1].load == Load(5)
     time.sleep(3 * FAST.heartbeat_interval_s)
-    assert len(below.of(LoadReported)) == 2, "an unchanged load is not an event"
+    assert len(at_decode.of(LoadReported)) == 2, "an unchanged load is not an event"
 
 
 def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: Cluster) -> None:
-    server, above, client, below = cluster.pair()
+    server, at_prefill, client, at_decode = cluster.pair()
     client.send(InstanceId("nobody"), Abort(key(1), "r"))
     eventually(lambda: client.stats()["sends_to_unknown_instance"] == 1)
     server.close()
-    below.wait(PeerClosed)
+    at_decode.wait(PeerClosed)
     client.send(InstanceId("p1"), Abort(key(1), "r"))
     eventually(lambda: client.stats()["sends_to_unknown_instance"] == 2)
-    assert above.messages() == []
+    assert at_prefill.messages() == []
 
 
 def test_message_fails_if_the_channel_is_full(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ReliableChannel", partial(ReliableChannel, limit_bytes=1000))
-    _, above, client, below = cluster.pair()
+    _, at_prefill, client, at_decode = cluster.pair()
     client.send(InstanceId("p1"), Abort(key(1), "x" * 2000))
     client.send(InstanceId("p1"), Abort(key(2), "fits"))
-    (failed,) = below.wait(SendFailed)
+    (failed,) = at_decode.wait(SendFailed)
     assert isinstance(failed.message, Abort)
     assert failed.message.key == key(1)
     assert "1000 B" in failed.reason
-    above.wait(MessageReceived)
-    assert above.messages() == [Abort(key(2), "fits")]
+    at_prefill.wait(MessageReceived)
+    assert at_prefill.messages() == [Abort(key(2), "fits")]
     assert client.stats()["sends_over_limit"] == 1
 
 
-def test_restart_on_the_same_port_is_a_new_instance(cluster: Cluster) -> None:
-    server, above, client, below = cluster.pair()
+def test_restarted_prefill_server_is_a_new_instance(cluster: Cluster) -> None:
+    server, at_prefill, client, at_decode = cluster.pair()
     server.close()
-    below.wait(PeerClosed)
+    at_decode.wait(PeerClosed)
     client.send(InstanceId("p1"), Abort(key(1), "for the old one only"))
-    _, above = cluster.prefill("p2", server.port)
-    below.wait(PeerUp, 2)
-    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
-    assert below.life("p2") == ["PeerUp"]
+    _, at_prefill = cluster.prefill("p2", server.port)
+    at_decode.wait(PeerUp, 2)
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    assert at_decode.life("p2") == ["PeerUp"]
     client.send(InstanceId("p2"), Abort(key(2), "for the new one"))
-    above.wait(MessageReceived)
-    assert above.messages() == [Abort(key(2), "for the new one")]
+    at_prefill.wait(MessageReceived)
+    assert at_prefill.messages() == [Abort(key(2), "for the new one")]
 
 
-def test_decode_restarts(cluster: Cluster) -> None:
-    server, above, client, _ = cluster.pair()
+def test_restarted_decode_server_is_a_new_instance(cluster: Cluster) -> None:
+    server, at_prefill, client, _ = cluster.pair()
     client.close()
-    above.wait(PeerClosed)
-    assert above.of(PeerLost) == [PeerLost(InstanceId("d1"), "its connection was closed")]
+    at_prefill.wait(PeerClosed)
+    assert at_prefill.of(PeerLost) == [PeerLost(InstanceId("d1"), "its connection was closed")]
     cluster.decode("d2", server.port)
-    above.wait(PeerUp, 2)
-    assert above.life("d1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    at_prefill.wait(PeerUp, 2)
+    assert at_prefill.life("d1") == ["PeerUp", "PeerLost", "PeerClosed"]
     eventually(lambda: [peer.instance for peer in server.peers()] == ["d2"])
 
 
 def test_many_short_connections_leave_nothing_behind(cluster: Cluster) -> None:
     """File descriptors are reused at once: the end of one connection must not be attributed to the next."""
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     for index in range(20):
-        client, below = cluster.decode(f"d{index}", server.port)
-        below.wait(PeerUp)
+        client, at_decode = cluster.decode(f"d{index}", server.port)
+        at_decode.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(index), "r"))
-        above.wait(MessageReceived, index + 1)
+        at_prefill.wait(MessageReceived, index + 1)
         client.close()
-    above.wait(PeerClosed, 20)
+    at_prefill.wait(PeerClosed, 20)
     for index in range(20):
-        assert above.life(f"d{index}") == ["PeerUp", "PeerLost", "PeerClosed"]
+        assert at_prefill.life(f"d{index}") == ["PeerUp", "PeerLost", "PeerClosed"]
     eventually(lambda: server.peers() == [])
 
 
 def test_messages_sent_before_a_close_are_delivered(cluster: Cluster) -> None:
     """A message and the end of its connection are pending together: the message is handled first."""
     quiet = Timing(heartbeat_interval_s=3.0, peer_timeout_s=10.0)
-    server, above = cluster.prefill(timing=quiet)
-    client, below = cluster.decode("d1", server.port, timing=quiet)
-    above.wait(PeerUp)
+    server, at_prefill = cluster.prefill(timing=quiet)
+    client, at_decode = cluster.decode("d1", server.port, timing=quiet)
+    at_prefill.wait(PeerUp)
     time.sleep(0.1)  # the first heartbeats have arrived
     may_go_on, busy = threading.Event(), threading.Event()
 
@@ -492,9 +492,9 @@ def test_messages_sent_before_a_close_are_delivered(cluster: Cluster) -> None:
     server.close()
     time.sleep(0.1)
     may_go_on.set()
-    below.wait(PeerClosed)
-    assert below.messages() == [AbortAck(key(1))]
-    assert below.deliveries_while_not_up() == []
+    at_decode.wait(PeerClosed)
+    assert at_decode.messages() == [AbortAck(key(1))]
+    assert at_decode.deliveries_while_not_up() == []
 
 
 def test_hello_of_a_closed_connection_is_ignored(cluster: Cluster) -> None:
@@ -506,7 +506,7 @@ def test_hello_of_a_closed_connection_is_ignored(cluster: Cluster) -> None:
             may_go_on.wait(5)
         return None
 
-    server, above = cluster.prefill(check=check)
+    server, at_prefill = cluster.prefill(check=check)
     cluster.decode("d1", server.port)
     assert busy.wait(2)
     with RawPeer(server.port) as raw:
@@ -514,62 +514,62 @@ def test_hello_of_a_closed_connection_is_ignored(cluster: Cluster) -> None:
         time.sleep(0.2)
     time.sleep(0.1)
     may_go_on.set()
-    above.wait(PeerUp)
+    at_prefill.wait(PeerUp)
     eventually(lambda: [peer.instance for peer in server.peers()] == ["d1"])
 
 
 @pytest.mark.parametrize("both_ends", [True, False], ids=["noticed by both", "noticed by decode only"])
 def test_cut_connection_closes_the_peer_and_a_new_one_pairs(cluster: Cluster, both_ends: bool) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port)
-        above.wait(PeerUp)
+        client, at_decode = cluster.decode("d1", proxy.port)
+        at_prefill.wait(PeerUp)
         for index in range(3):
             client.send(InstanceId("p1"), Abort(key(index), "before"))
-        above.wait(MessageReceived, 3)
+        at_prefill.wait(MessageReceived, 3)
         proxy.both_ends = both_ends
         proxy.cut()
-        above.wait(PeerUp, 2)
-        below.wait(PeerUp, 2)
+        at_prefill.wait(PeerUp, 2)
+        at_decode.wait(PeerUp, 2)
         assert proxy.connections == 2
-        assert above.of(PeerLost)[0].reason == ("its connection was closed" if both_ends else "it connected again")
-        assert above.life("d1") == below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        assert at_prefill.of(PeerLost)[0].reason == ("its connection was closed" if both_ends else "it connected again")
+        assert at_prefill.life("d1") == at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
         client.send(InstanceId("p1"), Abort(key(3), "after"))
         server.send(InstanceId("d1"), AbortAck(key(3)))
-        above.wait(MessageReceived, 4)
-        below.wait(MessageReceived)
-        assert above.messages() == [*(Abort(key(index), "before") for index in range(3)), Abort(key(3), "after")]
+        at_prefill.wait(MessageReceived, 4)
+        at_decode.wait(MessageReceived)
+        assert at_prefill.messages() == [*(Abort(key(index), "before") for index in range(3)), Abort(key(3), "after")]
         client.close()
 
 
 def test_peers_are_lost_but_not_closed_while_the_network_delays_everything(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port, load=lambda: Load(9))
-        above.wait(PeerUp)
+        client, at_decode = cluster.decode("d1", proxy.port, load=lambda: Load(9))
+        at_prefill.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(0), "r"))
-        above.wait(MessageReceived)
+        at_prefill.wait(MessageReceived)
         proxy.flows.clear()
         client.send(InstanceId("p1"), Abort(key(1), "r"))
         server.send(InstanceId("d1"), AbortAck(key(1)))
-        above.wait(PeerLost)
-        below.wait(PeerLost)
+        at_prefill.wait(PeerLost)
+        at_decode.wait(PeerLost)
         client.send(InstanceId("p1"), Abort(key(2), "r"))
         server.send(InstanceId("d1"), AbortAck(key(2)))
         proxy.flows.set()
-        above.wait(MessageReceived, 3)
-        below.wait(MessageReceived, 2)
+        at_prefill.wait(MessageReceived, 3)
+        at_decode.wait(MessageReceived, 2)
         time.sleep(2 * FAST.resend_after_s)
-        assert above.messages() == [Abort(key(index), "r") for index in range(3)]
-        assert below.messages() == [AbortAck(key(1)), AbortAck(key(2))]
-        assert above.life("d1") == below.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
-        assert above.wait(LoadReported, 2) == [LoadReported(InstanceId("d1"), Load(9))] * 2, "once per PeerUp"
-        assert above.deliveries_while_not_up() == below.deliveries_while_not_up() == []
+        assert at_prefill.messages() == [Abort(key(index), "r") for index in range(3)]
+        assert at_decode.messages() == [AbortAck(key(1)), AbortAck(key(2))]
+        assert at_prefill.life("d1") == at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
+        assert at_prefill.wait(LoadReported, 2) == [LoadReported(InstanceId("d1"), Load(9))] * 2, "once per PeerUp"
+        assert at_prefill.deliveries_while_not_up() == at_decode.deliveries_while_not_up() == []
         assert proxy.connections == 1
         client.close()
 
 
-def test_slow_name_server_does_not_delay_other_peers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_dns_server_does_not_delay_other_peers(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = sockets.getaddrinfo
     asked = threading.Event()
 
@@ -581,47 +581,47 @@ def test_slow_name_server_does_not_delay_other_peers(cluster: Cluster, monkeypat
         raise sockets.gaierror(sockets.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(sockets, "getaddrinfo", slow)
-    _, above, client, below = cluster.pair()
+    _, at_prefill, client, at_decode = cluster.pair()
     client.connect("no-such-host:1")
     assert asked.wait(2)
     eventually(lambda: client.peers()[-1].detail == "host name no-such-host cannot be resolved")
-    assert above.life("d1") == below.life("p1") == ["PeerUp"]
+    assert at_prefill.life("d1") == at_decode.life("p1") == ["PeerUp"]
 
 
 @pytest.mark.parametrize("checking", ["prefill", "decode"])
 def test_version_mismatch_names_both_versions_on_both_sides(cluster: Cluster, checking: str) -> None:
-    """The newer server may be on either side; the pair is refused in any order of checks."""
+    """Either side may be the newer one, and the first to notice."""
     versions = (PROTOCOL_VERSION, PROTOCOL_VERSION + 1) if checking == "prefill" else (PROTOCOL_VERSION + 1, 1)
-    server, above = cluster.prefill(me=welcome("p1", version=versions[0]))
-    client, below = cluster.decode(me=hello("d1", version=versions[1]))
+    server, at_prefill = cluster.prefill(me=welcome("p1", version=versions[0]))
+    client, at_decode = cluster.decode(me=hello("d1", version=versions[1]))
     client.connect(f"127.0.0.1:{server.port}")
     reason = f"protocol version differs: prefill speaks {versions[0]}, decode speaks {versions[1]}"
-    assert below.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", reason)]
-    assert above.wait(PeerRefused) == [PeerRefused("d1", reason)]
+    assert at_decode.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", reason)]
+    assert at_prefill.wait(PeerRefused) == [PeerRefused("d1", reason)]
     eventually(lambda: client.stats()["refused"] >= 2)  # it keeps asking
-    assert len(below.of(PeerRefused)) == len(above.of(PeerRefused)) == 1
+    assert len(at_decode.of(PeerRefused)) == len(at_prefill.of(PeerRefused)) == 1
     for side in (server, client):
         assert (only_peer(side).state, only_peer(side).detail) == ("refused", reason)
 
 
 def test_an_unreadable_hello_of_another_version_is_refused_by_version(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with RawPeer(server.port) as raw:
         raw.send(Envelope(0, 0).pack(), b"\x93\xa5Hello\x63\x80")  # ["Hello", 99, {}]
         reason = f"protocol version differs: prefill speaks {PROTOCOL_VERSION}, decode speaks 99"
         assert raw.receive() == Refused("mismatch", reason)
-    above.wait(PeerRefused)
+    at_prefill.wait(PeerRefused)
 
 
 def test_model_mismatch_is_refused_until_it_is_fixed(cluster: Cluster) -> None:
-    server, above = cluster.prefill(me=welcome("p1", fingerprint="other"))
-    client, below = cluster.decode("d1", server.port)
-    (refused,) = below.wait(PeerRefused)
+    server, at_prefill = cluster.prefill(me=welcome("p1", fingerprint="other"))
+    client, at_decode = cluster.decode("d1", server.port)
+    (refused,) = at_decode.wait(PeerRefused)
     assert refused.reason == "models differ: prefill serves llama (other), decode serves llama (fp)"
-    assert above.wait(PeerRefused) == [PeerRefused("d1", refused.reason)]
+    assert at_prefill.wait(PeerRefused) == [PeerRefused("d1", refused.reason)]
     server.close()
     cluster.prefill("p2", server.port)
-    below.wait(PeerUp)
+    at_decode.wait(PeerUp)
     assert only_peer(client).detail is None
 
 
@@ -630,96 +630,98 @@ def test_a_refused_pair_forms_when_the_check_passes_later(cluster: Cluster, by: 
     verdict: list[str | None] = ["not today"]
     refusing: dict[str, Callable[[object], str | None]] = {by: lambda _: verdict[0]}
     accept: Callable[[object], str | None] = lambda _: None  # noqa: E731
-    server, above = cluster.prefill(check=refusing.get("prefill", accept))
-    _, below = cluster.decode("d1", server.port, check=refusing.get("decode", accept))
-    assert below.wait(PeerRefused)[0].reason == "not today"
-    assert above.wait(PeerRefused)[0].reason == "not today"
-    assert above.of(PeerUp) == below.of(PeerUp) == []
+    server, at_prefill = cluster.prefill(check=refusing.get("prefill", accept))
+    _, at_decode = cluster.decode("d1", server.port, check=refusing.get("decode", accept))
+    assert at_decode.wait(PeerRefused)[0].reason == "not today"
+    assert at_prefill.wait(PeerRefused)[0].reason == "not today"
+    assert at_prefill.of(PeerUp) == at_decode.of(PeerUp) == []
     verdict[0] = None
-    above.wait(PeerUp)
-    below.wait(PeerUp)
+    at_prefill.wait(PeerUp)
+    at_decode.wait(PeerUp)
 
 
 @pytest.mark.parametrize(
-    ("above_key", "below_key"), [("k" * 16, "w" * 16), (None, "k" * 16)], ids=["wrong", "none on prefill"]
+    ("prefill_key", "decode_key"), [("k" * 16, "w" * 16), (None, "k" * 16)], ids=["two keys", "no key on prefill"]
 )
-def test_another_cluster_key_cannot_pair(cluster: Cluster, above_key: str | None, below_key: str | None) -> None:
-    server, above = cluster.prefill(secret=above_key)
-    client, below = cluster.decode("d1", server.port, secret=below_key)
-    assert below.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", AUTHENTICATION_FAILED)]
-    assert above.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
+def test_servers_with_different_cluster_keys_cannot_pair(
+    cluster: Cluster, prefill_key: str | None, decode_key: str | None
+) -> None:
+    server, at_prefill = cluster.prefill(secret=prefill_key)
+    client, at_decode = cluster.decode("d1", server.port, secret=decode_key)
+    assert at_decode.wait(PeerRefused) == [PeerRefused(f"127.0.0.1:{server.port}", AUTHENTICATION_FAILED)]
+    assert at_prefill.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
     eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", AUTHENTICATION_FAILED))
     assert server.stats()["authentication_failures"] >= 1
-    assert above.of(PeerUp) == below.of(PeerUp) == []
+    assert at_prefill.of(PeerUp) == at_decode.of(PeerUp) == []
 
 
-def test_server_without_the_cluster_key_cannot_pair(cluster: Cluster) -> None:
-    """Prefill closes the connection before or after it has sent its mechanism."""
-    server, above = cluster.prefill(secret="k" * 16)
-    client, below = cluster.decode("d1", server.port)
+def test_decode_server_without_the_cluster_key_cannot_pair(cluster: Cluster) -> None:
+    """The reason depends on whether prefill closes the connection before or after it has sent its ZMTP mechanism."""
+    server, at_prefill = cluster.prefill(secret="k" * 16)
+    client, at_decode = cluster.decode("d1", server.port)
     endpoint = f"127.0.0.1:{server.port}"
-    (refused,) = below.wait(PeerRefused)
+    (refused,) = at_decode.wait(PeerRefused)
     assert refused.peer == endpoint
     assert refused.reason in (AUTHENTICATION_FAILED, HUNG_UP.format(endpoint))
-    assert above.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
+    assert at_prefill.wait(PeerRefused)[0].reason == AUTHENTICATION_FAILED
     eventually(lambda: only_peer(client).state == "refused")
-    assert above.of(PeerUp) == below.of(PeerUp) == []
+    assert at_prefill.of(PeerUp) == at_decode.of(PeerUp) == []
 
 
-def test_hang_up_is_not_reported_as_a_wrong_key_without_a_key_of_our_own(cluster: Cluster) -> None:
+def test_closed_connection_is_not_reported_as_a_wrong_key_if_this_server_has_none(cluster: Cluster) -> None:
     with sockets.create_server(("127.0.0.1", 0)) as server:
-        hangs_up = threading.Thread(target=hang_up_on_all, args=(server,), daemon=True)
-        hangs_up.start()
+        closer = threading.Thread(target=close_connections, args=(server,), daemon=True)
+        closer.start()
         port = server.getsockname()[1]
-        client, below = cluster.decode("d1", port)
-        (refused,) = below.wait(PeerRefused)
+        client, at_decode = cluster.decode("d1", port)
+        (refused,) = at_decode.wait(PeerRefused)
         assert refused == PeerRefused(f"127.0.0.1:{port}", HUNG_UP.format(f"127.0.0.1:{port}"))
         eventually(lambda: (only_peer(client).state, only_peer(client).detail) == ("refused", refused.reason))
         client.close()
         server.shutdown(sockets.SHUT_RDWR)
-        hangs_up.join()
+        closer.join()
 
 
 @pytest.mark.parametrize("secret", [None, "k" * 16], ids=["no key", "a key"])
 def test_http_port_is_named_as_the_reason(cluster: Cluster, secret: str | None) -> None:
-    """ZMQ only reports a failed handshake, as for a wrong key."""
+    """ZMQ reports only that the handshake failed, as it does for a wrong key."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
         try:
-            client, below = cluster.decode("d1", server.server_port, secret=secret)
+            client, at_decode = cluster.decode("d1", server.server_port, secret=secret)
             endpoint = f"127.0.0.1:{server.server_port}"
             eventually(lambda: bool(client.peers()) and only_peer(client).detail == HTTP_PORT, 20)
-            eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in below.of(PeersUnreachable), 20)
+            eventually(lambda: PeersUnreachable({endpoint: HTTP_PORT}) in at_decode.of(PeersUnreachable), 20)
             client.close()
         finally:
-            server.shutdown()  # its thread would spin on the closed socket for good
+            server.shutdown()  # otherwise its thread spins on the closed socket
             serving.join()
 
 
 @pytest.mark.parametrize("stops", ["prefill", "decode"])
 def test_clean_shutdown_logs_no_warning(cluster: Cluster, caplog: pytest.LogCaptureFixture, stops: str) -> None:
     caplog.set_level(logging.INFO, "pdserve")
-    server, above, client, below = cluster.pair()
+    server, at_prefill, client, at_decode = cluster.pair()
     (server if stops == "prefill" else client).close()
-    (below if stops == "prefill" else above).wait(PeerClosed)
+    (at_decode if stops == "prefill" else at_prefill).wait(PeerClosed)
     about_peers = [r for r in caplog.records if "has stopped" in r.message or r.message.startswith("lost ")]
     assert [record.levelname for record in about_peers] == ["INFO"]
 
 
-def hang_up_on_all(server: sockets.socket) -> None:
+def close_connections(server: sockets.socket) -> None:
     with suppress(OSError):  # until it is shut down
         while True:
             server.accept()[0].close()
 
 
 def test_the_same_cluster_key_pairs(cluster: Cluster) -> None:
-    server, above = cluster.prefill(secret="k" * 16)
-    client, below = cluster.decode("d1", server.port, secret="k" * 16)
-    below.wait(PeerUp)
+    server, at_prefill = cluster.prefill(secret="k" * 16)
+    client, at_decode = cluster.decode("d1", server.port, secret="k" * 16)
+    at_decode.wait(PeerUp)
     client.send(InstanceId("p1"), Abort(key(1), "r"))
-    assert above.wait(MessageReceived)[0].message == Abort(key(1), "r")
-    assert below.of(PeerRefused) == []
+    assert at_prefill.wait(MessageReceived)[0].message == Abort(key(1), "r")
+    assert at_decode.of(PeerRefused) == []
 
 
 class RawPeer:
@@ -751,10 +753,10 @@ class RawPeer:
         raise AssertionError("no answer within 3 s")
 
 
-def test_malformed_input_is_answered_counted_and_logged_once(
+def test_malformed_messages_are_answered_and_counted_and_logged_once(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, above, client, _ = cluster.pair()
+    server, at_prefill, client, _ = cluster.pair()
     wrong = [
         [b""],
         [b"junk"],
@@ -780,13 +782,13 @@ def test_malformed_input_is_answered_counted_and_logged_once(
     assert server.stats()["malformed"] == len(wrong) + 1
     assert sum("malformed message" in record.message for record in caplog.records) == 1
     client.send(InstanceId("p1"), Abort(key(2), "still alive"))
-    above.wait(MessageReceived)
-    assert above.messages() == [Abort(key(2), "still alive")]
+    at_prefill.wait(MessageReceived)
+    assert at_prefill.messages() == [Abort(key(2), "still alive")]
     assert server.stats()["handler_errors"] == 0
 
 
 def test_unreadable_numbered_message_does_not_block_the_next(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with RawPeer(server.port) as raw:
         raw.say(hello("d1"))
         assert raw.receive() == welcome("p1")
@@ -798,20 +800,20 @@ def test_unreadable_numbered_message_does_not_block_the_next(cluster: Cluster) -
         raw.say(Abort(key(2), "again"), seq=2)
         raw.say(Abort(key(4), "behind a gap"), seq=4)
         raw.say(Abort(key(3), "and next"), seq=3)
-        above.wait(MessageReceived, 2)
+        at_prefill.wait(MessageReceived, 2)
         raw.say(Abort(key(5), "acknowledges what was never sent"), seq=4, ack=77)
         eventually(lambda: server.stats()["malformed"] == 2)
-    assert above.messages() == [Abort(key(2), "next"), Abort(key(3), "and next")]
+    assert at_prefill.messages() == [Abort(key(2), "next"), Abort(key(3), "and next")]
     assert server.stats()["messages_out_of_order"] == 2
 
 
 def test_unacknowledged_messages_are_sent_again(cluster: Cluster) -> None:
-    server, above = cluster.prefill()
+    server, at_prefill = cluster.prefill()
     with RawPeer(server.port) as raw:
         raw.say(hello("d1"))
         raw.receive()
         raw.say(Heartbeat(InstanceId("d1"), 0.0))
-        above.wait(PeerUp)
+        at_prefill.wait(PeerUp)
         server.send(InstanceId("d1"), AbortAck(key(1)))
         answers: list[AnyMessage] = []
         deadline = time.monotonic() + 5
@@ -834,8 +836,8 @@ def test_failing_callbacks_do_not_end_the_thread(cluster: Cluster, caplog: pytes
         raise RuntimeError("load is broken")
 
     server, _ = cluster.prefill(on_event=on_event, load=load)
-    client, below = cluster.decode("d1", server.port)
-    below.wait(PeerUp)
+    client, at_decode = cluster.decode("d1", server.port)
+    at_decode.wait(PeerUp)
     client.send(InstanceId("p1"), Abort(key(1), "r"))
     seen.wait(MessageReceived)
     client.send(InstanceId("p1"), Abort(key(2), "r"))
@@ -854,21 +856,21 @@ def test_a_failing_check_does_not_end_the_thread(cluster: Cluster, caplog: pytes
             raise RuntimeError("check is broken")
         return None
 
-    server, above = cluster.prefill(check=check)
+    server, at_prefill = cluster.prefill(check=check)
     cluster.decode("d1", server.port)
     eventually(lambda: server.stats()["handler_errors"] >= 1)
     broken[0] = False
-    above.wait(PeerUp)
+    at_prefill.wait(PeerUp)
     assert "check is broken" in caplog.text
     caplog.clear()
 
 
 def test_close_is_bounded_and_repeatable(cluster: Cluster) -> None:
-    server, _, client, below = cluster.pair()
+    server, _, client, at_decode = cluster.pair()
     before = time.monotonic()
     server.close()
     server.close()
-    below.wait(PeerClosed)
+    at_decode.wait(PeerClosed)
     client.close()
     assert time.monotonic() - before < 10
     client.send(InstanceId("p1"), Abort(key(1), "after close"))
@@ -889,37 +891,37 @@ def test_client_with_too_many_unpaired_endpoints_loses_its_oldest(
     monkeypatch.setattr("pdserve.transfer.control.decode.MAX_UNPAIRED", 4)
     server, _ = cluster.prefill()
     paired, configured = f"127.0.0.1:{server.port}", f"127.0.0.1:{free_port()}"
-    client, below = cluster.decode("d1")
+    client, at_decode = cluster.decode("d1")
     client.connect(configured)
     client.connect(paired, client="10.0.0.1")
-    below.wait(PeerUp)
+    at_decode.wait(PeerUp)
     client.connect("127.0.0.1:1", client="10.0.0.1")
     client.connect("127.0.0.1:2", client="10.0.0.1")
-    client.connect("127.0.0.1:1", client="10.0.0.1")  # still wanted
+    client.connect("127.0.0.1:1", client="10.0.0.1")  # again: it is not the oldest now
     client.connect("127.0.0.1:3", client="10.0.0.1")
     eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:1", "127.0.0.1:3"])
     client.connect("127.0.0.1:4", client="10.0.0.2")
     client.connect("127.0.0.1:5", client="10.0.0.3")
-    client.connect("127.0.0.1:6", client="10.0.0.4")  # the fifth: one of those of the client that has two
+    client.connect("127.0.0.1:6", client="10.0.0.4")  # the fifth: removes the oldest of the client with two
     others = ["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"]
     eventually(lambda: endpoints_of(client) == [configured, paired, "127.0.0.1:3", *others])
-    assert below.of(PeerRefused) == []
+    assert at_decode.of(PeerRefused) == []
     assert client.stats()["handler_errors"] == 0
 
 
 def test_paired_endpoints_are_bounded_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.transfer.control.decode.MAX_ENDPOINTS", 2)
-    client, below = cluster.decode("d1")
+    client, at_decode = cluster.decode("d1")
     for number in range(2):
         server, _ = cluster.prefill(f"p{number}")
         client.connect(f"127.0.0.1:{server.port}", client="10.0.0.1")
-    below.wait(PeerUp, 2)
+    at_decode.wait(PeerUp, 2)
     client.connect("127.0.0.1:5", client="10.0.0.1")
     reason = "2 prefill endpoints are paired or configured, no more are accepted"
-    assert below.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
+    assert at_decode.wait(PeerRefused) == [PeerRefused("127.0.0.1:5", reason)]
 
 
-def test_unpaired_endpoint_is_removed_after_a_while(cluster: Cluster) -> None:
+def test_unpaired_endpoint_of_a_request_is_removed_after_a_timeout(cluster: Cluster) -> None:
     now = [0.0]
     recorder = Recorder()
     client = DecodeControl(
@@ -938,44 +940,46 @@ def test_unpaired_endpoint_is_removed_after_a_while(cluster: Cluster) -> None:
         eventually(lambda: endpoints_of(client) == [configured, paired])
         server.close()
         recorder.wait(PeerClosed)
-        assert endpoints_of(client) == [configured, paired], "it may come back"
+        assert endpoints_of(client) == [configured, paired], "it was removed at once, but may return"
         now[0] += UNPAIRED_S + 1
         eventually(lambda: endpoints_of(client) == [configured])
 
 
 def test_endpoints_that_never_answer_do_not_exhaust_sockets(cluster: Cluster) -> None:
-    """1,200 requests with such ports once exhausted the sockets of the process, and no server could pair."""
+    """Before there was a limit, 1,200 requests with such endpoints took all sockets, and no server could pair."""
     server, _ = cluster.prefill()
-    client, below = cluster.decode("d1")
+    client, at_decode = cluster.decode("d1")
     with ExitStack() as stack:
         listeners = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(400)]
         for listener in listeners:
             client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
         eventually(lambda: len(endpoints_of(client)) == MAX_UNPAIRED_PER_CLIENT)
         client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
-        below.wait(PeerUp)
+        at_decode.wait(PeerUp)
     assert client.stats()["handler_errors"] == 0
 
 
-def test_attempt_fails_if_there_are_no_sockets(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_attempt_fails_if_there_are_no_free_sockets(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pdserve.transfer.control.thread.MAX_SOCKETS", 30)
     server, _ = cluster.prefill()
-    client, below = cluster.decode("d1")
+    client, at_decode = cluster.decode("d1")
     with ExitStack() as stack:
         silent = [stack.enter_context(sockets.create_server(("127.0.0.1", 0))) for _ in range(20)]
         for listener in silent:
             client.connect(f"127.0.0.1:{listener.getsockname()[1]}", client="10.0.0.1")
         eventually(lambda: "Too many open files" in str([peer.detail for peer in client.peers()]))
     client.connect(f"127.0.0.1:{server.port}", client="10.0.0.2")
-    below.wait(PeerUp, timeout_s=10)
+    at_decode.wait(PeerUp, timeout_s=10)
     assert client.stats()["handler_errors"] == 0
 
 
 def test_name_that_resolves_to_a_forbidden_address_is_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frontend cannot check this: it does not resolve names, and they may change."""
-    server, above = cluster.prefill()
+    """The frontend cannot check this: it does not resolve names, and a name may resolve to another address later."""
+    server, at_prefill = cluster.prefill()
     recorder = Recorder()
     client = DecodeControl(
         hello("d1"),
@@ -995,7 +999,7 @@ def test_name_that_resolves_to_a_forbidden_address_is_refused(
         reason = "elsewhere resolves to 127.0.0.1, which bootstrap_allow does not permit for requests"
         assert recorder.wait(PeerRefused) == [PeerRefused(f"elsewhere:{server.port}", reason)]
         eventually(lambda: only_peer(client).detail == reason)
-        assert above.of(PeerUp) == []
+        assert at_prefill.of(PeerUp) == []
         client.connect(f"trusted:{server.port}", client="10.0.0.1")
         recorder.wait(PeerUp)
     assert probed == []
@@ -1003,15 +1007,15 @@ def test_name_that_resolves_to_a_forbidden_address_is_refused(
 
 @pytest.mark.parametrize("closing", ["prefill", "decode"])
 def test_close_delivers_queued_messages(cluster: Cluster, closing: str) -> None:
-    """The last request of a draining server ends with a message, which must be delivered."""
-    server, above, client, below = cluster.pair()
-    expected = [AbortAck(key(number)) for number in range(1000)]  # more than a window
-    side, other, peer = (server, below, "d1") if closing == "prefill" else (client, above, "p1")
+    """A draining server closes right after the message that ends its last request."""
+    server, at_prefill, client, at_decode = cluster.pair()
+    expected = [AbortAck(key(number)) for number in range(1000)]  # more than a window of the reliable channel
+    side, other, peer = (server, at_decode, "d1") if closing == "prefill" else (client, at_prefill, "p1")
     for message in expected:
         side.send(InstanceId(peer), message)
     before = time.monotonic()
     side.close()
-    assert time.monotonic() - before < LAST_WORDS_S, "there was nothing to wait for"
+    assert time.monotonic() - before < LAST_WORDS_S, "close() waited although the peer was acknowledging"
     other.wait(PeerClosed)
     assert other.messages() == expected
 
@@ -1020,8 +1024,8 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
     cluster: Cluster, prefill_process: tuple["OtherProcess", int], caplog: pytest.LogCaptureFixture
 ) -> None:
     process, port = prefill_process
-    client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    client, at_decode = cluster.decode("d1", port, timing=DEFAULT)
+    at_decode.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     process.stop()
     client.send(InstanceId("p1"), Abort(key(1), "nobody hears it"))
     before = time.monotonic()
@@ -1031,13 +1035,13 @@ def test_close_does_not_wait_for_a_peer_that_is_stopped(
 
 
 START_TIMEOUT_S = 60.0
-"""Start-up time of another process, including its imports."""
+"""Limit for the start of another process, including its imports."""
 NOTICED_S = DEFAULT.peer_timeout_s + 1.0
-"""Silence is detected by then, also on a busy machine."""
+"""Limit for the detection of a silent peer, with reserve for a busy machine."""
 
 
 class OtherProcess:
-    """Runs this file as a server process; its events arrive here as lines."""
+    """Runs this file as a server process; `lines` has its events."""
 
     def __init__(self, role: str, port: int, instance: str) -> None:
         root = Path(__file__).resolve().parents[3]
@@ -1078,69 +1082,69 @@ def prefill_process() -> Iterator[tuple[OtherProcess, int]]:
     process.close()
 
 
-def test_stopped_prefill_is_lost_not_closed_and_gets_its_messages_later(
+def test_stopped_prefill_is_lost_but_not_closed_and_gets_its_messages_when_it_continues(
     cluster: Cluster, prefill_process: tuple[OtherProcess, int]
 ) -> None:
     process, port = prefill_process
-    client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    client, at_decode = cluster.decode("d1", port, timing=DEFAULT)
+    at_decode.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     client.send(InstanceId("p1"), Abort(key(0), "running"))
-    below.wait(MessageReceived)
+    at_decode.wait(MessageReceived)
     process.stop()
     stopped_at = time.monotonic()
     client.send(InstanceId("p1"), Abort(key(1), "sent before it was found lost"))
-    (lost,) = below.wait(PeerLost, timeout_s=3)
+    (lost,) = at_decode.wait(PeerLost, timeout_s=3)
     assert time.monotonic() - stopped_at < NOTICED_S
     assert "no heartbeat for " in lost.reason
     eventually(lambda: only_peer(client).state == "lost")
     client.send(InstanceId("p1"), Abort(key(2), "sent while it was lost"))
     time.sleep(1.0)
-    assert below.life("p1") == ["PeerUp", "PeerLost"]
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost"]
     process.signal(signal.SIGCONT)
-    below.wait(PeerUp, 2, timeout_s=3)
+    at_decode.wait(PeerUp, 2, timeout_s=3)
     client.send(InstanceId("p1"), Abort(key(3), "after"))
-    below.wait(MessageReceived, 4)
+    at_decode.wait(MessageReceived, 4)
     time.sleep(2 * DEFAULT.heartbeat_interval_s)
-    assert below.messages() == [AbortAck(key(index)) for index in range(4)]
-    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
+    assert at_decode.messages() == [AbortAck(key(index)) for index in range(4)]
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerUp"]
     aborts = [line[1] for line in process.lines if line[0] == "MessageReceived"]
     assert aborts == ["0.0", "1.0", "2.0", "3.0"], "each exactly once, in order"
     assert [line for line in process.lines if line[0].startswith("Peer")] == [
         ["PeerUp"],
-        ["PeerLost", "it had lost this server and sent Hello again"],  # and not for silence
+        ["PeerLost", "it had lost this server and sent Hello again"],  # no second loss, for silence
         ["PeerUp"],
     ]
 
 
 def test_a_killed_prefill_is_lost_and_closed(cluster: Cluster, prefill_process: tuple[OtherProcess, int]) -> None:
     process, port = prefill_process
-    client, below = cluster.decode("d1", port, timing=DEFAULT)
-    below.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+    client, at_decode = cluster.decode("d1", port, timing=DEFAULT)
+    at_decode.wait(PeerUp, timeout_s=START_TIMEOUT_S)
     process.signal(signal.SIGKILL)
     killed_at = time.monotonic()
-    below.wait(PeerClosed, timeout_s=3)
+    at_decode.wait(PeerClosed, timeout_s=3)
     assert time.monotonic() - killed_at < 2.0
-    assert below.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
+    assert at_decode.life("p1") == ["PeerUp", "PeerLost", "PeerClosed"]
     process.close()  # the kernel closes connections of a killed process a moment before its listening sockets
     cluster.prefill("p2", port)
-    below.wait(PeerUp, 2)
+    at_decode.wait(PeerUp, 2)
     eventually(lambda: only_peer(client).instance == "p2")
 
 
-def test_decode_stopped_then_killed(cluster: Cluster) -> None:
-    server, above = cluster.prefill(timing=DEFAULT)
+def test_decode_is_lost_when_stopped_and_closed_when_killed(cluster: Cluster) -> None:
+    server, at_prefill = cluster.prefill(timing=DEFAULT)
     process = OtherProcess("decode", server.port, "d1")
     try:
-        above.wait(PeerUp, timeout_s=START_TIMEOUT_S)
+        at_prefill.wait(PeerUp, timeout_s=START_TIMEOUT_S)
         process.stop()
         stopped_at = time.monotonic()
-        above.wait(PeerLost, timeout_s=3)
+        at_prefill.wait(PeerLost, timeout_s=3)
         assert time.monotonic() - stopped_at < NOTICED_S
         server.send(InstanceId("d1"), AbortAck(key(1)))
         time.sleep(0.5)
-        assert above.life("d1") == ["PeerUp", "PeerLost"]
+        assert at_prefill.life("d1") == ["PeerUp", "PeerLost"]
         process.signal(signal.SIGCONT)
-        above.wait(PeerUp, 2, timeout_s=3)
+        at_prefill.wait(PeerUp, 2, timeout_s=3)
         eventually(lambda: ["MessageReceived", "1.0"] in process.lines)
         assert process.lines == [
             ["PeerUp"],
@@ -1150,27 +1154,27 @@ def test_decode_stopped_then_killed(cluster: Cluster) -> None:
         ]
         process.signal(signal.SIGKILL)
         killed_at = time.monotonic()
-        above.wait(PeerClosed, timeout_s=3)
+        at_prefill.wait(PeerClosed, timeout_s=3)
         assert time.monotonic() - killed_at < 2.0
-        assert above.life("d1") == ["PeerUp", "PeerLost", "PeerUp", "PeerLost", "PeerClosed"]
+        assert at_prefill.life("d1") == ["PeerUp", "PeerLost", "PeerUp", "PeerLost", "PeerClosed"]
     finally:
         process.close()
 
 
-def test_own_absence_does_not_count_as_silence_of_peers(cluster: Cluster) -> None:
+def test_pause_of_the_control_thread_does_not_count_as_silence_of_its_peers(cluster: Cluster) -> None:
     """A control thread that did not run for longer than the timeout does not declare its peers lost afterwards."""
     ahead = [0.0]
-    server, above = cluster.prefill(clock=lambda: time.monotonic() + ahead[0])
+    server, at_prefill = cluster.prefill(clock=lambda: time.monotonic() + ahead[0])
     cluster.decode("d1", server.port)
-    above.wait(PeerUp)
+    at_prefill.wait(PeerUp)
     for _ in range(5):
         ahead[0] += 10 * FAST.peer_timeout_s
         time.sleep(2 * FAST.tick_s)
-    assert above.life("d1") == ["PeerUp"]
+    assert at_prefill.life("d1") == ["PeerUp"]
 
 
 def _serve(role: str, port: int, instance: str) -> None:
-    """The other process."""
+    """Entry point of the other process."""
     done = threading.Event()
     side: list[Control] = []
 
@@ -1196,7 +1200,7 @@ def _serve(role: str, port: int, instance: str) -> None:
         side.append(client)
         client.start()
         client.connect(f"127.0.0.1:{port}")
-    done.wait(60)  # the test kills this process long before
+    done.wait(60)  # the test kills this process earlier
 
 
 if __name__ == "__main__":

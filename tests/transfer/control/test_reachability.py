@@ -27,7 +27,7 @@ REFUSED = "connection refused: nothing listens there"
 
 @contextmanager
 def listening(answers: bytes | None) -> Iterator[int]:
-    """The port of a server that sends these bytes to every client, or nothing."""
+    """The port of a server that sends these bytes to its client, or sends nothing and keeps the connection open."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         connections = []
 
@@ -36,7 +36,7 @@ def listening(answers: bytes | None) -> Iterator[int]:
             connections.append(connection)
             if answers is not None:
                 connection.sendall(answers)
-                with suppress(OSError):  # the other side may be gone
+                with suppress(OSError):  # the client may have closed it
                     connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=accept)
@@ -150,7 +150,7 @@ def test_endpoint_is_probed_at_intervals() -> None:
     assert probed == [("10.0.0.1", 1)] * 2
 
 
-def test_an_endpoint_that_was_reached_has_no_reason() -> None:
+def test_probe_that_ends_after_the_endpoint_was_reached_gives_no_reason() -> None:
     go = threading.Event()
 
     def probe(_host: str, _port: int) -> str | None:
@@ -166,8 +166,8 @@ def test_an_endpoint_that_was_reached_has_no_reason() -> None:
     assert known.reason("p:1") is None
 
 
-def test_probes_are_bounded() -> None:
-    """Requests may name thousands of endpoints: the number of waiting probes is bounded."""
+def test_number_of_waiting_probes_is_bounded() -> None:
+    """Requests may name thousands of endpoints."""
     go = threading.Event()
     probed: list[str] = []
 

@@ -23,7 +23,7 @@ def numbers(sent: list[list[Buffer]]) -> list[int]:
 
 
 class LossyPair(RuleBasedStateMachine):
-    """Two ends and a network that loses, repeats and reorders in both directions."""
+    """Two channels and a network that loses, repeats and reorders packets in both directions."""
 
     @initialize(window=st.integers(1, 5))
     def start(self, window: int) -> None:
@@ -77,7 +77,7 @@ class LossyPair(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(end=st.integers(0, 1))
-    def introduced_again(self, end: int) -> None:
+    def pair_again(self, end: int) -> None:
         self.ends[end].restart()
 
     @invariant()
@@ -88,7 +88,7 @@ class LossyPair(RuleBasedStateMachine):
                 self.ends[end].check_integrity()
 
     def teardown(self) -> None:
-        """Without further faults everything arrives, once."""
+        """Without further faults each message arrives exactly once."""
         if not hasattr(self, "ends"):
             return
         for _ in range(60):
@@ -115,8 +115,8 @@ LossyPair.TestCase.settings = settings(max_examples=60, stateful_step_count=40, 
 TestLossyPair = LossyPair.TestCase
 
 
-def test_a_long_run_over_a_bad_network() -> None:
-    """Half of everything is lost, in both directions, for 2,000 messages."""
+def test_messages_arrive_in_order_although_half_of_all_packets_are_lost() -> None:
+    """2,000 messages; half of all packets are lost, in both directions."""
     rng = random.Random(7)
     left, right = ReliableChannel(resend_after_s=1.0), ReliableChannel(resend_after_s=1.0)
     sent = [index.to_bytes(4, "big") for index in range(2000)]
@@ -157,7 +157,7 @@ def test_progress_restarts_the_timeout() -> None:
     assert numbers(channel.due(2.0)) == [2]
 
 
-def test_a_new_introduction_sends_everything_again_at_once() -> None:
+def test_pairing_again_sends_unacknowledged_messages_again_at_once() -> None:
     channel = ReliableChannel(resend_after_s=1.0)
     channel.put((b"a",))
     assert numbers(channel.due(0.0)) == [1]
@@ -196,7 +196,7 @@ def test_acknowledging_what_was_never_sent_is_an_error() -> None:
         channel.acknowledge(1, 0.0)
     channel.due(0.0)
     channel.acknowledge(1, 0.0)
-    channel.acknowledge(0, 0.0)  # an older envelope
+    channel.acknowledge(0, 0.0)  # late: an acknowledgement may be repeated or reordered
     assert channel.pending == 0
 
 

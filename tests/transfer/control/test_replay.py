@@ -1,4 +1,4 @@
-"""A process that repeats recorded messages of a decode server does not disturb the pair of that server."""
+"""Replay attacks: recorded messages of a decode server, sent again by another process, do not affect its pairing."""
 
 import socket
 from collections.abc import Iterator
@@ -24,10 +24,12 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(stack)
 
 
-def test_connection_that_repeats_an_introduction_pairs_only_after_the_first_has_ended(cluster: Cluster) -> None:
-    server, above = cluster.prefill(timing=PATIENT, clock=lambda: 0.0)  # decode is never silent
-    client, below = cluster.decode("d1", server.port, timing=PATIENT)
-    above.wait(PeerUp)
+def test_replayed_hello_pairs_only_after_the_first_connection_is_closed(cluster: Cluster) -> None:
+    server, at_prefill = cluster.prefill(
+        timing=PATIENT, clock=lambda: 0.0
+    )  # a clock that stands still: decode is never lost for silence
+    client, at_decode = cluster.decode("d1", server.port, timing=PATIENT)
+    at_prefill.wait(PeerUp)
     with RawPeer(server.port) as replay:
         replay.say(hello("d1"))
         assert isinstance(replay.receive(), Welcome)
@@ -37,27 +39,27 @@ def test_connection_that_repeats_an_introduction_pairs_only_after_the_first_has_
         eventually(lambda: server.stats()["unknown_peer"] == 10)
         client.send(PREFILL, Abort(key(7), "from decode"))
         server.send(DECODE, AbortAck(key(7)))
-        above.wait(MessageReceived)
-        below.wait(MessageReceived)
-        assert above.messages() == [Abort(key(7), "from decode")]
-        assert above.life("d1") == below.life("p1") == ["PeerUp"]
+        at_prefill.wait(MessageReceived)
+        at_decode.wait(MessageReceived)
+        assert at_prefill.messages() == [Abort(key(7), "from decode")]
+        assert at_prefill.life("d1") == at_decode.life("p1") == ["PeerUp"]
         client.close()
-        above.wait(PeerClosed)
+        at_prefill.wait(PeerClosed)
         replay.say(Heartbeat(DECODE, 0.0, Load()))
-        above.wait(PeerUp, 2)
-    assert above.life("d1")[:4] == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
+        at_prefill.wait(PeerUp, 2)
+    assert at_prefill.life("d1")[:4] == ["PeerUp", "PeerLost", "PeerClosed", "PeerUp"]
 
 
 @pytest.mark.parametrize("secret", [None, "a key that was not recorded"], ids=["without a key", "with a key"])
-def test_repeated_bytes_of_a_connection_do_not_end_it(cluster: Cluster, secret: str | None) -> None:
-    """The recording has the routing id of the connection, too."""
-    server, above = cluster.prefill(secret=secret, timing=PATIENT)
+def test_replayed_bytes_of_a_connection_do_not_close_it(cluster: Cluster, secret: str | None) -> None:
+    """The recorded bytes contain the routing id of the first connection."""
+    server, at_prefill = cluster.prefill(secret=secret, timing=PATIENT)
     with TcpProxy(server.port) as proxy:
-        client, below = cluster.decode("d1", proxy.port, secret=secret, timing=PATIENT)
-        above.wait(PeerUp)
-        below.wait(PeerUp)
+        client, at_decode = cluster.decode("d1", proxy.port, secret=secret, timing=PATIENT)
+        at_prefill.wait(PeerUp)
+        at_decode.wait(PeerUp)
         client.send(PREFILL, Abort(key(1), "first"))
-        above.wait(MessageReceived)
+        at_prefill.wait(MessageReceived)
         for _ in range(3):
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as replay:
                 recorded = bytes(proxy.sent_by_decode)
@@ -73,9 +75,9 @@ def test_repeated_bytes_of_a_connection_do_not_end_it(cluster: Cluster, secret: 
                 eventually(lambda before=before: server.stats()["heartbeats_received"] > before)  # type: ignore[misc]
         client.send(PREFILL, Abort(key(2), "second"))
         server.send(DECODE, AbortAck(key(2)))
-        above.wait(MessageReceived, 2)
-        below.wait(MessageReceived)
-        assert above.messages() == [Abort(key(1), "first"), Abort(key(2), "second")]
-        assert above.life("d1") == below.life("p1") == ["PeerUp"]
+        at_prefill.wait(MessageReceived, 2)
+        at_decode.wait(MessageReceived)
+        assert at_prefill.messages() == [Abort(key(1), "first"), Abort(key(2), "second")]
+        assert at_prefill.life("d1") == at_decode.life("p1") == ["PeerUp"]
         assert proxy.connections == 1
         client.close()

@@ -1,4 +1,4 @@
-"""A client without the cluster key cannot disturb the users of the control port."""
+"""Clients of the control port that do not pair cannot disturb servers that do."""
 
 import logging
 import os
@@ -33,8 +33,8 @@ def rss_mib() -> int:
 
 
 def test_messages_of_old_zmq_protocols_are_refused(cluster: Cluster) -> None:
-    """3 KB once blocked the control port for 100 s: each message cost 0.1 s and a traceback."""
-    server, above, client, _ = cluster.pair()
+    """Without the refusal, these 3 KB block the control port for 100 s: each message costs 0.1 s and a traceback."""
+    server, at_prefill, client, _ = cluster.pair()
     with socket.create_connection(("127.0.0.1", server.port)) as peer:
         before = time.monotonic()
         peer.sendall(OLD_PROTOCOL)
@@ -43,10 +43,10 @@ def test_messages_of_old_zmq_protocols_are_refused(cluster: Cluster) -> None:
             while peer.recv(4096):
                 pass
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
-        assert above.wait(MessageReceived)[0].message == Abort(key(1), "still there")
+        assert at_prefill.wait(MessageReceived)[0].message == Abort(key(1), "still there")
         assert time.monotonic() - before < 10
     assert server.stats()["handler_errors"] == 0
-    assert above.of(PeerLost) == []
+    assert at_prefill.of(PeerLost) == []
 
 
 @pytest.mark.parametrize("secret", [None, "a key that unknown peers lack"], ids=["without a key", "with a key"])
@@ -61,17 +61,19 @@ def test_connections_with_endless_messages_are_closed(cluster: Cluster, secret: 
             sent.append(send(60 * MIB))
     assert max(sent) < 60 * MIB
     eventually(lambda: rss_mib() < before + 100)
-    client, below = cluster.decode("d1", server.port, secret=secret)
-    below.wait(PeerUp)
+    client, at_decode = cluster.decode("d1", server.port, secret=secret)
+    at_decode.wait(PeerUp)
     assert server.stats()["handler_errors"] == 0
     client.close()
 
 
-def test_decode_server_pairs_despite_too_many_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_server_pairs_while_others_open_too_many_connections(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
-    server, above = cluster.prefill()
-    client, below = cluster.decode("d1", server.port)
-    above.wait(PeerUp)
+    server, at_prefill = cluster.prefill()
+    client, at_decode = cluster.decode("d1", server.port)
+    at_prefill.wait(PeerUp)
     with ExitStack() as stack:
         peers = [stack.enter_context(ZmtpPeer(server.port)) for _ in range(20)]
         eventually(lambda: server.stats()["connections_cut"] >= 16)
@@ -79,12 +81,12 @@ def test_decode_server_pairs_despite_too_many_connections(cluster: Cluster, monk
         _, second = cluster.decode("d2", server.port)
         second.wait(PeerUp)
         client.send(InstanceId("p1"), Abort(key(1), "still there"))
-        above.wait(MessageReceived)
-    assert below.of(PeerLost) == above.of(PeerLost) == []
+        at_prefill.wait(MessageReceived)
+    assert at_decode.of(PeerLost) == at_prefill.of(PeerLost) == []
 
 
 def test_excess_connections_are_cut_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that cuts them has heartbeats to send."""
+    """The control thread closes them, and it must send heartbeats in between."""
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 4)
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.CUTS_PER_CALL", 3)
     cuts: list[str] = []
@@ -102,7 +104,7 @@ def test_excess_connections_are_cut_in_bounded_steps(monkeypatch: pytest.MonkeyP
         assert [connection.recv(1) for connection in accepted[:5]] == [b""] * 5, "the oldest were shut down"
 
 
-def test_descriptor_that_another_file_has_now_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reused_file_descriptor_is_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 0)
     cuts: list[str] = []
     peers = UnknownPeers(None, cuts.append)
@@ -117,8 +119,8 @@ def test_descriptor_that_another_file_has_now_is_left_alone(monkeypatch: pytest.
     assert cuts == []
 
 
-def test_connections_of_other_ports_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An event that is read late may name the descriptor of another socket."""
+def test_connection_to_another_port_is_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When ZMQ's event is read, its file descriptor may belong to another socket."""
     monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MAX_UNKNOWN_PEERS", 0)
     cuts: list[str] = []
     peers = UnknownPeers(None, cuts.append)
@@ -134,7 +136,7 @@ def test_connections_of_other_ports_are_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every message: a check reads the counters of all connections."""
+    """A check reads the counters of all connections, which is too slow for every message."""
     now = [0.0]
     server, _ = cluster.prefill(clock=lambda: now[0])
     checks: list[None] = []
@@ -149,29 +151,29 @@ def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch:
 
 
 def test_known_peer_may_send_more_than_an_unknown_one(cluster: Cluster) -> None:
-    server, above, client, _ = cluster.pair()
+    server, at_prefill, client, _ = cluster.pair()
     prompt = np.zeros(UNKNOWN_PEER_BYTES // 4 + 1000, dtype=np.int32)
     for number in range(5):
         message = KvDestination(key(number), "rid", SamplingParams(), timeout_s=1.0)
         client.send(InstanceId("p1"), message, prompt, np.zeros(1, dtype=np.int32))
         time.sleep(2 * server.timing.tick_s)
-    assert len(above.wait(MessageReceived, 5)) == 5
+    assert len(at_prefill.wait(MessageReceived, 5)) == 5
     assert server.stats()["connections_cut"] == 0
-    assert above.of(PeerLost) == []
+    assert at_prefill.of(PeerLost) == []
 
 
 def test_an_unfinished_message_of_a_known_peer_is_bounded_too(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdserve.transfer.control.prefill.MAX_MESSAGE_BYTES", MIB)
-    server, above, client, _ = cluster.pair()
+    server, at_prefill, client, _ = cluster.pair()
     message = KvDestination(key(1), "rid", SamplingParams(), timeout_s=1.0)
-    # as if decode stopped in the middle of the message
+    # as if the end of the message never came
     monkeypatch.setattr(server._connections, "message_read", lambda _: None)
-    # bytes up to the check after the last heartbeat are not counted
+    # wait for the check that resets the byte counter after the last heartbeat
     eventually(lambda: not any(connection.message_read for connection in server._connections._known.values()))
     client.send(InstanceId("p1"), message, np.zeros(2 * MIB, dtype=np.int32), np.zeros(1, dtype=np.int32))
-    above.wait(PeerLost)
+    at_prefill.wait(PeerLost)
     assert server.stats()["connections_cut"] == 1
 
 

@@ -1,4 +1,4 @@
-"""A client that implements the start of ZMTP 3.0 by hand and then sends what no library would send."""
+"""A client that implements the handshake of ZMTP 3.0 itself and then sends invalid or endless messages."""
 
 import socket
 import struct
@@ -11,7 +11,7 @@ FRAME_MORE, FRAME_LONG, COMMAND = b"\x01", b"\x02", b"\x04"
 
 
 class ZmtpPeer:
-    """A connection with a completed ZMTP greeting and nothing else. Ends with its `with` block."""
+    """A connection after the greeting; with the mechanism NULL, after the handshake. Ends with its `with` block."""
 
     def __init__(self, port: int, *, mechanism: str = "NULL") -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -47,7 +47,7 @@ class ZmtpPeer:
         return self._send(FRAME_LONG + struct.pack(">Q", most_bytes + 1), bytes(1 << 16), most_bytes)
 
     def send_parts_until_cut(self, most_bytes: int) -> int:
-        """The same with a message of an endless number of small parts."""
+        """The same with a message of many small parts and no last one."""
         return self._send(b"", (FRAME_MORE + b"\x01x") * 20_000, most_bytes)
 
     def _send(self, head: bytes, piece: bytes, most_bytes: int) -> int:
@@ -56,13 +56,9 @@ class ZmtpPeer:
             self._socket.sendall(head)
             while sent < most_bytes:
                 sent += self._socket.send(piece[: most_bytes - sent])
-                time.sleep(0.001)  # slow enough for several checks by the other side
-        except (
-            ConnectionResetError,
-            BrokenPipeError,
-            TimeoutError,
-        ):  # TimeoutError: the other side neither reads nor resets
-            pass
+                time.sleep(0.001)  # so that the other side checks its limits several times meanwhile
+        except (ConnectionResetError, BrokenPipeError, TimeoutError):
+            pass  # TimeoutError: the other side does not read, but has not closed the connection
         return sent
 
 

@@ -1,4 +1,4 @@
-"""KV of a small model for transfer tests: what each rank holds of it, in real pools."""
+"""Random KV of a small model for transfer tests, and pools with the part that a rank holds."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def kv_of(layers: int, heads: int, tokens: int, *, seed: int, planes: int = 2) -
 
 
 def planes_of(cells: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of `cells` by plane, as `KvPool.read_tokens` returns them."""
+    """The bytes of `cells` (see `kv_of`) by plane, as `KvPool.read_tokens` returns them."""
     return [plane.contiguous().view(torch.uint8) for plane in cells.unbind(1)]
 
 
@@ -52,14 +52,14 @@ def filled_pool(kv: KvLayout, cells: torch.Tensor, pages: Sequence[int]) -> Loca
 
 
 def put(pool: KvPool, kv: KvLayout, cells: torch.Tensor, pages: Sequence[int], start: int, end: int) -> None:
-    """Store tokens [start, end) of `cells`, one by one."""
+    """Store tokens [start, end) of `cells` in these pages: the layers and heads of the layout `kv`."""
     held = cells[kv.layer_start : kv.layer_end, :, kv.head_start : kv.head_end]
     for token in range(start, end):
         pool.data[pages[token // kv.page_size], :, :, :, token % kv.page_size] = held[:, :, :, token]
 
 
 def view_of(memory: NDArray[np.uint8], kv: KvLayout) -> KvPool:
-    """A pool with a copy of these bytes, as a receiver would read its own memory."""
+    """A pool with a copy of the memory of a receiver."""
     pool = empty_pool(kv)
     pool.data.view(torch.uint8).flatten().copy_(torch.from_numpy(np.array(memory[: kv.size_bytes])))
     return pool

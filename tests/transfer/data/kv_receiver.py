@@ -1,6 +1,6 @@
-"""A real decode-like process for tests: it owns a receive engine and one registered pool, and can be stopped or killed.
+"""A process that receives KV like a decode rank: a receive engine and one registered pool. Tests stop and kill it.
 
-The pool is a shared mapping, so the test sees every byte that lands in it, also while the process is stopped or dead.
+The pool is shared memory, so the test sees every byte that is written to it, also while the process is stopped or dead.
 """
 
 import select
@@ -57,7 +57,7 @@ class Receiver:
         self._process.wait()
 
     def leave(self) -> int:
-        """Let the process close its engine and end by itself; its exit code."""
+        """Make the process close its engine and exit. Returns the exit code."""
         self._stdin.close()
         return self._process.wait(timeout=60)
 

@@ -1,6 +1,6 @@
 """A prefill rank in its own process, for tests: holds its part of the KV, writes chunks on command, reports each.
 
-In and out are lines of hexadecimal msgpack: first a Setup, then a ChunkWrite per line; a ChunkWritten for each.
+It reads a Setup and then a ChunkWrite per line, and prints a ChunkWritten for each; lines are msgpack in hexadecimal.
 """
 
 import queue
@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class WriterProcess:
-    """Starts the process: it writes the chunks that are submitted and reports each. kill() ends it in any case."""
+    """Starts the process: it writes the chunks that are submitted and reports each. Call close() or kill()."""
 
     def __init__(self, setup: Setup) -> None:
         self._process, self._stdin, self._stdout = start_forked(f"{__name__}:main")
@@ -44,14 +44,14 @@ class WriterProcess:
         return msgspec.msgpack.decode(bytes.fromhex(self._stdout.readline()), type=ChunkWritten)
 
     def stop(self) -> None:
-        """Stop the process (SIGSTOP)."""
+        """Stop the process (SIGSTOP), and return once it is stopped."""
         stop_process(self._process.pid)
 
     def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> int:
-        """Let the process end by itself; its exit code."""
+        """Make the process exit. Returns the exit code."""
         self._close_pipes()
         return self._process.wait(timeout=60)
 

@@ -1,4 +1,4 @@
-"""Chunks from prefill ranks to decode ranks over real engines between real processes; each has exactly one report."""
+"""ChunkWriter writes chunks over real Mooncake engines to real processes, and reports each exactly once."""
 
 import queue
 import threading
@@ -115,7 +115,7 @@ def threads(prefix: str) -> list[str]:
 def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
         time.sleep(0.0005)
 
 
@@ -151,7 +151,7 @@ def test_two_prefill_ranks_fill_one_decode_rank(
 def test_prefill_rank_continues_its_chunk_after_a_stop(
     start_receiver: Callable[[int], Receiver], start_process: Callable[[Setup], WriterProcess]
 ) -> None:
-    """The time in which the prefill rank did not run does not count as a stall of the decode rank."""
+    """Time in which the prefill rank itself is stopped does not count as a stall of the decode rank."""
     tokens, pages, to_pages = 64, [5, 2, 3, 0], [1, 2, 6, 4]
     whole = layout((0, LAYERS), (0, HEADS), page_size=16, num_pages=8)
     receiver = start_receiver(whole.size_bytes)
@@ -168,7 +168,7 @@ def test_prefill_rank_continues_its_chunk_after_a_stop(
     time.sleep(STALL_BASE_S + 0.5)
     assert (receiver.pool == POISON).all(), "nothing has arrived yet"
     writer.resume()
-    time.sleep(0.1)  # it checks, and nothing has moved
+    time.sleep(0.1)  # long enough for a stall check without progress
     receiver.resume()
     report = writer.report()
     assert (report.ok, report.reason, report.late_writes) == (True, "", False)
@@ -191,7 +191,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     harness = start_writer(
         0, [filled_pool(whole, cells, pages)], hello_of(*zip(receivers, shards, strict=True)), welcome_of(whole)
     )
-    to_pages = [9, 4, 11, 0, 3, 7, 2]  # from token 12 on: the prefix has another owner
+    to_pages = [9, 4, 11, 0, 3, 7, 2]  # from token 12 on: decode has the prefix already
     chunks = [(prefix, 16), (16, 48), (48, 50)]
     for start, end in chunks:
         indices = to_pages[(start - prefix) // 6 :]
@@ -200,7 +200,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
     assert all(report.ok for report in reports)
     assert [(report.token_start, report.token_end) for report in reports] == chunks
     assert [report.bytes_written for report in reports] == [(end - start) * whole.token_bytes for start, end in chunks]
-    absolute = [8, 8, *to_pages]  # pages of the prefix are not checked
+    absolute = [8, 8, *to_pages]  # the pages of the prefix are not written
     for number, (receiver, kv) in enumerate(zip(receivers, shards, strict=True)):
         expected = empty_pool(kv)
         expected.data.view(torch.uint8).fill_(POISON)
@@ -211,7 +211,7 @@ def test_one_prefill_rank_serves_two_decode_ranks_in_chunks_between_unequal_page
             assert report.checksums[number] == block_sum(received.read_tokens(absolute, start, end), kv)
 
 
-def test_pools_in_host_and_in_device_memory_share_their_pages_and_a_sender(
+def test_pools_in_host_and_device_memory_have_the_same_page_ids_and_one_sender(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     tokens, pages = 40, [1, 0, 3]
@@ -249,7 +249,7 @@ def test_pools_in_host_and_in_device_memory_share_their_pages_and_a_sender(
     )
 
 
-def test_one_replica_writes_and_the_others_report_at_once(
+def test_one_of_three_replicas_writes_and_all_report(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> None:
     kv = layout((0, LAYERS), (0, 1), page_size=16, num_pages=4, planes=("latent",))
@@ -273,7 +273,7 @@ def test_one_replica_writes_and_the_others_report_at_once(
 def large_pair(
     start_receiver: Callable[[int], Receiver], start_writer: Callable[..., Harness]
 ) -> tuple[Harness, list[Receiver], ChunkWrite]:
-    """A rank that is to write 128 MiB to each of two decode ranks, from one page, in pieces of 16 KiB."""
+    """A rank and a chunk of 128 MiB for each of two decode ranks, all from one page, in pieces of 16 KiB."""
     whole = layout((0, 2), (0, 2), page_size=16, num_pages=1, dim=256)
     shards = [layout((0, 2), heads, page_size=16, num_pages=2048, dim=256) for heads in ((0, 1), (1, 2))]
     receivers = [start_receiver(kv.size_bytes) for kv in shards]
@@ -320,7 +320,7 @@ def test_a_decode_rank_killed_in_the_middle_stops_the_chunk_on_the_others(
     assert time.monotonic() - killed_at < 3
     assert (report.ok, report.late_writes) == (False, True)
     assert receivers[0].session in report.reason
-    assert arrived_bytes(receivers[1]) < receivers[1].size_bytes, "the healthy rank was not told to stop"
+    assert arrived_bytes(receivers[1]) < receivers[1].size_bytes, "the chunk was not stopped on the healthy rank"
     harness.writer.write(later)
     report = harness.report()
     assert (report.key, report.ok, report.late_writes) == (later.key, False, False)
@@ -372,7 +372,7 @@ def test_repeated_hello_changes_nothing_and_a_closed_peer_can_return(
         (chunk_write(0, 16, [0], []), "destination_pages has shape (0,), these tokens need 1 entries"),
     ],
 )
-def test_a_chunk_that_cannot_be_planned_fails_before_anything_is_written(
+def test_invalid_chunk_fails_before_anything_is_written(
     chunk: ChunkWrite,
     reason: str,
     start_receiver: Callable[[int], Receiver],
@@ -390,7 +390,7 @@ def test_a_chunk_that_cannot_be_planned_fails_before_anything_is_written(
     assert all((receiver.pool == POISON).all() for receiver in receivers)
 
 
-def test_unready_kv_fails_its_chunk_and_slow_kv_is_reported(
+def test_failed_step_fails_its_chunk_and_slow_step_is_reported_as_a_problem(
     start_receiver: Callable[[int], Receiver],
     start_writer: Callable[..., Harness],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Parts from the pool of a prefill rank into the ring of a real process, and from there into the pages of a pool."""
+"""Staged parts: gathered from the pool of a prefill rank, written to the ring of a process, scattered into pages."""
 
 import itertools
 import queue
@@ -47,7 +47,7 @@ WHOLE = layout((0, LAYERS), (0, HEADS), page_size=7, num_pages=10)
 
 
 class StagedRank:
-    """Rank 1 of 2 of a prefill server, paired with a decode rank whose ring is the memory of a process."""
+    """Rank 1 of 2 of a prefill server, paired with a decode rank whose ring is the memory of `receiver`."""
 
     def __init__(self, receiver: Receiver, device: torch.device) -> None:
         self.cells = kv_of(LAYERS, HEADS, TOKENS, seed=5)
@@ -110,8 +110,8 @@ def start_rank() -> Iterator[Callable[..., StagedRank]]:
         yield start
 
 
-def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[..., StagedRank]) -> None:
-    """More parts than buffers, between unequal pages; the rest of the ring and of the pool is not touched."""
+def test_each_part_is_one_write_and_is_scattered_into_its_pages(start_rank: Callable[..., StagedRank]) -> None:
+    """More parts than buffers; page sizes differ. The rest of the ring and of the pool does not change."""
     prefill = start_rank()
     cuts = [3, 14, 15, 33, 50]
     parts = [prefill.part(start, end) for start, end in itertools.pairwise(cuts)]
@@ -144,10 +144,10 @@ def test_each_part_is_one_write_and_lands_in_its_pages(start_rank: Callable[...,
     assert target.data.equal(expected)
 
 
-def test_next_part_is_gathered_while_another_is_sent(
+def test_next_part_is_gathered_while_the_previous_one_is_sent(
     start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two parts are in buffers, so their pages may change; the third waits for a buffer."""
+    """Two parts are in buffers, so their pages may be reused; the third waits for a buffer."""
     prefill = start_rank()
     gathered: list[int] = []
 
@@ -190,8 +190,8 @@ def test_gpu_parts_do_not_wait_for_queued_steps(start_rank: Callable[..., Staged
     part = prefill.part(3, 14)
     pages, first = pages_holding(TARGET_PAGES, WHOLE.page_size, part.token_start, part.token_end)
     scatter = PartScatter(part, 256, part.tokens * prefill.region.token_bytes, pages, first)
-    steps = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # as a rank's thread; scattering waits for the legacy one
-    for busy in (False, True):  # the first time allocates, which waits for the device
+    steps = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # as in a rank's thread; scattering waits for the default stream
+    for busy in (False, True):  # the first pass allocates memory, which waits for the device
         steps_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(steps):
             if busy:
@@ -203,7 +203,7 @@ def test_gpu_parts_do_not_wait_for_queued_steps(start_rank: Callable[..., Staged
         wait()
         scatterer.scatter(scatter)
         assert scattered.get(timeout=10) == part
-        assert steps_done.query() != busy, "the steps were waited for"  # type: ignore[no-untyped-call]
+        assert steps_done.query() != busy, "gathering or scattering waited for the steps"  # type: ignore[no-untyped-call]
     scatterer.close()
     assert not failures
     slot = writer._buffers.slot(0, part.tokens * prefill.region.token_bytes)
@@ -211,7 +211,7 @@ def test_gpu_parts_do_not_wait_for_queued_steps(start_rank: Callable[..., Staged
 
 
 def test_chunk_of_staged_regions_ends_at_once_with_its_checksum(start_rank: Callable[..., StagedRank]) -> None:
-    """Its writes are those of its parts, which have their own commands."""
+    """A chunk command of staged regions writes nothing itself: its parts have their own commands."""
     prefill = start_rank()
     chunk = ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES)
     prefill.writer.write(chunk)
@@ -230,16 +230,16 @@ def test_parts_of_a_frozen_peer_end_when_they_are_cancelled(start_rank: Callable
     prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     assert prefill.parts.get(timeout=10).ok
     prefill.receiver.stop()
-    doomed, spared = TransferKey(2, 1), TransferKey(3, 1)
+    cancelled, other = TransferKey(2, 1), TransferKey(3, 1)
     for start in range(5):
-        prefill.writer.write_part(prefill.command(prefill.part(start, start + 1, doomed), 1024 * start))
-    prefill.writer.write_part(prefill.command(prefill.part(9, 10, spared), 9 * 1024))
-    prefill.writer.cancel(DECODE, doomed)
+        prefill.writer.write_part(prefill.command(prefill.part(start, start + 1, cancelled), 1024 * start))
+    prefill.writer.write_part(prefill.command(prefill.part(9, 10, other), 9 * 1024))
+    prefill.writer.cancel(DECODE, cancelled)
     prefill.receiver.resume()
     ended = [prefill.parts.get(timeout=15) for _ in range(6)]
     assert sorted(one.part.token_start for one in ended) == [0, 1, 2, 3, 4, 9]
-    assert sum(one.part.key == doomed and not one.ok for one in ended) >= 3
-    assert [one.ok for one in ended if one.part.key == spared] == [True]
+    assert sum(one.part.key == cancelled and not one.ok for one in ended) >= 3
+    assert [one.ok for one in ended if one.part.key == other] == [True]
 
 
 def test_closing_reports_every_part(start_rank: Callable[..., StagedRank]) -> None:
@@ -271,8 +271,8 @@ def test_failed_scatter_is_reported_and_stops_scattering() -> None:
     ring = torch.zeros(RING_BYTES, dtype=torch.uint8)
     scatterer = PartScatterer(ring, target.data, WHOLE, on_scattered=scattered.append, on_failed=failures.put)
     part = StagePart(4, TransferKey(1, 1), 0, 0, HeadSlice(0, LAYERS, 0, 2), 0, 4)
-    bad = PartScatter(part, 0, size_bytes=100, pages=[0], start=0)
-    scatterer.scatter(bad)
+    wrong_size = PartScatter(part, 0, size_bytes=100, pages=[0], start=0)
+    scatterer.scatter(wrong_size)
     assert "scattering staged KV failed" in failures.get(timeout=10)
     scatterer.close()
     assert not scattered
@@ -290,7 +290,7 @@ def test_failed_open_leaves_no_thread_and_fails_writes_with_its_reason(
     before = threading.active_count()
     monkeypatch.setattr("pdserve.transfer.data.chunk_writer.PartWriter", no_memory)
     prefill.writer.open(*prefill.pair)
-    assert threading.active_count() == before, "its senders have ended"
+    assert threading.active_count() == before, "a thread of its senders is left"
     prefill.writer.write(ChunkWrite(DECODE, TransferKey(1, 1), 0, TOKENS, SOURCE_PAGES, TARGET_PAGES))
     prefill.writer.write_part(prefill.command(prefill.part(0, 1), 0))
     for ended in (prefill.chunks.get(timeout=10), prefill.parts.get(timeout=10)):
@@ -305,7 +305,7 @@ def test_failed_open_leaves_no_thread_and_fails_writes_with_its_reason(
 def test_failure_of_a_cancelled_part_does_not_end_the_thread(
     start_rank: Callable[..., StagedRank], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU, where a failed gather raises when it is waited for."""
+    """On a GPU, a failed gather raises only when it is waited for."""
     prefill = start_rank()
     gathering, cancelled = threading.Event(), threading.Event()
 
@@ -326,6 +326,6 @@ def test_failure_of_a_cancelled_part_does_not_end_the_thread(
         ended = prefill.parts.get(timeout=10)
     assert (ended.ok, ended.reason, ended.late_writes) == (False, "cancelled", False)
     assert "an illegal memory access" in caplog.text
-    for start in range(3):  # more than buffers
+    for start in range(3):  # more parts than buffers
         prefill.writer.write_part(prefill.command(prefill.part(start, start + 1, TransferKey(2, 1)), 0))
         assert prefill.parts.get(timeout=10).ok

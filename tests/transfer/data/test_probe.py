@@ -62,7 +62,7 @@ class TestProbe:
     def test_probe_fails_if_other_bytes_are_read_back(
         self, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A transport that reports success, but moves nothing."""
+        """The transport reports success, but copies nothing."""
         engine = SendEngine(receiver.session, [receiver.region])
         monkeypatch.setattr(engine, "submit", lambda *_: WriteId(1))
         monkeypatch.setattr(engine, "poll", lambda _: WriteState.DONE)
@@ -71,8 +71,8 @@ class TestProbe:
         assert probe(engine, local, pool_of(receiver)) == "the bytes read back differ from the bytes written"
         engine.destroy()
 
-    @pytest.mark.parametrize("stopped", [True, False])
-    def test_stop_of_this_process_is_not_a_write_that_does_not_end(
+    @pytest.mark.parametrize("stopped", [True, False], ids=["this process is stopped", "the write does not end"])
+    def test_timeout_does_not_count_time_in_which_this_process_was_stopped(
         self, stopped: bool, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """After the stop, Mooncake needs a moment to notice that the write has ended."""
@@ -116,7 +116,7 @@ class TestProbe:
 
 @dataclass
 class Routed:
-    """A sender from random bytes, with its results and routes."""
+    """A sender of random bytes, with its results and the routes that it chose."""
 
     sender: PeerSender
     source: torch.Tensor
@@ -154,13 +154,13 @@ def start() -> Iterator[Callable[..., Routed]]:
 def test_unavailable_transport_is_replaced_by_the_next(
     receiver: Receiver, start: Callable[..., Routed], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The real Mooncake: there is no HCA. The route is chosen before the first job."""
+    """With the real Mooncake, on a machine without an HCA. The route is chosen before the first job."""
     routed = start(pool_of(receiver), KvRoute("rdma", receiver.session), KvRoute("tcp", receiver.session))
     transport, dropped = routed.routes.get(timeout=10)
     assert (transport, list(dropped)) == ("tcp", ["rdma"])
     assert "could not start an engine for rdma" in dropped["rdma"]
     assert "goes over tcp from now on, because rdma does not work" in caplog.text
-    assert "ib_gid_index" in caplog.text, "what can be done about it"
+    assert "ib_gid_index" in caplog.text, "the log names no setting that may help"
     assert routed.send().ok
     assert (receiver.pool[:POOL_BYTES] == routed.source[:POOL_BYTES].numpy()).all()
     assert routed.routes.empty()
@@ -232,7 +232,7 @@ def test_failed_transport_is_not_used_again(engines: Engines, start: Callable[..
     assert routed.routes.get(timeout=5) == ("nvlink", {})
     getattr(engines, how).add("nvlink")
     failed = routed.send()
-    assert not failed.ok, "it is the request that is tried again"
+    assert not failed.ok, "a sender does not repeat a failed job"
     assert routed.send().ok
     assert engines.written == ["nvlink", "nvlink", "tcp"]
     assert routed.routes.get(timeout=5) == ("tcp", {"nvlink": failed.reason})

@@ -1,4 +1,4 @@
-"""A sender and a real receiving process: every job ends exactly once, in bounded time, for any fault of the peer."""
+"""PeerSender with a real receiving process: each job has one result, in bounded time, whatever the peer does."""
 
 import os
 import queue
@@ -69,7 +69,7 @@ class Harness:
 
     def close(self) -> None:
         self.sender.close()
-        assert self.results.empty(), "a result nobody expected"
+        assert self.results.empty(), "unexpected result"
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def wait_until(condition: object, timeout_s: float = 10.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, f"not true within {timeout_s} s"
         time.sleep(0.0005)
 
 
@@ -118,7 +118,7 @@ def test_scattered_runs_land_exactly(harness: Harness) -> None:
     assert (harness.receiver.pool == expected).all()
 
 
-def test_a_long_run_is_split_and_five_thousand_short_ones_fit_the_queue(harness: Harness) -> None:
+def test_long_run_is_split_and_5000_short_runs_are_written(harness: Harness) -> None:
     short = np.arange(5000, dtype=np.int64)
     harness.sender.submit(SendJob(key(1), copies([0], [0], [8 * MIB])))
     harness.sender.submit(SendJob(key(2), copies(short * 512, 16 * MIB + short * 1024, np.full(5000, 512))))
@@ -133,7 +133,7 @@ def test_a_long_run_is_split_and_five_thousand_short_ones_fit_the_queue(harness:
     assert not landed[:, 512:].any()
 
 
-def test_jobs_run_in_order_and_wait_for_ready_off_the_callers_thread(harness: Harness) -> None:
+def test_jobs_run_in_order_and_wait_for_ready_on_the_senders_thread(harness: Harness) -> None:
     gate = threading.Event()
     threads: list[threading.Thread] = []
 
@@ -152,7 +152,7 @@ def test_jobs_run_in_order_and_wait_for_ready_off_the_callers_thread(harness: Ha
     assert harness.sender.stalled_s() == 0.0
 
 
-def test_a_failing_ready_fails_its_job_only(harness: Harness) -> None:
+def test_failure_of_ready_fails_only_its_job(harness: Harness) -> None:
     def ready() -> None:
         raise RuntimeError("the forward pass failed")
 
@@ -203,7 +203,7 @@ def test_peer_killed_in_the_middle_fails_running_and_queued_jobs(harness: Harnes
     assert time.monotonic() - killed_at < 10
 
 
-def test_a_peer_stopped_at_first_contact_costs_a_second_and_works_when_it_is_back(receiver: Receiver) -> None:
+def test_peer_stopped_before_the_connection_fails_jobs_fast_and_works_when_it_continues(receiver: Receiver) -> None:
     receiver.stop()
     started = time.monotonic()
     harness = Harness(receiver)
@@ -220,7 +220,7 @@ def test_a_peer_stopped_at_first_contact_costs_a_second_and_works_when_it_is_bac
     harness.close()
 
 
-def test_a_peer_stopped_in_the_middle_never_sees_reused_source_memory(harness: Harness) -> None:
+def test_peer_stopped_in_the_middle_never_receives_reused_source_memory(harness: Harness) -> None:
     pool = harness.receiver.pool
     harness.sender.submit(SendJob(key(1), fill(4 * MIB, POOL_BYTES)))
     wait_until(lambda: pool[16 * MIB])
@@ -233,9 +233,9 @@ def test_a_peer_stopped_in_the_middle_never_sees_reused_source_memory(harness: H
     assert result.reason is not None
     assert "stopped receiving" in result.reason
     original = harness.source[: 4 * MIB].copy()
-    harness.source[:] = 0  # a value the source never had
+    harness.source[:] = 0  # reused by another request
     unlike, parts = 255 - original, pool.reshape(-1, 4 * MIB)
-    parts[:] = unlike  # neither old nor new source: late bytes are visible
+    parts[:] = unlike  # neither the old nor the new source bytes, so late writes are visible
     harness.receiver.resume()
     time.sleep(0.5)
     assert all(((part == unlike) | (part == original)).all() for part in parts)
@@ -265,7 +265,7 @@ def test_stop_of_this_process_within_a_check_is_not_a_stall_of_the_peer(
     monkeypatch.setattr(SendEngine, "delivered_bytes", slow_delivered_bytes)
     harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
     result = harness.result()
-    assert stopped.is_set(), "it was not stopped within a check"
+    assert stopped.is_set(), "no check was delayed"
     assert (result.ok, result.reason, result.late_writes) == (True, None, False)
 
 
@@ -341,12 +341,12 @@ def test_an_exception_in_the_callback_does_not_end_the_thread(
     harness = Harness(receiver)
     seen: list[SendResult] = []
 
-    def explode_once(result: SendResult) -> None:
+    def fail_once(result: SendResult) -> None:
         seen.append(result)
         if len(seen) == 1:
             raise RuntimeError("boom")
 
-    harness.sender._on_result = explode_once
+    harness.sender._on_result = fail_once
     harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
     harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
     wait_until(lambda: len(seen) == 2)
@@ -371,12 +371,12 @@ SLOW_BYTES_PER_S = 30e6 / 8
 
 
 SLOW_STALL_S = 3.0
-"""Less than a write takes, and more than a busy machine stops the proxy for."""
+"""Shorter than a write, and longer than a busy machine delays the proxy."""
 
 
 @pytest.fixture
 def slow(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harness, MooncakeProxy]]:
-    """A sender whose receiver is behind a network of 30 Mbit/s: a write of 4 MiB on each of four lanes takes 4.5 s."""
+    """A sender to a receiver behind a network of 30 Mbit/s: writes of 4 MiB on each of four lanes take 4.5 s."""
     monkeypatch.setattr(sender_module, "STALL_BASE_S", SLOW_STALL_S)
     with MooncakeProxy(receiver.session, SLOW_BYTES_PER_S) as proxy:
         receiver.session = proxy.session
@@ -397,7 +397,7 @@ def test_slow_network_does_not_fail_the_job(slow: tuple[Harness, MooncakeProxy])
     result = harness.result()
     assert (result.ok, result.reason) == (True, None)
     assert time.monotonic() - before > 0.9 * 16 * MIB / SLOW_BYTES_PER_S
-    assert worst_s < SLOW_STALL_S, "bytes move all the time"
+    assert worst_s < SLOW_STALL_S, "a slow network was taken for a stalled one"
     assert (harness.receiver.pool[: 8 * MIB] == harness.source).all()
     assert (harness.receiver.pool[8 * MIB : 16 * MIB] == harness.source).all()
 

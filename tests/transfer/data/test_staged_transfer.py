@@ -1,4 +1,4 @@
-"""The staged path with real parts: pools, kernels, both state machines, and Mooncake into the memory of a process."""
+"""A staged transfer with real pools, kernels and state machines of both sides, and Mooncake to another process."""
 
 import collections
 import queue
@@ -106,7 +106,7 @@ class StagedPair:
         self.arrivals.open(KEY, PREFILL, start, TOKENS, self.target_pages[start // 7 :])
         assert self.arrivals.hold(done)
         self.sends.request((DECODE, KEY), start, TOKENS, 0.0)
-        # both ranks have the same pages on a real server; here each has its own, and act() looks them up
+        # on a real server all ranks have the same page ids; here they are indices, which act() maps to ids of a rank
         self.sends.send(ChunkWrite(DECODE, KEY, start, TOKENS, list(range(len(self.source_pages[0]))), []), 0.0)
         while self.effects:
             self.act(self.effects.pop(0))
@@ -150,7 +150,7 @@ class StagedPair:
 
 
 def test_two_ranks_stage_to_one_through_a_ring_smaller_than_the_prompt() -> None:
-    start = 7  # decode's prefix is whole pages
+    start = 7  # decode has a cached prefix of one page
     with Receiver(RING_BYTES) as process:
         pair = StagedPair(process)
         before = pair.target.data.clone()

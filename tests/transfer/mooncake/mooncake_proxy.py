@@ -13,10 +13,10 @@ _PIECE_BYTES = 16 << 10
 
 
 class MooncakeProxy:
-    """Replaces the engine at `session`: handshakes are answered with the real engine's description, but with our data
-    port. `bytes_per_s` is shared by all data connections, in each direction.
+    """Stands between senders and the engine at `session`: handshakes return its description with the data port of the
+    proxy. `bytes_per_s` is shared by all data connections, in each direction.
 
-    Buffers are small, so that bytes that the sender's kernel has sent reach the other side soon.
+    Socket buffers are small, so that few bytes are on the way in the proxy.
     """
 
     def __init__(self, session: str, bytes_per_s: float) -> None:
@@ -87,7 +87,7 @@ class MooncakeProxy:
         with suppress(OSError):
             while True:
                 near, _ = self._data.accept()
-                assert self._data_at is not None, "whoever knows the port has been told"
+                assert self._data_at is not None, "clients learn the data port from a handshake"
                 far = socket.create_connection(self._data_at)
                 self._open += near, far
                 self._start(self._copy, near, far, "up")

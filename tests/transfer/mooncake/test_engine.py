@@ -1,4 +1,4 @@
-"""Real engines between real processes over TCP loopback; peers are healthy, hung, dead or wrong."""
+"""Mooncake engines of real processes over TCP loopback; peers are healthy, stopped, dead, or other services."""
 
 import os
 import socket
@@ -64,7 +64,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_writes_land_exactly_and_write_ids_end_once(receiver: Receiver) -> None:
+def test_write_changes_only_its_bytes_and_its_id_ends_once(receiver: Receiver) -> None:
     source = np.random.default_rng(0).integers(1, 256, 1 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     write = engine.submit(source.ctypes.data + 5, receiver.base_address + 1001, 700_001)
@@ -90,7 +90,7 @@ def test_a_write_outside_the_registered_region_fails(receiver: Receiver) -> None
     assert not receiver.pool.any()
 
 
-def test_listeners_on_a_loopback_host_are_confined_to_this_machine() -> None:
+def test_listeners_of_a_loopback_host_are_bound_to_the_loopback_device() -> None:
     engine = ReceiveEngine("127.0.0.1")
     try:
         ports = {int(engine.session.rpartition(":")[2]), describe_engine(engine.session, 1).tcp_data_port or 0}
@@ -138,7 +138,7 @@ def test_idle_connections_do_not_delay_handshakes(receiver: Receiver) -> None:
     with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(socket.create_connection((host, int(port))))
-        time.sleep(0.2)  # these connect first
+        time.sleep(0.2)  # these are accepted first
         started = time.monotonic()
         engine = SendEngine(receiver.session, [receiver.region])
         source = np.ones(1000, dtype=np.uint8)
@@ -148,7 +148,7 @@ def test_idle_connections_do_not_delay_handshakes(receiver: Receiver) -> None:
         engine.destroy()
 
 
-def test_opening_detects_another_service_and_another_process(receiver: Receiver) -> None:
+def test_opening_detects_another_service_and_memory_that_is_not_registered(receiver: Receiver) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -168,7 +168,7 @@ def test_opening_detects_another_service_and_another_process(receiver: Receiver)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_name_that_no_host_can_have_is_unreachable(host: str) -> None:
+def test_invalid_host_name_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError, match=f"decode {host}:80 cannot be reached"):
         describe_engine(f"{host}:80", PREFLIGHT_TIMEOUT_S)
 
@@ -196,7 +196,7 @@ def test_answer_that_came_while_this_process_was_stopped_is_read(monkeypatch: py
 
 
 def test_handshake_is_not_cut_because_this_process_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stop was longer than the timeout. The handshake ends when this process has run a little longer."""
+    """The stop is longer than the timeout. The handshake ends 0.2 s of running time later."""
 
     class Submitted(threading.Event):
         stopped = True
@@ -224,7 +224,7 @@ def test_first_write_ends_if_the_peer_hangs_after_the_preflight(receiver: Receiv
 
 
 def test_first_write_ends_if_it_connects_after_its_timeout(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process was stopped just before: at the timeout there is no connection to cut yet."""
+    """This process was stopped before it connected: at the timeout there is no connection to cut yet."""
     found: list[int] = []
 
     def cut(session: str) -> int:
@@ -239,13 +239,13 @@ def test_first_write_ends_if_it_connects_after_its_timeout(receiver: Receiver, m
     assert engine.submit(source.ctypes.data, receiver.base_address, 4096) is None
     assert time.monotonic() - started < 15  # 60 s with a single attempt
     while not any(found) and time.monotonic() - started < 20:
-        time.sleep(0.01)  # the guard may still be in its cut
+        time.sleep(0.01)  # the guard thread may not have returned from its cut yet
     assert found[0] == 0
     assert any(found)
     engine.destroy()
 
 
-def test_destroy_with_a_hung_peer_is_quick_and_releases_the_gil(receiver: Receiver) -> None:
+def test_destroy_with_a_hung_peer_is_quick(receiver: Receiver) -> None:
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
@@ -261,7 +261,7 @@ def test_destroy_with_a_hung_peer_is_quick_and_releases_the_gil(receiver: Receiv
 def test_destroy_waits_for_connections_after_a_stop_of_this_process(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake did not run meanwhile either: it opens its connections afterwards."""
+    """The threads of Mooncake were stopped too, so they open their connections only afterwards."""
     source = np.ones(4096, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
@@ -292,7 +292,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_destroy_drops_bytes_that_the_kernel_has_not_sent(receiver: Receiver) -> None:
-    """Bytes that wait for the network or for a hung peer would arrive when their pages have a new owner."""
+    """Bytes that wait in the kernel for a hung peer would arrive when their pages belong to another request."""
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     data_port = describe_engine(receiver.session, 1).tcp_data_port
@@ -303,12 +303,12 @@ def test_destroy_drops_bytes_that_the_kernel_has_not_sent(receiver: Receiver) ->
         assert engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) is not None
     deadline = time.monotonic() + 5
     while not any(unsent_bytes(data_port)):
-        assert time.monotonic() < deadline, "the peer takes everything"
+        assert time.monotonic() < deadline, "the receiver has read everything: nothing is left to drop"
         time.sleep(0.01)
     engine.destroy()
     deadline = time.monotonic() + 2
     while unsent_bytes(data_port):  # the kernel would keep them for minutes
-        assert time.monotonic() < deadline, "they would arrive when the peer goes on"
+        assert time.monotonic() < deadline, "the kernel still has bytes for the receiver"
         time.sleep(0.01)
 
 
@@ -333,7 +333,7 @@ def test_destroy_covers_connections_that_are_being_opened(receiver: Receiver, mo
 
 @pytest.mark.usefixtures("patient")
 def test_destroy_does_not_wait_for_connections_to_a_dead_peer(receiver: Receiver) -> None:
-    """Its other ranks are notified only afterwards."""
+    """Chunks on the other ranks of the peer are stopped only after destroy() has returned."""
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     writes = [engine.submit(source.ctypes.data, receiver.base_address, 16 << 20) for _ in range(16)]
@@ -344,7 +344,7 @@ def test_destroy_does_not_wait_for_connections_to_a_dead_peer(receiver: Receiver
     assert time.monotonic() - started < 5
 
 
-def test_mooncake_logs_nothing_when_everything_fails() -> None:
+def test_mooncake_logs_nothing_about_failed_writes_and_missing_peers() -> None:
     session = """
 import sys, time, ctypes
 from pdserve.transfer.mooncake.engine import ReceiveEngine, SendEngine, WriteState
@@ -373,8 +373,8 @@ except PeerUnreachableError:
     assert "mooncake" in loud.stderr.lower() or "transfer_metadata" in loud.stderr
 
 
-def test_dangerous_settings_are_removed() -> None:
-    # With MC_LOG_DIR Mooncake aborts the process at import.
+def test_dangerous_environment_variables_are_removed() -> None:
+    # With MC_LOG_DIR, Mooncake aborts the process at import.
     result = run_python(
         "import os; from pdserve.transfer.mooncake.engine import ReceiveEngine; ReceiveEngine('127.0.0.1').close();"
         "print('MC_LOG_DIR' in os.environ, os.environ['MC_FORCE_TCP'])",
@@ -385,8 +385,8 @@ def test_dangerous_settings_are_removed() -> None:
     assert "MC_LOG_DIR is set in the environment" in result.stderr
 
 
-def test_table_of_variables_stays_where_it_is_when_engines_are_created() -> None:
-    """Native threads read it at any time: glibc would free it if an engine added a name."""
+def test_creating_engines_does_not_reallocate_the_environment() -> None:
+    """Native threads call getenv() at any time. If an engine added a variable, glibc would free the table they read."""
     result = run_python(
         "import ctypes\n"
         "from pdserve.transfer.mooncake import library\n"

@@ -9,7 +9,7 @@ from pdserve.transfer.mooncake.infiniband import devices_for_rank, port_states
 
 
 def machine(root: Path, **devices: str) -> Path:
-    """A sysfs tree with these devices; a value has the state of each port, as `ACTIVE` or `DOWN,ACTIVE`."""
+    """A sysfs tree with these devices; a value has the state of each port, for example `ACTIVE` or `DOWN,ACTIVE`."""
     numbers = {"DOWN": 1, "INIT": 2, "ACTIVE": 4}
     for device, states in devices.items():
         for port, state in enumerate(states.split(","), start=1):

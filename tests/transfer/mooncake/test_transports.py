@@ -83,7 +83,7 @@ class RecordingEngine:
 
     made: list["RecordingEngine"]
     registers = 0
-    """What register_memory returns."""
+    """Status that register_memory returns."""
 
     def __init__(self) -> None:
         self.arguments: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class RecordingEngine:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
-    """Recording engines instead of Mooncake's, and peers that have registered all that they announce."""
+    """Recording engines instead of Mooncake's, and peers with all memory registered."""
 
     class Module:
         TransferEngine = RecordingEngine
@@ -133,7 +133,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
 
 @pytest.fixture
 def hca(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The sysfs of a machine with two HCAs, which this test sees instead of that of the machine."""
+    """A fake sysfs tree with two HCAs, which replaces that of the machine."""
     monkeypatch.setattr(transports_module, "devices_for_rank", partial(devices_for_rank, sysfs=tmp_path))
     for device in ("mlx5_0", "mlx5_1"):
         port = tmp_path / device / "ports" / "1"
@@ -285,10 +285,10 @@ def test_rdma_is_disabled_if_memory_cannot_be_registered(engines: list[Recording
     with pytest.raises(StartupError, match="cannot register 100 bytes"):
         drop_unusable_rdma(local("rdma", "mlx5_0"), regions)
     assert drop_unusable_rdma(local("rdma"), regions) == local("rdma")
-    assert len(engines) == 3, "without an HCA nothing is tried"
+    assert len(engines) == 3, "an engine was opened without an HCA"
 
 
-def test_rdma_sender_registers_its_sources_and_is_reachable(engines: list[RecordingEngine]) -> None:
+def test_rdma_sender_registers_its_sources_and_listens_on_the_advertised_host(engines: list[RecordingEngine]) -> None:
     sources = [Region(4096, 100), Region(8192, 50)]
     send = SendEngine(
         "10.0.0.9:3", [], transport="rdma", host="10.0.0.1", devices=("mlx5_1",), gid_index=2, sources=sources

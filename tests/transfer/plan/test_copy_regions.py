@@ -1,4 +1,7 @@
-"""Copy regions between random topologies: every cell is written once, with the bytes of a brute-force gather."""
+"""Copy regions between random topologies: each layer and head is written once, with the bytes of a brute-force gather.
+
+A cell is one layer and one head.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -34,7 +37,7 @@ def layout(
 
 
 def cut(total: int, parts: int) -> list[tuple[int, int]]:
-    """`total` in `parts` nearly equal ranges; more parts than members share them, as GQA replicas do."""
+    """`total` in `parts` nearly equal ranges. More parts than members share members, as GQA replicas."""
     if parts > total:
         return [(part * total // parts, part * total // parts + 1) for part in range(parts)]
     edges = [part * total // parts for part in range(parts + 1)]
@@ -128,7 +131,7 @@ def rows_of(pages: Ints, page_size: int, positions: Ints) -> Ints:
 
 
 def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], destination: Bytes) -> Ints:
-    """Run copies from several pools. Returns how often each byte of the destination was written."""
+    """Copy runs from several pools. Returns how often each byte of the destination was written."""
     writes = np.zeros(destination.size, dtype=np.int64)
     for (source, target, length), pool in zip(runs_of, sources, strict=True):
         steps = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
@@ -141,9 +144,7 @@ def copy(runs_of: Sequence[tuple[Ints, Ints, Ints]], sources: Sequence[Bytes], d
 @pytest.mark.slow
 @settings(max_examples=examples(400, 120), deadline=None)
 @given(case=cases(), by_token=st.booleans())
-def test_regions_move_exactly_the_right_bytes_between_any_topologies(
-    case: tuple[Sides, Tokens, int], by_token: bool
-) -> None:
+def test_regions_copy_the_right_bytes_between_any_topologies(case: tuple[Sides, Tokens, int], by_token: bool) -> None:
     (prefill, decode), tokens, seed = case
     rng = np.random.default_rng(seed)
     layers, heads = max(kv.layer_end for kv in prefill), max(kv.head_end for kv in prefill)
@@ -229,7 +230,7 @@ def test_every_cell_has_one_writer_and_rectangles_are_maximal(case: Sides, first
 @pytest.mark.slow
 @settings(max_examples=examples(500, 150), deadline=None)
 @given(layers=st.integers(1, 12), replicas=st.integers(1, 8), stages=st.integers(1, 4), copies=st.integers(1, 8))
-def test_replicas_share_the_work(layers: int, replicas: int, stages: int, copies: int) -> None:
+def test_replicas_write_similar_numbers_of_layers(layers: int, replicas: int, stages: int, copies: int) -> None:
     prefill = [layout((0, layers), (0, 1))] * replicas
     decode = [layout(stage, (0, 1)) for stage in cut(layers, min(stages, layers))] * copies
     regions = plan_regions(prefill, decode)
@@ -263,7 +264,7 @@ def test_equal_topologies_are_rank_to_rank_and_one_copy_per_run_of_pages(topolog
         assert len(expand_token_runs(kv, kv, [2, 3], range(16, 48), 0, 32, region)) == 1
 
 
-def test_three_stages_to_two() -> None:
+def test_regions_from_three_pipeline_stages_to_two() -> None:
     prefill = [layout((0, 4), (0, 2)), layout((4, 8), (0, 2)), layout((8, 12), (0, 2))]
     decode = [layout((0, 6), (0, 2)), layout((6, 12), (0, 2))]
     heads = range(2)

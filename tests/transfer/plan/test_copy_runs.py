@@ -1,4 +1,4 @@
-"""Copy plans against a brute-force gather, token by token, over random layouts."""
+"""Copy runs against a brute-force copy, token by token, over random layouts."""
 
 import time
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def token_range(kv: KvLayout, page: int, slot: int, layer: int, plane: int, head
 
 
 def of_range(case: Case) -> Case:
-    """The same with page lists that start at the first token to copy, as plans take them."""
+    """The same case with page lists that start at the page of the first token, which is what expand_runs takes."""
     return case._replace(
         source_pages=case.source_pages[case.start // case.source.page_size :],
         destination_pages=case.destination_pages[case.start // case.destination.page_size :],
@@ -110,7 +110,7 @@ def assert_maximal(runs: CopyRuns) -> None:
 
 
 def tail_rows(case: Case) -> set[tuple[int, int]]:
-    """(page, slot) of the destination behind the last token, where a whole last page may write."""
+    """(page, slot) of the destination after the last token: they may change, because a last page is copied whole."""
     destination = case.destination
     if case.end % destination.page_size == 0:
         return set()
@@ -172,7 +172,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=150, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000))
-def test_pages_match_a_token_by_token_gather(case: Case, seed: int) -> None:
+def test_page_runs_match_a_token_by_token_copy(case: Case, seed: int) -> None:
     source_pool = random_pool(case.source, seed)
     expected = random_pool(case.destination, seed + 1)
     actual = expected.copy()
@@ -186,7 +186,7 @@ def test_pages_match_a_token_by_token_gather(case: Case, seed: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000), data=st.data())
-def test_token_rows_match_a_token_by_token_gather(case: Case, seed: int, data: st.DataObject) -> None:
+def test_token_runs_match_a_token_by_token_copy(case: Case, seed: int, data: st.DataObject) -> None:
     slots = case.destination.num_pages * case.destination.page_size
     assume(slots >= case.end)
     in_pages = [

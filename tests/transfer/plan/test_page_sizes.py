@@ -1,4 +1,4 @@
-"""The warning about different page sizes: when it is given, and that its numbers are those of the plan."""
+"""The warning about different page sizes: when it is logged, and its numbers of writes."""
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ def test_different_page_sizes_take_a_write_per_head_and_page(page_size: int, str
     )
 
 
-def test_all_ranks_and_pools_count() -> None:
+def test_writes_of_all_ranks_and_pools_are_counted() -> None:
     """Two latent planes, one head each; every decode rank holds all of them."""
     latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
     indexer = msgspec.structs.replace(latent, planes=(INDEXER,))

@@ -1,4 +1,4 @@
-"""Which properties two servers must share to pair; all others may differ."""
+"""Which properties of two servers must be equal to pair; all others may differ."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from pdserve.transfer.plan.pairing import check_pair, share_cpu
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Hello, InstanceId, Pool, Rank, Welcome
 
-Cells = tuple[int, int]
+Span = tuple[int, int]
 K, V, LATENT, INDEXER = Plane("k", 256), Plane("v", 256), Plane("latent", 576), Plane("indexer", 256)
 LAYOUT = KvLayout((K, V), 0, 8, 0, 4, 16, 100, "bfloat16")
 
@@ -18,7 +18,7 @@ def rank(number: int, *layouts: KvLayout, session: str | None = "10.0.0.1:1") ->
     return Rank(number, session, tuple(Pool(kv, 1 << 20, kv.size_bytes) for kv in layouts))
 
 
-def part(layers: Cells, heads: Cells, layout: KvLayout = LAYOUT) -> KvLayout:
+def part(layers: Span, heads: Span, layout: KvLayout = LAYOUT) -> KvLayout:
     return msgspec.structs.replace(
         layout, layer_start=layers[0], layer_end=layers[1], head_start=heads[0], head_end=heads[1]
     )
@@ -71,7 +71,7 @@ def test_host_pools_and_another_order_of_pools_pair() -> None:
     assert check_pair(*sides((rank(0, latent, indexer), rank(1, latent, indexer)), (host,))) is None
 
 
-def test_hot_pool_has_the_rows_of_a_pool_in_host_memory() -> None:
+def test_hot_pool_must_have_the_rows_of_a_pool_in_host_memory() -> None:
     latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
     hot = msgspec.structs.replace(latent, num_pages=7)
     cases: tuple[tuple[KvLayout, Literal["device", "host"], bool], ...] = (
@@ -88,7 +88,7 @@ def test_hot_pool_has_the_rows_of_a_pool_in_host_memory() -> None:
         assert fits or "no pool in host memory has such rows" in str(reason)
 
 
-def test_all_pools_of_a_server_share_their_pages() -> None:
+def test_pools_of_one_server_with_different_page_sizes_are_refused() -> None:
     latent = KvLayout((LATENT,), 0, 8, 0, 1, 64, 100, "uint8")
     indexer = msgspec.structs.replace(latent, planes=(INDEXER,), page_size=16)
     reason = check_pair(*sides((rank(0, latent, indexer),), (rank(0, latent, indexer),)))
@@ -190,7 +190,7 @@ def test_a_side_without_ranks_is_refused() -> None:
     ("prefill", "decode", "shared"),
     [
         ([("m", (0, 1), 2)], [("m", (0, 1), 2)], True),
-        ([("m", (0, 1), 1)], [("m", (0, 1), 1)], False),  # a core for each
+        ([("m", (0, 1), 1)], [("m", (0, 1), 1)], False),  # a core for each thread
         ([("m", (0, 1), 2)], [("m", (2, 3), 2)], False),
         ([("m", (0, 1), 2)], [("m", (1, 2), 2)], True),
         ([("m", (0, 1), 2)], [("n", (0, 1), 2)], False),
@@ -201,9 +201,9 @@ def test_a_side_without_ranks_is_refused() -> None:
     ],
 )
 def test_servers_share_the_cpu_if_they_have_more_threads_than_cores(
-    prefill: list[tuple[str, Cells, int]], decode: list[tuple[str, Cells, int]], shared: bool
+    prefill: list[tuple[str, Span, int]], decode: list[tuple[str, Span, int]], shared: bool
 ) -> None:
-    def ranks(found: list[tuple[str, Cells, int]]) -> list[Rank]:
+    def ranks(found: list[tuple[str, Span, int]]) -> list[Rank]:
         return [
             Rank(number, None, (), machine, cpu_cores=cores, cpu_threads=threads)
             for number, (machine, cores, threads) in enumerate(found)

@@ -1,4 +1,4 @@
-"""The ring against a map of its bytes: only free bytes are granted, free bytes are found, and order is kept."""
+"""StagingRing against a map of its bytes: it grants only free bytes, and requests in order, as soon as they fit."""
 
 import pytest
 from hypothesis import settings
@@ -30,7 +30,7 @@ class ByteMap(RuleBasedStateMachine):
         self.grant()
 
     @rule(wrong=st.sampled_from([-1, 0, None]))
-    def impossible(self, wrong: int | None) -> None:
+    def request_of_impossible_size(self, wrong: int | None) -> None:
         before = self.ring.waiting
         with pytest.raises(ValueError, match="1 to"):
             self.ring.request(-1, self.ring.capacity_bytes + 1 if wrong is None else wrong)
@@ -49,7 +49,7 @@ class ByteMap(RuleBasedStateMachine):
     @precondition(lambda self: self.freed)
     @rule(data=st.data())
     def free_again(self, data: st.DataObject) -> None:
-        """Also after the same bytes were granted to another owner."""
+        """Freeing a region twice has no effect, also if its bytes belong to another owner by then."""
         before = self.ring.granted_bytes
         assert not self.ring.free(data.draw(st.sampled_from(self.freed)))
         assert not self.ring.free(Position(self.end + ALIGNMENT))
@@ -66,19 +66,19 @@ class ByteMap(RuleBasedStateMachine):
 
     def grant(self) -> None:
         for owner, region in self.ring.grant():
-            assert owner == min(self.sizes), "passed one that has waited longer"
+            assert owner == min(self.sizes), "granted out of order"
             assert region.size_bytes - ALIGNMENT < self.sizes.pop(owner) <= region.size_bytes
             assert region.position >= self.end
             assert region.offset == region.position % self.ring.capacity_bytes
             self.end = region.position + region.size_bytes
             units = slice(region.offset // ALIGNMENT, (region.offset + region.size_bytes) // ALIGNMENT)
-            assert units.stop <= len(self.map), "crosses the end"
-            assert self.map[units] == [None] * (units.stop - units.start), "granted what was not free"
+            assert units.stop <= len(self.map), "region crosses the end of the buffer"
+            assert self.map[units] == [None] * (units.stop - units.start), "granted bytes that are in use"
             self.map[units] = [owner] * (units.stop - units.start)
             self.regions[owner] = region
 
     @invariant()
-    def nobody_waits_in_vain(self) -> None:
+    def first_request_waits_only_while_it_does_not_fit(self) -> None:
         if not hasattr(self, "ring"):
             return
         self.ring.check_integrity()
@@ -88,10 +88,10 @@ class ByteMap(RuleBasedStateMachine):
             for entry in self.map:
                 run = run + 1 if entry is None else 0
                 longest = max(longest, run)
-            assert longest * ALIGNMENT < self.sizes[min(self.sizes)], "there is room for the first in the queue"
+            assert longest * ALIGNMENT < self.sizes[min(self.sizes)], "the first request fits and was not granted"
 
     def teardown(self) -> None:
-        """Everything is freed and every request is granted; then one request can have the whole buffer."""
+        """Once all regions are freed and all requests granted, a request of the whole buffer is granted."""
         if not hasattr(self, "ring"):
             return
         while self.regions:
@@ -116,7 +116,7 @@ def grant(ring: StagingRing[str], owner: str, units: int) -> Region | None:
 
 
 def test_an_idle_ring_grants_a_large_request_after_a_small_one() -> None:
-    """SGLang's ring of 2026-08 deadlocked here (its issue 37166): 4 of 32, freed, then 29."""
+    """4 of 32 units, freed, then 29: SGLang's ring deadlocked here in 2026-08 (its issue 37166)."""
     ring: StagingRing[str] = StagingRing(32 * ALIGNMENT, epoch=1)
     small = grant(ring, "small", 4)
     assert small is not None
@@ -126,7 +126,7 @@ def test_an_idle_ring_grants_a_large_request_after_a_small_one() -> None:
     assert large.position == 32 * ALIGNMENT
 
 
-def test_a_region_that_is_held_for_long_costs_its_own_bytes_only() -> None:
+def test_region_that_is_held_for_long_blocks_only_its_own_bytes() -> None:
     ring: StagingRing[str] = StagingRing(8 * ALIGNMENT, epoch=1)
     assert grant(ring, "before", 3) is not None
     held = grant(ring, "held", 1)

@@ -1,4 +1,4 @@
-"""Which regions are staged, and that their parts fit into the ring."""
+"""Which regions are staged, and how large their parts are."""
 
 import itertools
 from typing import get_args
@@ -37,7 +37,7 @@ SETTINGS: tuple[StagingSetting, ...] = get_args(StagingSetting)
 
 
 def shards(tp: int, pp: int = 1) -> list[KvLayout]:
-    """As the model shards them: stages divide layers, ranks of a stage divide heads, surplus ranks are replicas."""
+    """Pipeline stages divide the layers, the ranks of a stage the heads. More ranks than heads are replicas."""
     found = []
     for stage, rank in itertools.product(range(pp), range(tp)):
         first = rank * HEADS // tp
@@ -72,7 +72,7 @@ def pair(
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [*itertools.product((1, 2, 4, 8), repeat=2)])
-def test_auto_stages_head_slices_only(prefill: int, decode: int) -> None:
+def test_auto_stages_if_and_only_if_heads_are_split_differently(prefill: int, decode: int) -> None:
     hello, welcome = pair(shards(prefill), shards(decode))
     found = staged_regions(hello, welcome)
     same_heads = min(prefill, HEADS) == min(decode, HEADS)  # eight ranks have one head each, as four do
@@ -100,7 +100,7 @@ def test_latent_rows_are_never_staged() -> None:
 
 @pytest.mark.parametrize("prefill", [2, 4, 8])
 def test_data_parallel_ranks_of_a_decode_server_have_different_writers(prefill: int) -> None:
-    """Each is a decode server with one rank. A tensor-parallel prefill server has all rows on every rank."""
+    """Each data-parallel rank pairs as a decode server with one rank; each prefill rank has all rows."""
     rows = [layout((0, LAYERS), (0, 1), page_size=16, num_pages=8, planes=("latent",))]
     hello, welcome = pair(rows * prefill, rows)
     server = InstanceId("0123-dp-4567")
@@ -119,7 +119,7 @@ def test_nothing_is_staged_to_a_decode_server_without_rings() -> None:
     assert staged_regions(*pair(shards(2), shards(1), ring_bytes=None)) == ()
 
 
-def test_parts_fit_into_the_ring_twice_for_each_writer() -> None:
+def test_part_size_depends_on_the_ring_and_its_writers() -> None:
     token_bytes = LAYERS * CELL_BYTES  # of one head
     for ring_bytes, part_bytes in ((MIB, MIB // 8), (1 << 30, MAX_PART_BYTES), (4 * token_bytes, token_bytes)):
         found = staged_regions(*pair(shards(4), shards(1), ring_bytes=ring_bytes))

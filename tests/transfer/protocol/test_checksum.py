@@ -34,7 +34,9 @@ def test_checksum_is_the_sum_of_seeded_hashes_of_each_layer_plane_and_head(token
 
 
 @pytest.mark.parametrize(("stages", "shards"), [(2, 1), (1, 3), (4, 2)])
-def test_shares_of_ranks_add_up(tokens: torch.Tensor, stages: int, shards: int) -> None:
+def test_checksums_of_all_ranks_add_up_to_the_checksum_of_the_whole(
+    tokens: torch.Tensor, stages: int, shards: int
+) -> None:
     deep, wide = LAYERS // stages, HEADS // shards
     sums = []
     for stage in range(0, LAYERS, deep):

@@ -1,4 +1,4 @@
-"""Frames: round trips, compatibility with older and newer peers, and readable errors for invalid input."""
+"""Encoding of control messages: round trips, compatibility with older and newer peers, errors for invalid input."""
 
 import contextlib
 from typing import Any
@@ -135,8 +135,8 @@ def test_strided_arrays_are_made_contiguous() -> None:
 @pytest.mark.parametrize(
     ("message", "arrays"), [(HELLO, 0), (WELCOME, 0), (DESTINATION, 2)], ids=["Hello", "Welcome", "KvDestination"]
 )
-class TestEnableHisparseTrails:
-    """`enable_hisparse` was appended: peers with and without it are compatible."""
+class TestTrailingField:
+    """`enable_hisparse` is the last field of three messages: peers without it are compatible."""
 
     def test_missing_trailing_field_gets_its_default(self, message: AnyMessage, arrays: int) -> None:
         fields = fields_on_the_wire(message)
@@ -145,26 +145,26 @@ class TestEnableHisparseTrails:
         decoded, _ = decode([older, *[b""] * arrays])
         assert decoded == msgspec.structs.replace(message, enable_hisparse=False)
 
-    def test_a_newer_peer_appends_fields_and_arrays(self, message: AnyMessage, arrays: int) -> None:
+    def test_fields_and_arrays_that_a_newer_peer_appends_are_ignored(self, message: AnyMessage, arrays: int) -> None:
         newer = msgspec.msgpack.encode([*fields_on_the_wire(message), {"new": [1, 2]}, 3.5])
         decoded, received = decode([newer, *[b""] * arrays, b"\x01\x00\x00\x00"])
         assert decoded == message
         assert len(received) == arrays + 1
 
-    def test_it_is_the_last_field(self, message: AnyMessage, arrays: int) -> None:  # noqa: ARG002
+    def test_enable_hisparse_is_the_last_field(self, message: AnyMessage, arrays: int) -> None:  # noqa: ARG002
         assert msgspec.structs.fields(message)[-1].name == "enable_hisparse"
         without = fields_on_the_wire(msgspec.structs.replace(message, enable_hisparse=False))
         assert fields_on_the_wire(message) == [*without[:-1], True]
 
 
 @given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))
-def test_text_in_a_frame(text: str) -> None:
+def test_text_packed_into_an_array_round_trips(text: str) -> None:
     (_, frame) = encode(HELLO, np.array(pack_text(text), dtype=np.int32))
     _, (received,) = decode([encode(HELLO)[0], bytes(frame)])
     assert unpack_text(received.tolist()) == text
 
 
-def test_nested_structs_can_be_appended_to() -> None:
+def test_fields_can_be_appended_to_nested_structs() -> None:
     fields = fields_on_the_wire(Heartbeat(InstanceId("p1"), 1.0, Load(1, 2, 3, window_tokens=4)))
     fields[-1] = [1, 2]
     assert decode([msgspec.msgpack.encode(fields)])[0] == Heartbeat(InstanceId("p1"), 1.0, Load(1, 2))
@@ -183,7 +183,7 @@ def test_load_of_an_older_decode_server_asks_for_no_cache_reports() -> None:
 
 @pytest.mark.parametrize("other", [0, PROTOCOL_VERSION + 1])
 @pytest.mark.parametrize("tag", ["Hello", "Welcome"])
-def test_an_unreadable_introduction_of_another_version_is_named(tag: str, other: int) -> None:
+def test_error_for_an_unreadable_hello_or_welcome_has_its_protocol_version(tag: str, other: int) -> None:
     with pytest.raises(OtherVersionError) as caught:
         decode([msgspec.msgpack.encode([tag, other, {"all": "different"}])])
     assert caught.value.version == other
@@ -207,7 +207,7 @@ def test_an_unreadable_introduction_of_another_version_is_named(tag: str, other:
         ([encode(DESTINATION, NO_INTS, NO_INTS)[0], b"", b"12345"], "5 B"),
     ],
 )
-def test_unreadable_bodies(body: list[bytes], reason: str) -> None:
+def test_unreadable_message_raises_wire_error(body: list[bytes], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         decode(body)
 
@@ -233,7 +233,7 @@ def test_envelope_round_trip(seq: int, ack: int) -> None:
         ([bytes(16), *[b""] * MAX_FRAMES], f"limit {MAX_FRAMES}"),
     ],
 )
-def test_bad_envelopes(frames: list[bytes], reason: str) -> None:
+def test_invalid_envelope_raises_wire_error(frames: list[bytes], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         split(frames)
 

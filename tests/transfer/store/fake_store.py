@@ -1,4 +1,4 @@
-"""A store in memory, for tests of the code around it."""
+"""An in-memory replacement of Mooncake Store and its client."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from pdserve.transfer.store.client import StoreError
 
 
 class FakeStore:
-    """Values by key, for any number of clients."""
+    """Values by key, shared by any number of clients."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -38,7 +38,7 @@ class FakeClient:
         return [self._put(*value) for value in zip(keys, offsets, sizes, strict=True)]
 
     def _put(self, key: str, offset: int, size: int) -> bool:
-        """As Mooncake: the first value of a key stays."""
+        """As in Mooncake, the first value of a key stays."""
         if len(self._store.values) >= self._store.most_values:
             return False
         self._store.values.setdefault(key, bytes(self._memory[offset : offset + size]))

@@ -1,4 +1,4 @@
-"""Cells of blocks, and where readers look for them."""
+"""Cells of KV store blocks: their keys, and which cells a reader looks for."""
 
 from pdserve.models.config.sharding import Shard
 from pdserve.transfer.protocol.layout import KvLayout, Plane
@@ -23,7 +23,7 @@ def test_key_does_not_depend_on_page_size_or_tensor_parallelism() -> None:
     assert [cell.key(b"\1") for cell in second.cells] == [cell.key(b"\1") for cell in whole.cells[2:]]
 
 
-def test_key_depends_on_block_rows_type_layers_and_head() -> None:
+def test_key_depends_on_block_planes_dtype_layers_and_head() -> None:
     kind = CellKind((("k", 8), ("v", 8)), "float32")
     keys = {
         Cell(kind, range(6), 0).key(b"\1"),
@@ -50,7 +50,7 @@ def test_reader_looks_for_its_own_layers_first_and_then_for_other_numbers_of_sta
         assert covered >= {2, 3}
 
 
-def test_plans_cover_every_pool() -> None:
+def test_each_read_plan_has_cells_of_every_pool() -> None:
     indexer = PoolShard(shard(range(2), range(1)).layout, lambda stages: stage_layers(2, stages))
     for plan in read_plans([shard(range(6), range(1)), indexer]):
         assert {index for index, _ in plan} == {0, 1}

@@ -1,4 +1,4 @@
-"""The process that calls Mooncake Store: without a master, stopped, and killed."""
+"""AgentChannel and the process that calls Mooncake Store: without a master, stopped, and killed."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def agent_pid(channel: AgentChannel) -> int:
     return channel._process.pid
 
 
-def test_agent_reports_problems_is_waited_for_and_is_replaced(
+def test_agent_reports_errors_and_is_replaced_when_it_hangs_or_dies(
     channel: AgentChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(StoreError, match=r"no server of mooncake://.* answers"):
@@ -119,7 +119,7 @@ def test_agent_answers_a_process_with_many_open_files(monkeypatch: pytest.Monkey
             call(channel)
 
 
-def test_addresses_of_masters() -> None:
+def test_store_urls_are_converted_for_mooncake() -> None:
     assert master_address("mooncake://store:50051") == "store:50051"
     assert master_address("etcd://a:2379,b:2379") == "etcd://a:2379;b:2379"
     assert endpoints("etcd://a:2379,b:2380") == [("a", 2379), ("b", 2380)]

@@ -1,4 +1,4 @@
-"""Headers of values in the store."""
+"""Headers of values in the KV store, which detect damaged and wrong values."""
 
 import pytest
 
@@ -19,19 +19,19 @@ def test_sealed_value_is_intact() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8, 16, 23, HEADER_BYTES, HEADER_BYTES + len(PAYLOAD) - 1])
-def test_flipped_bit_is_found(at: int) -> None:
+def test_flipped_bit_is_detected(at: int) -> None:
     slot = sealed()
     slot[at] ^= 4
     assert not is_intact(memoryview(slot), "a", len(PAYLOAD))
 
 
-def test_value_of_another_key_is_found() -> None:
+def test_value_of_another_key_is_detected() -> None:
     assert not is_intact(memoryview(sealed("a")), "b", len(PAYLOAD))
 
 
-def test_value_of_another_length_is_found() -> None:
+def test_value_of_another_length_is_detected() -> None:
     assert not is_intact(memoryview(sealed()), "a", len(PAYLOAD) - 1)
 
 
-def test_slots_are_aligned() -> None:
+def test_slot_sizes_are_multiples_of_64() -> None:
     assert [slot_bytes(size) for size in (0, 1, 64, 65)] == [64, 128, 128, 192]

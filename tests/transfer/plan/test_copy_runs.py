@@ -223,11 +223,12 @@ def test_scattered_equal_pages_are_one_copy_each_and_the_last_is_whole() -> None
     assert (runs.length == kv.page_bytes).all()
 
 
-def test_a_second_chunk_starts_at_its_own_page() -> None:
+def test_page_lists_of_a_later_chunk_start_at_its_first_page() -> None:
     kv = layout()
     runs = expand_runs(kv, kv, [9, 5], [1, 30], 16, 40)
-    assert runs.total_bytes == 2 * kv.page_bytes
-    assert 3 * kv.page_bytes not in runs.source.tolist()
+    assert runs.source.tolist() == [5 * kv.page_bytes, 9 * kv.page_bytes]
+    assert runs.destination.tolist() == [30 * kv.page_bytes, 1 * kv.page_bytes]
+    assert runs.length.tolist() == [kv.page_bytes] * 2
 
 
 def test_a_layer_slice_is_one_copy_per_page() -> None:

@@ -21,12 +21,12 @@ def test_only_configured_hosts_are_allowed_by_default() -> None:
 
 
 def test_private_networks_are_allowed_with_an_api_key() -> None:
-    """The same with a cluster key, which a hostile listener could otherwise try to guess."""
+    """Also with a cluster key, although a hostile listener could try to guess it from the handshake."""
     hosts = allowed(api_key="key", cluster_key="a secret of the whole cluster")
     private = ("10.0.0.2", "172.31.0.1", "192.168.1.1", "fd00::1")
     assert [hosts.allows(host) for host in private] == [True] * 4
     assert [hosts.allows(host) for host in ("8.8.8.8", "172.32.0.1", "169.254.169.254", "2001:db8::1")] == [False] * 4
-    assert hosts.allows("prefill-0") is None, "that depends on its address"
+    assert hosts.allows("prefill-0") is None, "it depends on the address"
     assert hosts.allows_at("prefill-0", "10.0.0.9")
     assert not hosts.allows_at("prefill-0", "8.8.8.8")
 
@@ -51,7 +51,7 @@ def test_invalid_entry_is_refused(entry: str) -> None:
         allowed(bootstrap_allow=entry)
 
 
-def test_former_name_of_the_setting_is_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_former_name_of_bootstrap_allow_is_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("old") / "decode.yaml"
     file.write_text("bootstrap_hosts: [p1, p2]\n", encoding="utf-8")
     config = load_config("decode", file, {}, {})

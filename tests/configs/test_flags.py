@@ -1,4 +1,4 @@
-"""Flags: every field of the schema has one, and a round trip through flags keeps all settings."""
+"""Command-line flags: each setting has one, and a configuration can be passed on as flags."""
 
 import argparse
 
@@ -34,7 +34,7 @@ def test_only_given_flags_are_reported() -> None:
     assert parse("decode", ["--prefill", "a:1", "--prefill", "b:2,c:3"]) == {"prefill": "a:1,b:2,c:3"}
 
 
-def test_sglang_spellings_are_accepted() -> None:
+def test_flag_names_of_sglang_are_accepted() -> None:
     arguments = ["--model-path", "/m", "--disaggregation-bootstrap-port=9", "--chunked-prefill-size", "64"]
     assert parse("prefill", arguments) == {"model": "/m", "bootstrap_port": "9", "chunk_size": "64"}
 

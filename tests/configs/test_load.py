@@ -72,7 +72,7 @@ def test_secret_is_read_from_a_file_named_in_the_environment(tmp_path: Path) -> 
 
 
 def test_empty_api_key_is_refused(tmp_path: Path) -> None:
-    """With it, every client would be let in."""
+    """With an empty key, every client would be authorized."""
     (tmp_path / "key").touch()
     with pytest.raises(StartupError, match=r"^api_key: must have at least 1 character \(.*, got a secret from the env"):
         load_config("decode", None, {}, {"PDSERVE_API_KEY_FILE": str(tmp_path / "key")})
@@ -92,7 +92,7 @@ def test_misspelt_variable_of_a_secret_is_refused(name: str, meant: str) -> None
 
 
 def test_other_variables_are_ignored() -> None:
-    """Kubernetes sets some for a Service that is called pdserve."""
+    """Kubernetes sets such variables for a Service with the name pdserve."""
     others = ("PDSERVE_PORT", "PDSERVE_SERVICE_HOST", "PDSERVE_PORT_8200_TCP_ADDR", "PDSERVE_CLIENTS", "PDSERVE_URL")
     assert load_config("decode", None, {}, dict.fromkeys(others, "tcp://10.0.0.1:8200")) == DecodeConfig()
 
@@ -100,11 +100,11 @@ def test_other_variables_are_ignored() -> None:
 @pytest.mark.parametrize(
     "name", ["PDSERVE_CLUSTER_NAME", "PDSERVE_CLUSTER", "PDSERVE_PID_FILE", "PDSERVE_SSL_KEYFILE", "PDSERVE_API_KEY_ID"]
 )
-def test_variables_of_a_deployment_are_ignored(name: str) -> None:
+def test_variables_that_resemble_those_of_secrets_are_ignored(name: str) -> None:
     assert load_config("decode", None, {}, {name: "x"}) == DecodeConfig()
 
 
-def test_variables_beside_a_secret_that_is_given_are_ignored() -> None:
+def test_misspelt_variable_is_ignored_if_the_secret_is_set() -> None:
     config = load_config("decode", None, {}, {"PDSERVE_API_KEY": SECRET, "PDSERVE_API_KEY_2": SECRET})
     assert config.api_key is not None
     assert config.api_key.get_secret_value() == SECRET
@@ -207,7 +207,7 @@ def test_public_dict_is_json_without_secrets() -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_presets_fit_both_roles(preset: Path, role: Role) -> None:
+def test_presets_are_valid_for_both_roles(preset: Path, role: Role) -> None:
     assert find_config_file(preset.stem) == preset
     assert read_config_file(preset)
     config = load_config(role, preset, {"advertise_host": "this-machine"}, {"PDSERVE_CLUSTER_KEY": SECRET})
@@ -227,7 +227,7 @@ def test_config_path_takes_precedence_over_a_preset(tmp_path: Path, monkeypatch:
 
 
 def test_server_that_receives_no_kv_may_bind_to_all_addresses() -> None:
-    """As 'pdserve serve' in a container. Mooncake's ports then stay on loopback."""
+    """For example `pdserve serve` in a container. The ports of Mooncake stay on loopback."""
     alone = {"local_prefill": "always", "host": "0.0.0.0"}
     config = load_config("decode", None, alone, {})
     assert (config.host, config.public_host) == ("0.0.0.0", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Messages that unauthenticated peers can cause are logged once a second. Lines are text or JSON."""
+"""Rate limit for log messages that unauthenticated clients can cause, and log lines in JSON."""
 
 import json
 import logging
@@ -22,25 +22,27 @@ def test_rate_limited_exception_is_logged_once_with_its_traceback(caplog: pytest
     assert caplog.records[0].levelno == logging.ERROR
 
 
-def test_template_passes_once_a_second_and_the_next_line_counts_the_dropped(caplog: pytest.LogCaptureFixture) -> None:
+def test_message_template_is_logged_once_a_second_with_the_number_of_dropped_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = 0.0
     logger = logging.Logger("test")
     logger.addHandler(caplog.handler)
     logger.addFilter(RateLimit(lambda: now))
     for _ in range(100):
-        logger.warning("client %s talks nonsense", "a")
+        logger.warning("client %s is malformed", "a")
     logger.warning("something else")
     now = 0.99
-    logger.warning("client %s talks nonsense", "b")
+    logger.warning("client %s is malformed", "b")
     now = 1.0
-    logger.warning("client %s talks nonsense", "c")
+    logger.warning("client %s is malformed", "c")
     now = 5.0
-    logger.warning("client %s talks nonsense", "d")
+    logger.warning("client %s is malformed", "d")
     assert caplog.messages == [
-        "client a talks nonsense",
+        "client a is malformed",
         "something else",
-        "client c talks nonsense (100 more since the last such line)",
-        "client d talks nonsense",
+        "client c is malformed (100 more since the last such line)",
+        "client d is malformed",
     ]
 
 

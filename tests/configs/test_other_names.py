@@ -1,4 +1,4 @@
-"""Names of vLLM and SGLang: those of this server that messages suggest exist, and no name has two meanings."""
+"""For setting names of vLLM and SGLang, errors suggest only settings that exist, and each name has one meaning."""
 
 import argparse
 import re
@@ -24,6 +24,6 @@ def test_suggested_flags_of_bench_exist() -> None:
     assert {f"--{name.replace('_', '-')}" for name in BENCH_FLAGS.values()} <= parser._option_string_actions.keys()
 
 
-def test_accepted_names_need_no_explanation() -> None:
+def test_accepted_names_are_not_explained_as_names_of_others() -> None:
     assert not (OUR_NAMES.keys() | EXPLANATIONS.keys()) & ACCEPTED
     assert not OUR_NAMES.keys() & EXPLANATIONS.keys()

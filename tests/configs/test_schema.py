@@ -1,4 +1,4 @@
-"""Properties that depend on several settings."""
+"""Properties of a configuration that are computed from its settings."""
 
 import pytest
 from pydantic import SecretStr

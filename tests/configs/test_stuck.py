@@ -1,4 +1,4 @@
-"""A part counts as stuck only if the process that judges it was running itself."""
+"""A thread counts as stuck only if the process that checks it was running all the time."""
 
 from pdserve.configs.stuck import STUCK_S, Watch
 
@@ -17,7 +17,7 @@ def run_for(clock: Clock, watch: Watch, seconds: float) -> None:
         watch.check()
 
 
-def test_part_without_progress_is_stuck_after_the_limit() -> None:
+def test_thread_without_progress_is_stuck_after_the_limit() -> None:
     clock = Clock()
     watch = Watch(clock)
     run_for(clock, watch, 10.0)
@@ -33,7 +33,7 @@ def test_nothing_is_stuck_after_the_process_itself_was_stopped() -> None:
     clock.now += 30.0  # SIGSTOP
     assert not watch.is_stuck(30.0), "before the first check after the stop"
     watch.check()
-    assert not watch.is_stuck(30.0), "the part was stopped too, and has had no time since"
+    assert not watch.is_stuck(30.0), "the thread was stopped too, and has not run since"
     run_for(clock, watch, STUCK_S)
     assert not watch.is_stuck(30.0 + STUCK_S)
     run_for(clock, watch, 0.25)

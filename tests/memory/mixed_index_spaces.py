@@ -1,7 +1,7 @@
 """Uses of index spaces. mypy checks this file; no test runs it.
 
-Lines with `type: ignore` mix two index spaces. mypy refuses them: it reports a comment that hides no error
-(`warn_unused_ignores`, part of `strict`). Lines without it are correct.
+Lines with `type: ignore` mix two index spaces. If mypy stopped refusing one of them, it would report its comment as
+unused (`warn_unused_ignores`, part of `strict`). Lines without a comment are correct.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Automatic settings: two servers fit on one GPU in any starting order, and a server alone uses most of it."""
+"""Automatic settings: two servers fit on one GPU in any starting order, and a single server uses most of it."""
 
 import socket
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TOTAL = 139 * GIB
 
 
 class Gpu:
-    """A fake GPU: the memory that each process has allocated, and the process that asks."""
+    """A fake GPU: the memory that each process has allocated, and the process that measures free memory."""
 
     def __init__(self) -> None:
         self.used = {"prefill": 0, "decode": 0}
@@ -43,7 +43,7 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-def absent_port() -> int:
+def unused_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
@@ -73,38 +73,38 @@ def test_batches_are_larger_on_a_gpu_unless_tables_are_too_large() -> None:
     assert auto_running_requests(DecodeConfig(max_running_requests=3), GPU, 0) == 3
 
 
-def test_a_server_alone_takes_most_of_its_gpu(gpu: Gpu, listener: socket.socket) -> None:
+def test_server_that_shares_its_gpu_with_no_other_takes_most_of_it(gpu: Gpu, listener: socket.socket) -> None:
     gpu.used["decode"] = 16 * GIB
     for prefill in ((), ("10.9.8.7:8998",), (f"127.0.0.1:{listener.getsockname()[1]}",)):
         share = auto_kv_share(DecodeConfig(prefill=prefill), GPU, 15 * GIB)
         assert (share.fraction, share.left_bytes) == (0.9, 0)
-    other = auto_kv_share(DecodeConfig(prefill=(f"127.0.0.1:{absent_port()}",)), torch.device("cuda", 1), 15 * GIB)
+    other = auto_kv_share(DecodeConfig(prefill=(f"127.0.0.1:{unused_port()}",)), torch.device("cuda", 1), 15 * GIB)
     assert other.fraction == 0.9, "prefill servers start on the first GPU"
     assert auto_kv_share(DecodeConfig(kv_memory_fraction=0.3), GPU, 15 * GIB).fraction == 0.3
     assert auto_kv_share(DecodeConfig(), CPU, 15 * GIB).fraction == 0.25
 
 
 @pytest.mark.parametrize("config", [PrefillConfig(), DecodeConfig(prefill=("127.0.0.1:1",))])
-def test_no_memory_is_left_if_a_second_server_does_not_fit(gpu: Gpu, config: PrefillConfig | DecodeConfig) -> None:
+def test_no_memory_is_kept_free_if_a_second_server_does_not_fit(gpu: Gpu, config: PrefillConfig | DecodeConfig) -> None:
     gpu.used["decode"] = 80 * GIB
     share = auto_kv_share(config, GPU, 79 * GIB)
     assert (share.fraction, share.left_bytes) == (0.9, 0)
 
 
 @pytest.mark.parametrize("weights_gib", [1, 15, 40])
-@pytest.mark.parametrize("order", ["prefill first", "decode first", "both look, then both take"])
+@pytest.mark.parametrize("order", ["prefill first", "decode first", "both measure, then both allocate"])
 def test_two_servers_fit_on_one_gpu_in_any_order(gpu: Gpu, weights_gib: int, order: str) -> None:
-    """With a few GiB left for steps and graphs."""
+    """At least 5 % of the memory beside the weights stays free, for steps and graphs."""
     weights = weights_gib * GIB
     config = {
         "prefill": PrefillConfig(),
-        "decode": DecodeConfig(prefill=(f"127.0.0.1:{absent_port()}",)),
+        "decode": DecodeConfig(prefill=(f"127.0.0.1:{unused_port()}",)),
     }
 
     def load(role: str) -> None:
         gpu.used[role] = weights + CONTEXT_BYTES
 
-    def look(role: str) -> int:
+    def pool_bytes(role: str) -> int:
         gpu.asking = role
         share = auto_kv_share(config[role], GPU, weights)  # type: ignore[arg-type]
         return int(share.fraction * (gpu.free - share.left_bytes))
@@ -112,7 +112,7 @@ def test_two_servers_fit_on_one_gpu_in_any_order(gpu: Gpu, weights_gib: int, ord
     pools = {}
     for role in ("decode", "prefill") if order == "decode first" else ("prefill", "decode"):
         load(role)
-        pools[role] = look(role)
+        pools[role] = pool_bytes(role)
         if not order.startswith("both"):
             gpu.used[role] += pools[role]
     if order.startswith("both"):

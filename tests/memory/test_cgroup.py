@@ -12,7 +12,7 @@ from pdserve.memory.pinned import PinnedMemory
 
 GIB = 1 << 30
 UNLIMITED = 9223372036854771712
-"""How version 1 writes "no limit"."""
+"""How cgroup version 1 writes "no limit"."""
 
 
 class Machine:
@@ -71,7 +71,7 @@ def test_page_cache_counts_as_free(machine: Machine) -> None:
     assert machine.free() == 50 * GIB
 
 
-def test_tightest_limit_of_all_ancestors_counts(machine: Machine) -> None:
+def test_least_free_memory_of_all_ancestors_counts(machine: Machine) -> None:
     machine.join("0::/slice/pod/container")
     machine.limit("/slice/pod/container", "max", 3 * GIB)
     machine.limit("/slice/pod", 32 * GIB, 30 * GIB)
@@ -88,7 +88,7 @@ def test_cgroup_version_1_is_read(machine: Machine) -> None:
     assert machine.free() == 8 * GIB
 
 
-def test_container_reads_its_own_group_at_the_root(machine: Machine) -> None:
+def test_group_of_a_container_is_read_at_the_mount_root(machine: Machine) -> None:
     machine.join("4:memory:/docker/0123456789ab")
     machine.limit_v1("", 16 * GIB, 9 * GIB)
     assert machine.free() == 7 * GIB

@@ -1,4 +1,4 @@
-"""A pool of rows with scales: where their bytes are, and copies of its pages between pools of other page sizes."""
+"""A pool of rows with scales (fp8 index keys): its layout, and copies between pools of different page sizes."""
 
 import random
 
@@ -66,7 +66,7 @@ def test_page_has_all_rows_of_a_layer_and_then_their_scales() -> None:
 def test_rows_and_scales_are_copied_between_page_sizes(
     source_size: int, target_size: int, span: tuple[int, int]
 ) -> None:
-    """As by a transfer: by pages, and token by token. Checksums of both sides are equal; other tokens stay."""
+    """Copies of a transfer, by page and by token: checksums of both sides are equal, other tokens do not change."""
     source, start, end = scaled_pool(source_size), *span
     pages = pages_of(source, 1)
     for by_token in (False, True):
@@ -108,7 +108,7 @@ def test_whole_page_is_one_copy() -> None:
 
 @pytest.mark.parametrize("stored_pages", [0, 8])
 def test_saved_pages_are_restored(stored_pages: int) -> None:
-    """In memory of the store, and in memory that is allocated for them."""
+    """With room in the store, and without: then memory is allocated for them."""
     pool = scaled_pool(4)
     store = PageStore(KvCache(pool), stored_pages)
     saved = pool.data[[7, 8, 2]].clone()

@@ -9,7 +9,7 @@ from pdserve.memory.page_hashes import ROOT, page_hash, page_hashes, short_hash
 
 
 def test_hashes_do_not_depend_on_the_process_or_the_host() -> None:
-    """Two servers of different versions compare these values: they must never change."""
+    """Servers of different versions compare these values, so they must never change."""
     first = hashlib.blake2b(bytes(32) + struct.pack("<2i", 1, 70000), digest_size=32).digest()
     second = hashlib.blake2b(first + struct.pack("<2i", 3, 4), digest_size=32).digest()
     assert page_hashes((1, 70000, 3, 4), 2) == [first, second]

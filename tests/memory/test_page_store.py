@@ -1,4 +1,4 @@
-"""PageStore: `load` returns what `save` stored, whatever is saved and dropped in between."""
+"""PageStore: `load` restores the pages that `save` stored, whatever is saved and dropped in between."""
 
 import random
 
@@ -76,7 +76,7 @@ def test_random_saves_and_loads(device: str) -> None:
     store.close()
 
 
-def test_pages_that_do_not_fit_are_kept_in_pageable_memory() -> None:
+def test_pages_that_do_not_fit_are_saved_in_pageable_memory() -> None:
     cache = make_cache()
     store = PageStore(cache, 2)
     for page in range(5):

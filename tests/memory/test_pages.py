@@ -13,7 +13,7 @@ PAGE_SIZE = 2
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Requests with few different tokens start, share cached pages, grow and end.
+    """Requests with few different tokens start, share cached pages, grow and finish.
 
     The model: `content` records the tokens that each held page was filled with. Pages that the cache returns must have
     exactly that content, and held pages must not be granted again. Units of three pages are lent.
@@ -37,9 +37,9 @@ class PoolMachine(RuleBasedStateMachine):
         for index, page in enumerate(shared):
             assert self.content[page] == tuple(tokens[: (index + 1) * PAGE_SIZE])
         wanted = -(-len(tokens) // PAGE_SIZE) - len(shared)
-        woken = sum(1 for page in shared if all(page not in grant.pages for grant in self.requests))
-        fits = wanted + reserve + woken <= self.pages.available
-        lacking = wanted + reserve + woken - self.pages.available
+        revived = sum(1 for page in shared if all(page not in grant.pages for grant in self.requests))
+        fits = wanted + reserve + revived <= self.pages.available
+        lacking = wanted + reserve + revived - self.pages.available
         grant = self.pages.grant("x", wanted, reserve, shared)
         assert (grant is not None) == fits
         assert self.pages.take_shortfalls() == ([] if fits else [lacking])
@@ -48,7 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert grant.pages[: len(shared)] == shared
         for index, page in list(enumerate(grant.pages))[len(shared) :]:
             others = [*self.requests, *self.loans]
-            assert all(page not in other.pages for other in others), "a new page had a holder"
+            assert all(page not in other.pages for other in others), "granted a page that is in use"
             self.content[page] = tuple(tokens[: (index + 1) * PAGE_SIZE])
         self.requests[grant] = tokens
         self.inserted[grant] = InsertedPrefix()
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pages._idle) == 0
 
     @invariant()
-    def accounts(self) -> None:
+    def counts_of_pages_are_correct(self) -> None:
         self.pages.check_integrity(idle=not self.requests and not self.loans)
         held = {page for grant in self.requests for page in grant.pages}
         lent = {page for loan in self.loans for page in loan.pages}
@@ -122,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         for grant in [*self.requests, *self.loans]:
             self.pages.release(grant)
         everything = self.pages.grant("all", self.size)
-        assert everything is not None, "cached pages can be granted"
+        assert everything is not None, "cached pages were not evicted for a grant"
         assert len(self.cache) == 0
 
 
@@ -130,13 +130,13 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 
 
-def test_fresh_pool_gives_adjacent_pages() -> None:
+def test_new_pool_grants_adjacent_pages() -> None:
     grant = PageAllocator[KvPage](8).grant("a", 3)
     assert grant is not None
     assert grant.pages == [0, 1, 2]
 
 
-def test_allocator_hands_out_the_lowest_page_first() -> None:
+def test_allocator_grants_the_lowest_pages_first() -> None:
     pages = PageAllocator[KvPage](4, first=7)
     grants = [pages.grant("a", 2), pages.grant("b", 2)]
     first, second = grants
@@ -216,14 +216,14 @@ def test_disabled_cache_keeps_nothing() -> None:
     assert len(pages._idle) == 0
 
 
-def test_leak_is_named() -> None:
+def test_leak_error_names_the_owner() -> None:
     pages = PageAllocator[KvPage](4)
     assert pages.grant("request-7", 2) is not None
     with pytest.raises(PageLeakError, match="request-7"):
         pages.check_integrity(idle=True)
 
 
-def test_lost_page_is_found() -> None:
+def test_lost_page_is_detected() -> None:
     pages = PageAllocator[KvPage](4)
     grant = pages.grant("a", 2)
     assert grant is not None
@@ -233,7 +233,7 @@ def test_lost_page_is_found() -> None:
 
 
 @pytest.mark.parametrize("page", [4, 7])
-def test_wrong_count_of_holders_is_found(page: int) -> None:
+def test_wrong_count_of_holders_is_detected(page: int) -> None:
     pages = PageAllocator[KvPage](4, first=4)
     assert pages.grant("a", 2) is not None
     pages.check_integrity()
@@ -251,7 +251,7 @@ def test_second_release_is_refused() -> None:
         pages.release(grant)
 
 
-def test_pages_that_hold_some_tokens() -> None:
+def test_pages_holding_finds_the_pages_of_a_token_range() -> None:
     pages = [7, 3, 9, 4]
     assert pages_holding(pages, 16, 0, 16) == ([7], 0)
     assert pages_holding(pages, 16, 15, 33) == ([7, 3, 9], 15)

@@ -25,16 +25,16 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def test_pinned_memory_allows_huge_pages_and_is_not_forked() -> None:
+def test_pinned_memory_allows_huge_pages_and_is_not_mapped_in_forked_processes() -> None:
     memory = PinnedMemory(8 << 20)
     flags = flags_of(memory.data.data_ptr())
-    assert {"hg", "dc"} <= flags  # advised: huge pages, do not copy on fork
+    assert {"hg", "dc"} <= flags  # MADV_HUGEPAGE and MADV_DONTFORK
     assert "sh" not in flags  # the kernel does not back shared memory with huge pages by default
     memory.close()
 
 
 def test_kernel_without_huge_pages_maps_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example a real-time kernel: it refuses the advice."""
+    """For example, a real-time kernel refuses MADV_HUGEPAGE."""
     refused = []
 
     def madvise(memory: mmap.mmap, advice: int) -> None:
@@ -51,7 +51,7 @@ def test_kernel_without_huge_pages_maps_small_ones(monkeypatch: pytest.MonkeyPat
 
 
 def test_failed_mmap_is_a_startup_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example because of a limit of the process. Here, no address space is large enough."""
+    """The usual cause is `ulimit -v`. Here, the size is larger than any address space."""
     monkeypatch.setattr(pinned, "free_memory_bytes", lambda _: 1 << 60)
     with pytest.raises(StartupError, match=r"cannot map 1048576\.00 GiB .*: Cannot allocate memory; .*ulimit -v"):
         PinnedMemory(1 << 50)

@@ -22,7 +22,7 @@ KIB, MIB = 1 << 10, 1 << 20
         (512, 2 * KIB, 512 * MIB),
     ],
 )
-def test_default_is_twice_the_kv_of_4096_tokens_with_a_bound(
+def test_ring_size_is_the_setting_or_twice_the_kv_of_4096_tokens_up_to_128_mib(
     ring_mib: float | None, token_bytes: int, expected: int
 ) -> None:
     assert ring_bytes(DecodeConfig(staging_ring_mib=ring_mib), token_bytes) == expected
@@ -38,7 +38,7 @@ def test_ring_smaller_than_one_token_is_refused() -> None:
     ("staging", "kv_heads", "expected"),
     [("auto", 8, True), ("auto", 2, True), ("auto", 1, False), ("on", 1, True), ("off", 8, False)],
 )
-def test_memory_is_kept_for_staging_only_if_heads_can_be_sliced(
+def test_memory_is_reserved_for_staging_only_if_heads_can_be_sliced(
     staging: StagingSetting, kv_heads: int, expected: bool
 ) -> None:
     assert may_stage(PrefillConfig(staging=staging), kv_heads) is expected

@@ -22,7 +22,7 @@ def pages(free_bytes: int = 4 * GIB, most_useful_tokens: int = 1 << 40, **settin
     )
 
 
-def test_an_explicit_size_is_kept() -> None:
+def test_explicit_size_is_used() -> None:
     assert pages(kv_tokens=33) == 3
     assert pages(kv_memory_gib=1) == GIB // (16 * TOKEN_BYTES)
 

@@ -1,4 +1,4 @@
-"""Pages of models whose layers all have a sliding window: freed ones, and cached prefixes without them."""
+"""Models with a sliding window in all layers: pages before it are freed, and prefixes are cached without them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ HASHES = page_hashes(TOKENS, PAGE)
 
 @pytest.mark.parametrize("page_size", [1, 3, 4, 8])
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 8, 9, 32])
-def test_visible_pages_begin_with_the_first_key_of_the_first_token_in_a_page(window: int, page_size: int) -> None:
+def test_visible_pages_begin_with_the_first_key_that_the_page_of_the_token_sees(window: int, page_size: int) -> None:
     most = 0
     for position in range(100):
         first = first_visible_page(position, window, page_size)
@@ -30,7 +30,7 @@ def test_all_pages_are_visible_without_a_window() -> None:
 
 
 class Listener:
-    """Names the cached pages by their numbers in TOKENS."""
+    """Records which pages are cached, by their index in TOKENS."""
 
     def __init__(self) -> None:
         self.cached: set[int] = set()
@@ -51,7 +51,7 @@ class Listener:
 
 
 class Cached:
-    """A pool whose cache has one sequence, the holder of all its six pages."""
+    """A pool and its prefix cache, with one sequence that holds six pages."""
 
     def __init__(self, num_pages: int = 6) -> None:
         self.pages = PageAllocator[KvPage](num_pages)
@@ -74,25 +74,25 @@ class Cached:
         self.pages.check_integrity()
 
     def found(self, most_tokens: int = len(TOKENS), needed_from: int | None = None) -> int:
-        """Tokens of the prefix that is found; its needed pages are those of the sequence."""
+        """The number of tokens that match; the pages of the match that are needed are those of the sequence."""
         prefix = self.cache.match(TOKENS, most_tokens, needed_from)
         first = self.cache.first_needed(len(prefix), needed_from)
         assert prefix[first:] == self.grant.pages[first : len(prefix)]
         return len(prefix) * PAGE
 
 
-def test_prefix_is_found_while_the_pages_that_it_needs_are_cached() -> None:
+def test_prefix_matches_while_the_pages_that_its_next_token_sees_are_cached() -> None:
     cached = Cached()
     cached.insert()
     cached.free(4)
     assert (cached.pages.held, len(cached.pages._idle), cached.found()) == (2, 4, 24)
-    other = cached.take("other", 2)  # evicts the last two of the freed pages, which nothing needs first
+    other = cached.take("other", 2)  # evicts the last two of the four freed pages
     assert len(cached.cache) == len(cached.listener.cached) == 4
-    assert cached.found() == 24, "the token behind six pages sees the last two"
+    assert cached.found() == 24, "the token after six pages sees only the last two"
     more = cached.take("more", 2)
     assert cached.listener.cached == {4, 5}
     assert cached.found() == 24
-    assert cached.found(most_tokens=20) == 0, "the token behind five pages sees pages 3 and 4"
+    assert cached.found(most_tokens=20) == 0, "the token after five pages sees pages 3 and 4"
     assert cached.found(needed_from=0) == 0, "an earlier page has to be sent"
     for grant in (cached.grant, other, more):
         cached.pages.release(grant)
@@ -101,7 +101,7 @@ def test_prefix_is_found_while_the_pages_that_it_needs_are_cached() -> None:
     assert (len(cached.cache), cached.listener.cached, cached.cache._roots) == (0, set(), {})
 
 
-def test_sequence_is_cached_without_pages_that_it_has_freed_before() -> None:
+def test_sequence_is_cached_without_its_freed_pages() -> None:
     cached = Cached()
     cached.free(4)
     cached.insert(end=12)
@@ -111,7 +111,7 @@ def test_sequence_is_cached_without_pages_that_it_has_freed_before() -> None:
     assert cached.found() == 24
 
 
-def test_sequence_goes_on_behind_its_own_evicted_pages() -> None:
+def test_later_pages_of_a_sequence_are_cached_after_its_first_ones_were_evicted() -> None:
     cached = Cached(num_pages=7)
     cached.insert(end=8)
     cached.free(2)
@@ -139,7 +139,7 @@ def test_page_is_cached_again_by_another_sequence() -> None:
     cached.pages.check_integrity(idle=True)
 
 
-def test_listener_that_comes_later_gets_only_cached_pages() -> None:
+def test_listener_added_later_gets_only_cached_pages() -> None:
     cached = Cached()
     cached.insert()
     cached.free(4)
@@ -149,7 +149,7 @@ def test_listener_that_comes_later_gets_only_cached_pages() -> None:
     assert late.cached == {4, 5}
 
 
-def test_page_is_used_again_by_its_only_holder() -> None:
+def test_first_page_is_reused_only_if_it_is_neither_cached_nor_shared() -> None:
     pages = PageAllocator[KvPage](3)
     cache = PrefixCache(pages, PAGE, window=WINDOW)
     grant = pages.grant("a", 3)

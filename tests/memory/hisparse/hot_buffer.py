@@ -1,4 +1,4 @@
-"""Opens a hot buffer as a running request has it."""
+"""Opens a hot buffer for a running request."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def open_loaded(
     tokens: int,
     capacity: int,
 ) -> None:
-    """Open it and, if the request is fully resident, load its rows."""
+    """Open a hot buffer and, if the request is fully resident, load its rows."""
     cache.open(slot, hot_pages, tokens, capacity)
     if tokens <= capacity:
         cache.load_rows(hot_pages, pages, tokens)

@@ -1,4 +1,4 @@
-"""A HiSparse cache on its own: invalid sizes, opening of buffers, integrity checks."""
+"""HiSparseCache: invalid sizes, opening of hot buffers, copies of rows, integrity checks."""
 
 from collections.abc import Callable, Iterable
 
@@ -55,7 +55,7 @@ def make_cache(
 
 
 def make_shared_cache(own_pages: int, device: str = "cpu") -> HiSparseCache:
-    """31 pages of keys, which overlap 20 2/3 hot pages, 20 of which are ten units; all bytes are NaN."""
+    """31 pages of keys, which overlap 20 2/3 hot pages: ten units of two, and a rest. All bytes are NaN."""
     memory = zeroed((21 + own_pages) * 4 * LAYERS * PAGE_SIZE * ROW_SIZE, torch.device(device))
     memory.fill_(255)
     return HiSparseCache(
@@ -120,7 +120,7 @@ def test_fully_resident_request_starts_with_its_rows(tokens: int, pages: list[in
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 8), (4, 11), (6, 11), (8, 24)])
 @pytest.mark.parametrize("pages", [[3, 4, 5, 9, 8, 7], [29, 0, 1, 2, 20, 21]])
 def test_received_rows_are_copied_to_host_memory_up_to_their_end(start: int, end: int, pages: list[int]) -> None:
-    """From the start of a page; a step writes the rows behind the end meanwhile."""
+    """From the start of the page, but not after `end`: a step may write the next rows at the same time."""
     cache, hot_pages = make_cache(), [10, 11, 12, 0, 1, 2]
     cache.hot.data.copy_(torch.rand(cache.hot.data.shape))
     cache.host.data.fill_(torch.nan)
@@ -134,7 +134,7 @@ def test_received_rows_are_copied_to_host_memory_up_to_their_end(start: int, end
 
 
 def test_exact_copy_of_a_prefix_leaves_the_rest_of_its_last_page() -> None:
-    """Prefill writes these rows meanwhile."""
+    """Prefill may write the rest of that page at the same time."""
     cache = make_cache()
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     cache.hot.data.fill_(torch.nan)
@@ -176,7 +176,7 @@ def test_keys_and_hot_rows_share_one_allocation() -> None:
 
 
 def test_unit_serves_as_keys_or_hot_rows_without_changing_others() -> None:
-    """One unit serves as hot pages, as pages of keys and as hot pages again, between two others that stay."""
+    """One unit serves as hot pages, as pages of keys and as hot pages again; the units around it do not change."""
     cache = make_shared_cache(own_pages=9)
     cache.host.data.copy_(torch.rand(cache.host.data.shape))
     _, keys = cache.pools
@@ -204,7 +204,7 @@ def repeat_slot(cache: HiSparseCache) -> None:
     cache.tables.eviction_order[1, 2, 0] = 3
 
 
-def fill_reserved(cache: HiSparseCache) -> None:
+def fill_slot_of_next_token(cache: HiSparseCache) -> None:
     cache.tables.slot_tokens[0, 2, 8], cache.tables.token_slots[0, 2, 30] = 30, 8
 
 
@@ -212,7 +212,7 @@ def hold_token_twice(cache: HiSparseCache) -> None:
     cache.tables.slot_tokens[1, 2, 5] = 6
 
 
-def forget_eviction(cache: HiSparseCache) -> None:
+def keep_entry_of_evicted_token(cache: HiSparseCache) -> None:
     cache.tables.token_slots[0, 2, 40] = 1
 
 
@@ -220,12 +220,12 @@ def forget_eviction(cache: HiSparseCache) -> None:
     ("break_it", "problem"),
     [
         (repeat_slot, "index group 1, request slot 2: the eviction order does not list every slot once"),
-        (fill_reserved, "index group 0, request slot 2: the slot kept for the next token holds another"),
+        (fill_slot_of_next_token, "index group 0, request slot 2: the slot kept for the next token holds another"),
         (hold_token_twice, "index group 1, request slot 2: a token is in two slots"),
-        (forget_eviction, "index group 0, request slot 2: a token has an entry but is in no slot"),
+        (keep_entry_of_evicted_token, "index group 0, request slot 2: a token has an entry but is in no slot"),
     ],
 )
-def test_broken_tables_are_found(break_it: Callable[[HiSparseCache], None], problem: str) -> None:
+def test_broken_tables_are_detected(break_it: Callable[[HiSparseCache], None], problem: str) -> None:
     cache = make_cache()
     open_buffer(cache, 2, [1, 2, 3], range(10), tokens=8, capacity=8)
     cache.check_integrity()
@@ -260,7 +260,7 @@ def test_chunks_are_whole_units_and_whole_memory_pages() -> None:
 
 @pytest.mark.gpu
 def test_gpu_copies_pages_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One copy run crosses the borders of many registrations; at 288 bytes per page, 128 pages are a chunk."""
+    """One copy run crosses several chunks of 128 pages, of 288 bytes each, which are registered separately."""
     monkeypatch.setattr(pinned, "CHUNK_BYTES", 4096)
     cuda = torch.device("cuda", 0)
     host, indexer, hot = pool(600, pinned=True), pool(600, "indexer", device="cuda"), pool(600, device="cuda")

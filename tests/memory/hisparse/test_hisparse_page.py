@@ -21,8 +21,8 @@ NAMED = set(re.findall(r"`(test_\w+)`", PAGE))
 
 @functools.cache
 def all_tests() -> list[tuple[str, bool]]:
-    """The name of every test in files that have a test of the page, and whether it, or its whole file, is marked
-    `gpu`. To parse the other files takes two seconds.
+    """All tests of the files that have a test which the page names, and whether each is marked `gpu`, or its file is.
+    Other files are not parsed: that takes two seconds.
     """
     return list(_all_tests())
 
@@ -52,7 +52,9 @@ def test_every_named_test_exists() -> None:
 def test_every_known_failure_has_its_row_and_a_test() -> None:
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", PAGE, re.MULTILINE)
     assert [number for number, _ in rows] == [str(number) for number in range(1, 37)]
-    assert [number for number, tests in rows if "test_" not in tests] == ["16"], "mypy checks that one"
+    assert [number for number, tests in rows if "test_" not in tests] == ["16"], (
+        "a failure without a test; mypy checks 16"
+    )
 
 
 def test_asterisk_marks_exactly_the_gpu_tests() -> None:

@@ -23,7 +23,7 @@ from tests.scheduler.simulation.simulator import HOT_BYTES, HOT_ROWS, KEY_BYTES,
 LAYERS, GROUPS, TOP_K, MAX_CONTEXT, SLOTS = 3, (0, 0, 1), 5, 64, 3
 CPU = torch.device("cpu")
 PARTS = torch.arange(LAYERS) / LAYERS
-"""What a layer adds to the number of a row."""
+"""A layer adds this to the number of a row, so that rows of different layers differ."""
 
 
 class CacheSimulator(Simulator):
@@ -32,7 +32,7 @@ class CacheSimulator(Simulator):
     def __init__(self, mode: Mode) -> None:
         super().__init__(**mode._asdict())
         hot_pages = mode.hot_pages
-        assert hot_pages is not None, "a simulator without hot buffers"
+        assert hot_pages is not None, "the mode has no hot buffers"
         host, keys = self._pool(self.pages, "latent"), self._pool(self.pages, "indexer")
         hot = self._pool(hot_pages, "latent")
         if mode.lends:
@@ -159,7 +159,7 @@ BUSY = {**ACTIONS, "submit": 20, "decode_turn": 40, "rank_turn": 60, "prefill_tu
 
 @pytest.mark.slow
 def test_every_selected_row_is_correct_in_random_workloads() -> None:
-    """The workload covers every transition of a hot buffer."""
+    """The workloads have every transition of a hot buffer."""
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(12):
         simulator = CacheSimulator(MODES[seed % len(MODES)])

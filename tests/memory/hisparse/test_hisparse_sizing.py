@@ -49,7 +49,7 @@ def test_index_leaves_half_of_the_budget_to_hot_pages() -> None:
 
 @pytest.mark.parametrize("budget_gib", [9.5, 10, 10.001, 10.002])
 def test_index_leaves_a_hot_buffer_for_every_request(budget_gib: float) -> None:
-    """To the page: the index takes whole hot pages."""
+    """Exact to the page, because the index takes whole hot pages."""
     found = size(host_gib=1000, kv_memory_gib=budget_gib, host_memory_gib=900, max_running_requests=13)
     assert found.hot_pages == 13 * 65
 

@@ -14,7 +14,7 @@ from pdserve.memory.index_spaces import HotPage, KvPage
     ("keys", "rows", "unit"),
     [
         (64 * 256, 64 * 1152, (9, 2)),  # DeepSeek-V3.2 in bfloat16
-        (64 * 256, 64 * 656, (41, 16)),  # its rows packed
+        (64 * 256, 64 * 656, (41, 16)),  # the same with packed rows
         (64 * 256 * 21, 64 * 1152 * 78, (117, 7)),  # GLM-5: 21 of 78 layers have an indexer
         (128, 256, (2, 1)),
         (256, 128, (1, 2)),
@@ -50,7 +50,10 @@ def test_unit_is_whole_pages_of_both_pools(
         # GLM-5 in two stages: 11 of 38 layers, then 10 of 40 have an indexer
         ([(11 * 256, 38 * 1152), (10 * 256, 40 * 1152)], (126, 7)),
         ([(11 * 256, 38 * 656), (10 * 256, 40 * 656)], (82, 8)),
-        ([(21 * 256, 78 * 656)], (86, 8)),  # packed, in one: 533 pages are exactly 56 hot ones
+        (
+            [(21 * 256, 78 * 656)],
+            (86, 8),
+        ),  # packed, in one stage: a unit of whole pages would be 533 pages, or 56 hot pages
         ([(1, 6), (1, 2)], (6, 1)),
         ([(256, 128), (256, 64)], (1, 2)),
     ],

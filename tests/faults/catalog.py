@@ -11,7 +11,7 @@ UNHARMED = frozenset({"200"})
 
 @dataclass(frozen=True)
 class Point:
-    """Where the engine loop of a server pauses: when the request enters this state, or at the end of that turn."""
+    """Where the engine loop of a server pauses: when the request enters this state, or at the end of that loop turn."""
 
     side: Side
     state: str
@@ -20,7 +20,7 @@ class Point:
 
 @dataclass(frozen=True)
 class State:
-    """A state in which a fault strikes. All points are reached before the fault."""
+    """A state of the request in which a fault is injected, after the servers have reached all points."""
 
     side: Side
     name: str
@@ -56,19 +56,19 @@ STATES = (
     _state("prefill", "sending", TURNED, local=False),
     _state("prefill", "closing", local=False),
 )
-"""FREED and CLOSED are missing: nothing of the request is left there."""
+"""FREED and CLOSED are left out: then the server holds nothing of the request."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`name` is the function in `injections.py`; `side` is the server that it strikes, None for both or neither."""
+    """`name` is a key of INJECTIONS in `injections.py`; `side` is the server with the fault, or None."""
 
     name: str
     label: str
     side: Side | None = None
     needs: Literal["rank process", "link", ""] = ""
     ends: frozenset[str] = frozenset({"200", "503"})
-    """How the request may end: with a status, or `closed` where the process that answers is killed."""
+    """How the request may end: a status, `closed` (the response is cut short) or `left` (by the client)."""
     loses_peer: bool = False
     """Whether decode loses its prefill server."""
 
@@ -180,7 +180,7 @@ class Cell:
 
 
 def cells(config: Config) -> list[Cell]:
-    """All cells of a configuration, by diagonals of the table: the first cells of a run have most faults and states."""
+    """All cells of a configuration, by diagonals of the table: a run that ends early has had most faults and states."""
     return [
         Cell(config, STATES[(number + turn) % len(STATES)], fault)
         for turn in range(len(STATES))
@@ -190,7 +190,7 @@ def cells(config: Config) -> list[Cell]:
 
 
 def selection() -> list[Cell]:
-    """The cells that every test run has: each fault once, and each state at least once. Others need `make faults`."""
+    """The cells of `make test`: each fault that needs no rank process once, and each state at least once."""
     chosen: list[Cell] = []
     dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
     turn = 0

@@ -1,4 +1,4 @@
-"""Clients of a cell: the request under test, and traffic beside it."""
+"""Clients of a cell: one that sends the request under test, and one that sends other requests at the same time."""
 
 import http.client
 import io
@@ -17,11 +17,11 @@ from tests.cluster.servers import HTTP, Server, body
 
 ANSWER_S = 60.0
 PAUSE_S = 0.05
-"""Between two requests of a bystander."""
+"""Between two requests of the background client."""
 
 
 class _Received:
-    """What http.client reads as a socket: the bytes that have arrived."""
+    """A socket for http.client that returns the bytes that were received."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -98,11 +98,11 @@ class StreamClient(threading.Thread):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def text(self) -> str:
-        """What was received."""
+        """The response so far."""
         return self._data.decode(errors="replace")
 
     def outcome(self) -> tuple[str, list[int]]:
-        """Wait for the end."""
+        """Wait for the end of the response; returns its outcome and output ids."""
         self.join(ANSWER_S + 10)
         assert not self.is_alive(), "no end of the response"
         assert self.problem is None, self.problem
@@ -110,8 +110,8 @@ class StreamClient(threading.Thread):
         return ("left" if self.left and outcome == "closed" else outcome), tokens
 
 
-class Bystander(threading.Thread):
-    """Sends one request after the other until `stop()`; keeps outcomes and wrong tokens."""
+class BackgroundClient(threading.Thread):
+    """Sends one request after the other until `stop()`; records the outcomes and what is wrong with them."""
 
     def __init__(self, server: Server, prompt: Sequence[int], expected: Sequence[int]) -> None:
         super().__init__(daemon=True)
@@ -127,16 +127,16 @@ class Bystander(threading.Thread):
                 response = HTTP.post(f"{self._server.url}/generate", json=self._body, timeout=ANSWER_S)
             except httpx.TransportError as error:
                 if isinstance(error, httpx.TimeoutException):
-                    self.wrong.append(f"a bystander has no answer within {ANSWER_S:g} s")
+                    self.wrong.append(f"a background request has no response within {ANSWER_S:g} s")
                 self.outcomes.append("closed")
             else:
                 self.outcomes.append(str(response.status_code))
                 if response.status_code == 200 and response.json()["output_ids"] != self._expected:
-                    self.wrong.append(f"a bystander's tokens are {response.json()['output_ids']}")
+                    self.wrong.append(f"a background request has wrong tokens: {response.json()['output_ids']}")
             self._stopping.wait(PAUSE_S)
 
     def stop(self) -> None:
         self._stopping.set()
         self.join(ANSWER_S + 10)
         if self.is_alive():
-            self.wrong.append("a bystander has no answer")
+            self.wrong.append("a background request has no response")

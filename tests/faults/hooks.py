@@ -1,4 +1,4 @@
-"""The test's end of `server_hooks.py`: one connection per process of the servers under test."""
+"""The side of the test for `server_hooks.py`: one connection per process of the servers under test."""
 
 import json
 import queue
@@ -50,7 +50,7 @@ class Hooks:
         self._stack = ExitStack()
         self._processes: list[HookedProcess] = []
         self.data_links: list[DataLink] = []
-        """The data link of each decode rank that has started; the last ones are in use."""
+        """The data links of all decode ranks that were started; those of running ranks are last."""
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 

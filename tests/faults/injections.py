@@ -25,14 +25,14 @@ DELAY_S = 0.2
 LOSSY_DELAY_S, LOSS = 0.05, 0.1
 JUMP_S = 3600.0
 EXIT_S = 20.0
-"""A server that has lost a process ends within this time; see docs/reliability.md for what is measured."""
+"""Limit for the exit of a server that has lost a process; docs/reliability.md has measured times."""
 FILLERS = 6
 
 Injection = Iterator[None]
 
 
-class NothingToStrikeError(AssertionError):
-    """There is no connection to cut or reset at this moment."""
+class NoConnectionError(AssertionError):
+    """There is no connection to cut or reset."""
 
 
 def _pid(rig: "Rig", side: Side, process: str) -> int:
@@ -46,7 +46,7 @@ def _pid(rig: "Rig", side: Side, process: str) -> int:
 
 
 def _end_and_restart(server: Server, leader: int) -> None:
-    """Wait until the rest of a server has ended by itself, and start it again."""
+    """Wait until the other processes of a server have exited, and start it again."""
     assert server.process is not None
     server.process.wait(EXIT_S)
     wait_until(lambda: gone(leader), EXIT_S, f"the leader of {server.role} ended")
@@ -74,7 +74,7 @@ def _stop(process: str, stopped_s: float) -> Callable[["Rig", Side], Injection]:
         time.sleep(stopped_s)
         if not gone(pid):
             os.kill(pid, signal.SIGCONT)
-        if process == "rank" and stopped_s == LONG_STOP_S:  # lost after 3 s: the server ends
+        if process == "rank" and stopped_s == LONG_STOP_S:  # lost after 3 s, so the server exits
             _end_and_restart(server, leader)
 
     return inject
@@ -98,10 +98,10 @@ def _on_links(control: bool, data: bool, begin: str, lasts_s: float) -> Callable
                 if not sum(link.cut() for link in links):
                     for link in links:
                         link.heal()
-                    raise NothingToStrikeError("no connection was cut")
+                    raise NoConnectionError("no connection was cut")
             case "reset":
                 if not sum(link.reset() for link in links):
-                    raise NothingToStrikeError("no connection was reset")
+                    raise NoConnectionError("no connection was reset")
             case "stall":
                 for link in links:
                     link.stalled = True
@@ -120,12 +120,12 @@ def _on_links(control: bool, data: bool, begin: str, lasts_s: float) -> Callable
 
 
 def _client_gone(rig: "Rig", _: Side) -> Injection:
-    rig.victim.leave()
+    rig.client.leave()
     yield
 
 
 def _client_slow(rig: "Rig", _: Side) -> Injection:
-    rig.victim.pause_s = 0.05
+    rig.client.pause_s = 0.05
     yield
 
 
@@ -145,7 +145,7 @@ def _transfer_error(rig: "Rig", _: Side) -> Injection:
 
 
 def _late_write(rig: "Rig", _: Side) -> Injection:
-    """Writes are held in the network while both sides give the transfer up; then they land."""
+    """The proxy holds writes back until both sides have given up the transfer; then they reach decode."""
     links = rig.data_links()
     held = [link.held_bytes for link in links]
     for link in links:
@@ -153,7 +153,7 @@ def _late_write(rig: "Rig", _: Side) -> Injection:
     yield
     wait_until(lambda: [link.held_bytes for link in links] != held, 20, "a write is held")
     assert rig.control.reset() > 0
-    time.sleep(0.5)  # a part of the quarantine
+    time.sleep(0.5)  # less than the quarantine
     for link in links:
         link.heal()
 
@@ -178,7 +178,7 @@ def _oom(rig: "Rig", side: Side) -> Injection:
     process.tell(oom=1)
     yield
     process.expect("fired", "oom")
-    if process.process == "rank":  # the others would wait for it: the server ends
+    if process.process == "rank":  # the other ranks would wait for it, so the server exits
         _end_and_restart(server, leader)
 
 

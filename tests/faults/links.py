@@ -1,4 +1,4 @@
-"""The control link and the data link between the servers. A test can cut, stall, delay and reset them and lose data."""
+"""TCP proxies for the control link and the data link: tests cut, stall, delay and reset them, or lose data."""
 
 import collections
 import os
@@ -17,7 +17,7 @@ from tests.transfer.mooncake.mooncake_proxy import MooncakeProxy
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with a time of 0: close() sends RST."""
 RETRANSMITTED_S = 0.2
-"""Linux's shortest time before it sends a segment again."""
+"""Linux's minimum retransmission timeout."""
 _PIECE_BYTES = 65536
 _TICK_S = 0.01
 
@@ -42,7 +42,7 @@ class Link:
         self.port = int(self._listener.getsockname()[1])
         self.delay_s = 0.0
         self.loss = 0.0
-        """The fraction of pieces that arrive RETRANSMITTED_S late, with all that follows: TCP repeats what is lost."""
+        """The fraction of pieces that arrive RETRANSMITTED_S late and delay those after them, like lost segments."""
         self.stalled = False
         """Connections stay open, and no byte is passed on."""
         self.refusing = False
@@ -136,7 +136,7 @@ class Link:
 
     def _read(self, source: socket.socket) -> None:
         stream = self._streams.get(source)
-        if stream is None:  # closed in this turn
+        if stream is None:  # closed by an event before this one
             return
         try:
             data = source.recv(_PIECE_BYTES)
@@ -196,7 +196,7 @@ class DataLink(MooncakeProxy):
         super().__exit__()
 
     def _accept_data(self) -> None:
-        """The Link accepts instead."""
+        """Does nothing: the Link accepts these connections."""
 
     def _data_address(self) -> Address:
         assert self._data_at is not None, "a handshake comes first"

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces, connected by a router in which a test cuts links, one direction or single ports.
+"""Hosts in network namespaces, connected by a router that can drop packets of a host, of one direction or of a port.
 
 Each host has its own namespace, an address of its own, and loopback. Needs root and network namespaces. Delay needs
 netem, which the kernel of the test machine may lack, and loss needs netem or iptables. The TCP proxy in `links.py` has

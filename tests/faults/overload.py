@@ -1,8 +1,8 @@
-"""More clients than a pair can serve: `make overload`. Prints goodput, waits, and how true Retry-After is.
+"""More clients than a pair can serve: `make overload`. Prints goodput, waiting times, and how exact Retry-After is.
 
 Every round runs each workload at its peak (as many clients as there are slots, and twice as many) and with 20 times
-more clients, one after the other, because other programs may run too. The figures are medians of the rounds.
-Refused clients come back after Retry-After. Fails if a request ends with anything but its tokens or 429, if goodput is
+more clients, one after the other, so that other programs affect all of them. The figures are medians of the rounds.
+Refused clients try again after Retry-After. Fails if a request ends with anything but its tokens or 429, if goodput is
 below 90 % of the peak, if a wait is longer than stated, or if the servers do not recover.
 """
 
@@ -29,14 +29,14 @@ SLOTS = 4
 QUEUE = 48
 FACTOR = 20
 KEPT = 0.9
-"""The part of its peak that goodput keeps in an overload."""
+"""The share of its peak that goodput must keep in an overload."""
 WAIT_FACTOR = 2.0
 WAIT_BASE_S = 5.0
 """An accepted request is answered within the time that the queue takes at the measured rate, times WAIT_FACTOR, and
 WAIT_BASE_S."""
 RECOVERED_S = 5.0
 TRUE_FACTOR = 2.0
-"""The median Retry-After is wrong by this factor at most; its unit is a second."""
+"""The median Retry-After may be wrong by this factor; its unit is a second."""
 BURST_S = 2.0
 NEW_TOKENS = 64
 REQUEST_S = 120.0
@@ -62,7 +62,7 @@ class Work:
 
 @dataclasses.dataclass
 class Tally:
-    """What the clients of a phase have seen."""
+    """The responses that the clients of a phase have received."""
 
     served_at: list[float] = dataclasses.field(default_factory=list)
     waits_s: list[float] = dataclasses.field(default_factory=list)
@@ -85,7 +85,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """One phase."""
+    """Results of one phase."""
 
     goodput: float
     """Output tokens of complete responses in a second."""
@@ -186,7 +186,7 @@ class Client:
                 time.sleep(max(0.0, min(pause_s * self._draw.uniform(1.0, 1.2), self._ends_at - time.monotonic())))
 
     def _send(self, work: Work) -> float:
-        """Send one request; returns the seconds after which the client may come back."""
+        """Send one request; returns the seconds until the client may send the next one."""
         tally, started = self._tally, time.monotonic()
         try:
             self._connection.request("POST", "/generate", work.body, JSON)

@@ -13,7 +13,7 @@ from tests.checkpoints import GreedyTokens, load_reference, make_checkpoint, mak
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
-from tests.faults.clients import Bystander, StreamClient
+from tests.faults.clients import BackgroundClient, StreamClient
 from tests.faults.hooks import Hooks
 from tests.faults.injections import INJECTIONS
 from tests.faults.links import Link
@@ -24,16 +24,16 @@ FREED_S = 5.0
 """The bounds that docs/reliability.md states: from the fault until it is noticed, from then until clients have their
 answers, and from the end of the fault until all pages are free."""
 LOADED = 4.0
-"""The asserted bounds are this many times longer: test machines are busy."""
+"""Assertions allow this many times the bounds, because test machines are busy."""
 RETRACTION_ATTEMPTS = 3
 RETRACTION_S = 25.0
-"""On a busy machine the requests that take the pages need more than ten seconds."""
+"""Limit for a retraction: on a busy machine, the requests that cause it take more than ten seconds."""
 PRESSURE_TOKENS = 360
-"""With its prompt of 140 tokens, such a request alone takes almost the whole pool of decode."""
+"""Output of a request that, with its prompt of 140 tokens, takes almost the whole pool of decode."""
 PREFILL_TOKENS = 160
 DECODE_TOKENS = 512
 STARTED = Path(__file__).parent / "started"
-"""Has the module that Python imports when it starts."""
+"""Folder of the sitecustomize module that servers import when they start."""
 COMMON = ("--page-size", "8", "--no-prefix-cache", "--shutdown-timeout-s", "3")
 PREFILL = (*COMMON, "--kv-tokens", str(PREFILL_TOKENS), "--chunk-size", "32")
 DECODE = (*COMMON, "--kv-tokens", str(DECODE_TOKENS), "--growth-tokens", "8", "--quarantine-s", "1.5")
@@ -41,7 +41,7 @@ DECODE = (*COMMON, "--kv-tokens", str(DECODE_TOKENS), "--growth-tokens", "8", "-
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A request and its tokens according to transformers."""
+    """A request and the tokens that transformers generates for it."""
 
     prompt: list[int]
     expected: Sequence[int]
@@ -62,7 +62,7 @@ class Result:
     """From the fault until decode reports that it has lost its prefill server."""
     freed_s: float
     """From the end of the fault, or of the response if that is later, until all pages of both servers are free."""
-    bystanders: int
+    background_requests: int
 
 
 class Rig:
@@ -76,9 +76,9 @@ class Rig:
         self._log_starts: dict[Side, int] = {}
         self.hooks: Hooks
         self.control: Link
-        self.victim: StreamClient
-        self._pressing: list[StreamClient] = []
-        """Requests that take the pages of the request under test."""
+        self.client: StreamClient
+        self._pressure_clients: list[StreamClient] = []
+        """Clients whose requests take the pages of the request under test."""
         self._model = _make_model(config, directory / "model")
         reference = load_reference(self._model)
 
@@ -86,10 +86,10 @@ class Rig:
             prompt = [(first + 7 * index) % 251 for index in range(length)]
             return Work(prompt, GreedyTokens(reference, prompt, new_tokens))
 
-        self.request, self.filler, self._bystander = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
+        self.request, self.filler, self._background = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
         self._long = work(97, 100, 4)
         self._pressure = [index % 251 for index in range(140)]
-        self.works = (self.request, self.filler, self._bystander, self._long)
+        self.works = (self.request, self.filler, self._background, self._long)
 
     def __enter__(self) -> "Rig":
         with self._stack as stack:
@@ -141,16 +141,16 @@ class Rig:
     # -- cells -------------------------------------------------------------------------------------------------
 
     def run(self, cell: Cell) -> Result:
-        """Run one cell. Raises AssertionError, with the reason, if it does not hold."""
+        """Run one cell. Raises AssertionError, with the reason, if a check fails."""
         for server in self.servers.values():
-            if server.process is not None and server.process.poll() is not None:  # a cell that failed has left it so
+            if server.process is not None and server.process.poll() is not None:  # a failed cell has left it so
                 server.start()
         self.wait_ready()
         self.begin_log()
         decode = self.servers["decode"]
-        bystander = Bystander(decode, self._bystander.prompt, list(self._bystander.expected))
+        background = BackgroundClient(decode, self._background.prompt, list(self._background.expected))
         try:
-            wait_until(lambda: bool(bystander.outcomes), 20, "the bystander has an answer")
+            wait_until(lambda: bool(background.outcomes), 20, "the background client has a response")
             lost = self._peers_lost() if cell.fault.loses_peer else 0
             request = self._reach(cell)
             injection = INJECTIONS[cell.fault.name](self, cell.fault.side or "decode")
@@ -161,27 +161,27 @@ class Rig:
             self._release()
             with contextlib.suppress(StopIteration):
                 next(injection)
-                raise AssertionError("an injection yields once")
+                raise AssertionError("the injection has yielded twice")
             over_at = time.monotonic()
-            outcome, tokens = self.victim.outcome()
+            outcome, tokens = self.client.outcome()
         finally:
             self._release()
-            bystander.stop()
+            background.stop()
             self._end_pressure()
-        assert not bystander.wrong, bystander.wrong
+        assert not background.wrong, background.wrong
         assert tokens == request.expected[: len(tokens)], f"wrong tokens: {tokens}"
         assert outcome != "200" or tokens == request.expected, f"only {len(tokens)} tokens"
-        ends = cell.fault.ends | ({"left"} if self.victim.left else set())
-        assert outcome in ends, f"the request ended with {outcome}: {self.victim.text()[-300:]}"
+        ends = cell.fault.ends | ({"left"} if self.client.left else set())
+        assert outcome in ends, f"the request ended with {outcome}: {self.client.text()[-300:]}"
         if cell.fault.ends == {"200"}:
-            assert set(bystander.outcomes) == {"200"}, f"bystanders: {bystander.outcomes}"
+            assert set(background.outcomes) == {"200"}, f"requests of the background client: {background.outcomes}"
         noticed_s = watch.noticed_s(fired_at) if watch is not None else None
-        answered_s = max(0.0, self.victim.ended_at - fired_at) if outcome != "left" else None
+        answered_s = max(0.0, self.client.ended_at - fired_at) if outcome != "left" else None
         assert answered_s is None or answered_s - over_after(outcome, fired_at, over_at) < LOADED * (
             NOTICED_S + ANSWERED_S
         ), f"answered after {answered_s:.1f} s"
-        freed_s = self.check_after(max(over_at, self.victim.ended_at))
-        return Result(outcome, answered_s, noticed_s, freed_s, len(bystander.outcomes))
+        freed_s = self.check_after(max(over_at, self.client.ended_at))
+        return Result(outcome, answered_s, noticed_s, freed_s, len(background.outcomes))
 
     def _reach(self, cell: Cell) -> Work:
         """Send the request and wait until it is in the state of the cell, with the engine loop paused there."""
@@ -194,7 +194,7 @@ class Rig:
         if state.name == "retracted":
             self._reach_retracted()
             return self._long
-        self.victim = StreamClient(decode, self.request.prompt, self.request.new_tokens)
+        self.client = StreamClient(decode, self.request.prompt, self.request.new_tokens)
         for point in state.points:
             self.hooks.leader(point.side).expect("hit", point.state)
         return self.request
@@ -205,15 +205,15 @@ class Rig:
         for _ in range(RETRACTION_ATTEMPTS):
             for _ in range(2):
                 pressure = StreamClient(decode, self._pressure, PRESSURE_TOKENS, priority=1)
-                self._pressing.append(pressure)
-            self.victim = StreamClient(decode, self._long.prompt, self._long.new_tokens)
+                self._pressure_clients.append(pressure)
+            self.client = StreamClient(decode, self._long.prompt, self._long.new_tokens)
             with contextlib.suppress(AssertionError):
                 self.hooks.leader("decode").expect("hit", "retracted", RETRACTION_S)
                 return
-            for client in (self.victim, *self._pressing):
+            for client in (self.client, *self._pressure_clients):
                 client.leave()
                 client.join()
-            self._pressing.clear()
+            self._pressure_clients.clear()
         raise AssertionError("the request was not retracted")
 
     def _reach_closing(self, closing: Point) -> None:
@@ -221,18 +221,18 @@ class Rig:
         rank = next(self.hooks.find("prefill", *self.rank_processes("prefill")))
         rank.tell(block="rank")
         self._arm(Point("prefill", "waiting"))
-        self.victim = StreamClient(self.servers["decode"], self.request.prompt, self.request.new_tokens)
+        self.client = StreamClient(self.servers["decode"], self.request.prompt, self.request.new_tokens)
         leader = self.hooks.leader("prefill")
         leader.expect("hit", "waiting")
         self._arm(closing)
-        self.victim.leave()
+        self.client.leave()
         self._release()
         leader.expect("hit", "closing")
         rank.tell(block="")
 
     def _end_pressure(self) -> None:
-        while self._pressing:
-            self._pressing.pop().leave()
+        while self._pressure_clients:
+            self._pressure_clients.pop().leave()
 
     def _arm(self, point: Point) -> None:
         self.hooks.leader(point.side).tell(arm=point.state, moment=point.moment, tokens=len(self.request.prompt))
@@ -304,7 +304,9 @@ class LossWatch(threading.Thread):
 
 
 def over_after(outcome: str, fired_at: float, over_at: float) -> float:
-    """The part of a response time that the fault itself takes: a request that succeeds may have waited for its end."""
+    """The part of a response time that the bound allows for the fault itself: a request that succeeds may have waited
+    until the fault was over.
+    """
     return max(0.0, over_at - fired_at) if outcome == "200" else 0.0
 
 

@@ -31,9 +31,9 @@ from pdserve.transfer.mooncake.engine import SendEngine, WriteState
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 
 ENTERED, TURNED = "entered", "turned"
-"""When a pause begins: at the transition, inside a turn of the engine loop, or at the end of that turn."""
+"""When the loop pauses: at the transition, in the middle of a turn of the engine loop, or at the end of that turn."""
 BLOCKED_S = 60.0
-"""Longest pause or block: a test that fails leaves no server behind that hangs."""
+"""Limit for a pause or block, so that a failed test does not leave a hanging server behind."""
 
 
 def install(process: str) -> None:

@@ -25,29 +25,29 @@ import httpx
 
 from tests.cluster.servers import HTTP, body
 from tests.faults.catalog import CONFIGS, FAULTS, Config, Fault, Side
-from tests.faults.injections import INJECTIONS, NothingToStrikeError
+from tests.faults.injections import INJECTIONS, NoConnectionError
 from tests.faults.rig import Rig
 
 CLIENTS = 6
 ANSWERED_S = 60.0
 ALLOWED = {"200", "abort", "429", "499", "500", "503", "504", "closed", "left"}
-"""500 follows a failed step, `closed` a killed frontend."""
+"""A failed step causes 500, a killed frontend `closed`."""
 OWN_CLIENT = {"client_gone", "client_slow", "fill_pools"}
-"""Faults that need the request of a cell. The traffic has such clients anyway."""
+"""Faults of the client of a cell. The traffic of a soak test has such clients anyway."""
 GAPS_S = (1.0, 4.0)
 SAMPLE_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Strike:
-    """A fault, and the time before it."""
+class ScheduledFault:
+    """A fault, and the pause before it."""
 
     gap_s: float
     fault: Fault
 
 
-def strikes(seed: int, rig: Rig) -> list[Strike]:
-    """Ten thousand faults of a seed: more than any run needs."""
+def schedule_faults(seed: int, rig: Rig) -> list[ScheduledFault]:
+    """The faults of a seed: ten thousand, more than any run needs."""
     draw = random.Random(seed)
     ranks: dict[Side | None, int] = {"decode": rig.config.decode_ranks, "prefill": rig.config.prefill_ranks}
     possible = [
@@ -57,7 +57,7 @@ def strikes(seed: int, rig: Rig) -> list[Strike]:
         and (fault.needs != "rank process" or ranks[fault.side] > 1)
         and not (rig.config.local and (fault.side == "prefill" or fault.needs == "link"))
     ]
-    return [Strike(draw.uniform(*GAPS_S), draw.choice(possible)) for _ in range(10_000)]
+    return [ScheduledFault(draw.uniform(*GAPS_S), draw.choice(possible)) for _ in range(10_000)]
 
 
 class Traffic(threading.Thread):
@@ -196,17 +196,17 @@ class Growth:
 def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[str]:
     """Run traffic and faults; returns what was wrong."""
     for work in rig.works:
-        list(work.expected)  # generates it: later, that would count as time of a request
+        list(work.expected)  # computes the tokens now, so that requests do not wait for it later
     rig.wait_ready()
     stopping = threading.Event()
     growth = Growth(rig)
     clients = [Traffic(rig, seed, number, stopping) for number in range(CLIENTS)]
-    struck: collections.Counter[str] = collections.Counter()
+    injected: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
     ends_at = time.monotonic() + seconds
     try:
-        for strike in strikes(seed, rig):
-            waits_until = time.monotonic() + strike.gap_s
+        for scheduled in schedule_faults(seed, rig):
+            waits_until = time.monotonic() + scheduled.gap_s
             while time.monotonic() < min(waits_until, ends_at):
                 growth.sample()
                 time.sleep(min(SAMPLE_S, max(0.0, waits_until - time.monotonic())))
@@ -214,19 +214,19 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
                 break
             rig.wait_ready()
             if verbose:
-                print(f"{seconds - (ends_at - time.monotonic()):6.1f} s: {strike.fault.label}", flush=True)
+                print(f"{seconds - (ends_at - time.monotonic()):6.1f} s: {scheduled.fault.label}", flush=True)
             rig.begin_log()
             try:
-                for _ in INJECTIONS[strike.fault.name](rig, strike.fault.side or "decode"):
+                for _ in INJECTIONS[scheduled.fault.name](rig, scheduled.fault.side or "decode"):
                     pass
-            except NothingToStrikeError:  # the data link of a server that has just started
-                struck["without effect"] += 1
-            except Exception as error:  # the report has it, with all that was measured before
-                wrong.append(f"{strike.fault.label}: {type(error).__name__}: {error}")
+            except NoConnectionError:  # a server that has just started has no data connection yet
+                injected["without effect"] += 1
+            except Exception as error:  # the report includes it, and what was measured before
+                wrong.append(f"{scheduled.fault.label}: {type(error).__name__}: {error}")
                 break
             else:
-                struck[strike.fault.label] += 1
-    except KeyboardInterrupt:  # the report is about the time until then
+                injected[scheduled.fault.label] += 1
+    except KeyboardInterrupt:  # report what was measured until then
         wrong.append("interrupted")
     finally:
         stopping.set()
@@ -239,17 +239,17 @@ def soak(rig: Rig, seed: int, seconds: float, *, verbose: bool = True) -> list[s
     except AssertionError as error:
         wrong.append(str(error))
     if verbose:
-        _report(clients, struck, growth)
+        _report(clients, injected, growth)
     return wrong
 
 
-def _report(clients: list[Traffic], struck: collections.Counter[str], growth: Growth) -> None:
+def _report(clients: list[Traffic], injected: collections.Counter[str], growth: Growth) -> None:
     outcomes = sum((client.outcomes for client in clients), collections.Counter[str]())
     print("outcome    requests   longest")
     for outcome, count in outcomes.most_common():
         longest_s = max(client.longest_s.get(outcome, 0.0) for client in clients)
         print(f"{outcome:10} {count:8} {longest_s:7.1f} s")
-    print("faults:", ", ".join(f"{label} {count}" for label, count in struck.most_common()) or "none")
+    print("faults:", ", ".join(f"{label} {count}" for label, count in injected.most_common()) or "none")
     print("growth of the processes that lived longest:", *growth.lines(), sep="\n")
 
 

@@ -32,7 +32,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def run(configs: list[Config], words: list[str], file: Path) -> int:
-    """Run the cells whose ids have all `words`; returns how many do not hold."""
+    """Run the cells whose ids have all `words`; returns how many failed."""
     failures = 0
     for config in configs:
         passed = {cell for cell, result in read_results(file).items() if "problem" not in result}
@@ -53,7 +53,7 @@ def run_cell(rig: Rig, cell: Cell) -> dict[str, Any]:
     started = time.monotonic()
     try:
         result = dataclasses.asdict(rig.run(cell))
-    except Exception as error:  # of any part of the harness: the next cell runs anyway
+    except Exception as error:  # also errors of the harness itself: the next cell still runs
         text = f"{type(error).__name__}: {error}"
         result = {
             "problem": text if len(text) < 3000 else f"{text[:500]} ... {text[-2500:]}"
@@ -132,7 +132,7 @@ def document(text: str, results: Results) -> str:
 
 
 def structure(text: str) -> list[list[str]]:
-    """The rows of the tables in a document without what was measured: the first column, the heading, and n/a cells."""
+    """The rows of the tables in a document without their results: the first column, the heading, and n/a cells."""
     _, _, rest = text.partition(BEGIN)
     found = []
     for line in rest.partition(END)[0].splitlines():

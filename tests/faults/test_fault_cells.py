@@ -1,4 +1,4 @@
-"""A selection of the table of faults: each fault once and each state at least once. `make faults` runs all cells."""
+"""A selection of the table of faults (`selection()` in catalog.py). `make faults` runs all cells."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ SOAK_S = 6.0
 
 @pytest.fixture(scope="module")
 def rigs() -> Iterator[dict[str, Rig]]:
-    """The servers of the configuration in use: those of the last one end when another one begins."""
+    """The rig of one configuration at a time, by its name: `rig_of` stops the last one before it starts another one."""
     started: dict[str, Rig] = {}
     yield started
     for rig in started.values():
@@ -40,7 +40,7 @@ def test_request_ends_once_and_all_memory_is_freed(
     rig_of(cell.config, rigs, tmp_path_factory.mktemp(cell.config.name)).run(cell)
 
 
-def test_random_traffic_and_faults(rigs: dict[str, Rig], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_faults_under_random_traffic(rigs: dict[str, Rig], tmp_path_factory: pytest.TempPathFactory) -> None:
     """The short form of `make soak`."""
     rig = rig_of(SELECTION[0].config, rigs, tmp_path_factory.mktemp("soak"))
     assert soak(rig, seed=3, seconds=SOAK_S, verbose=False) == []
@@ -82,7 +82,7 @@ def test_health_names_what_is_stuck_and_the_server_recovers(
     def reasons() -> list[str]:
         return list(HTTP.get(f"{server.url}/health", timeout=10).json()["reasons"])
 
-    decode.generate(rig.request.prompt, 1)  # a step of which the time is known
+    decode.generate(rig.request.prompt, 1)  # so that the server has measured a step
     process = rig.hooks.leader(side)
     process.tell(block=thread)
     client = StreamClient(decode, rig.request.prompt, rig.request.new_tokens)

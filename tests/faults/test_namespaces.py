@@ -1,5 +1,4 @@
-"""Prefill, decode, a router and the client each in a network namespace of its own: the network between them fails and
-heals.
+"""Faults of the network between prefill, decode, a router and a client, each in its own network namespace.
 
 Where namespaces, netem or iptables are missing, the tests that need them are skipped with the reason. The faults of
 links in `test_fault_cells.py`, delay and loss among them, use TCP proxies and run everywhere.
@@ -26,7 +25,7 @@ COMMON = ("--page-size", "8", "--no-prefix-cache", "--kv-tokens", "1024", "--shu
 DECODE = (*COMMON, "--quarantine-s", "1.5", "--request-timeout-s", "20")
 DATA_PORTS = "15000-17000"
 LOST_S = 10.0
-"""A loss is noticed within 2 s and answered within 3 s; test machines are busy."""
+"""Servers notice a loss within 2 s and answer within 3 s; test machines are busy."""
 
 
 class Hosts(NamedTuple):
@@ -42,7 +41,7 @@ class Hosts(NamedTuple):
             self.network.call("client", lambda server=server: server.wait_ready(peers=1))  # type: ignore[misc]
 
     def generate(self) -> int:
-        """The status of a request of the client; checks its tokens."""
+        """Send a request from the client and check its tokens. Returns the status."""
         response = self.network.call("client", lambda: self.decode.post(PROMPT, NEW_TOKENS))
         assert response.status_code in (200, 503), response.text
         if response.status_code == 200:
@@ -114,7 +113,7 @@ def test_request_ends_and_the_pair_recovers(
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
         with fault(hosts):
-            assert pool.submit(hosts.generate).result(4 * LOST_S) == 503, "the fault did not reach the request"
+            assert pool.submit(hosts.generate).result(4 * LOST_S) == 503, "the request was served despite the fault"
         hosts.check_healed()
 
 
@@ -143,7 +142,7 @@ def test_router_that_was_cut_off_serves_again(hosts: Hosts, router: Router) -> N
             response = pool.submit(through_router)
             with pytest.raises(TimeoutError):
                 response.result(1.0)
-            assert hosts.generate() == 200, "a request that does not need the router"
+            assert hosts.generate() == 200, "a request that does not go through the router failed"
         assert response.result(4 * LOST_S) in (200, 502, 503)
     wait_until(lambda: through_router() == 200, 4 * LOST_S, "requests through the router")
     hosts.check_healed()
@@ -170,10 +169,8 @@ def test_requests_are_answered_despite_delay_and_loss(hosts: Hosts, means: str) 
 
 def test_decode_serves_at_a_new_address_after_a_restart(hosts: Hosts) -> None:
     network, decode = hosts.network, hosts.decode
-    before = decode.flags[:]
     assert decode.stop() == 0
     decode.host = network.address("decode", second=True)
     decode.flags[decode.flags.index("--host") + 1] = decode.host
     decode.start()
     hosts.check_healed()
-    assert decode.flags != before

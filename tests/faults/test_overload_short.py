@@ -1,4 +1,4 @@
-"""The short form of `make overload`: no figure is asserted that depends on how busy the test machine is."""
+"""The short form of `make overload`, without the figures that depend on how busy the test machine is."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from tests.cluster.servers import cluster
 from tests.faults.overload import FACTOR, QUEUE, SLOTS, Overload, Tally
 
 SECONDS = (1.5, 6.0, 24.0)
-"""The next one, if no request was complete by then: the test machine is busy."""
+"""Durations of a phase. The next one is tried if no request is complete by then, because the test machine is busy."""
 
 
-def test_accepted_requests_are_served_and_others_come_back_later(tmp_path: Path) -> None:
+def test_accepted_requests_are_served_and_others_get_429(tmp_path: Path) -> None:
     with cluster(tmp_path) as servers:
         overload = Overload(servers, tmp_path)
         for seconds in SECONDS:
@@ -26,4 +26,4 @@ def test_accepted_requests_are_served_and_others_come_back_later(tmp_path: Path)
 def test_retry_after_is_compared_with_the_time_that_the_queue_takes() -> None:
     tally = Tally(served_at=[0.5 * number for number in range(1, 2 * QUEUE)])
     tally.refused = [(0.0, QUEUE // 2), (1.0, QUEUE), (float(QUEUE), 1)]
-    assert tally.errors_of_retry_after() == [1.0, 2.0], "the last one was refused too late"
+    assert tally.errors_of_retry_after() == [1.0, 2.0], "only the last refusal is too late to be compared"

@@ -1,4 +1,4 @@
-"""Prefill and decode servers are replaced one by one under load, by the other version and back: no request fails.
+"""A rolling upgrade under load: servers are replaced one by one by the other version, and back. No request fails.
 
 `make test-upgrade BASE=v0.1.0`. BASE is a tag or a commit; `auto` is the last tag or, if there is none, the commit
 before the last change of the control messages. Its wheel is built from git.
@@ -28,11 +28,11 @@ COMMON = ("--page-size", "8", "--kv-tokens", "2048", "--shutdown-timeout-s", "30
 PROMPTS = [[(first + 7 * index) % 251 for index in range(40 + 30 * first)] for first in range(4)]
 NEW_TOKENS = 16
 START_TIMEOUT_S = 300.0
-"""Four servers start at the same time, and import their libraries themselves."""
+"""Four servers that are not forked start at the same time."""
 SERVED = 8
-"""Requests that are answered between two replacements."""
+"""At least this many requests are answered between two replacements."""
 
-pytestmark = pytest.mark.skipif(not BASE, reason="needs the history of git: make test-upgrade")
+pytestmark = pytest.mark.skipif(not BASE, reason="set PDSERVE_UPGRADE: make test-upgrade")
 
 
 def git(*arguments: str) -> str:
@@ -63,7 +63,7 @@ def build_wheel(commit: str, directory: Path) -> Path:
 
 
 class Load:
-    """Clients of a router that sends to the decode servers in service. Every request must be answered."""
+    """Clients that send to the decode servers in service, as a router does. Every request must be answered."""
 
     def __init__(self, expected: list[list[int]]) -> None:
         self._expected = expected
@@ -99,7 +99,7 @@ class Load:
                 self.failures.append(repr(error))
                 continue
             if answer.status_code == 503 and answer.json()["error"]["message"].startswith("stopping"):
-                continue  # sent before the server was taken out of service: a router sends it to another one
+                continue  # sent just before the server was taken out of service: a router sends it to another one
             if answer.status_code != 200 or answer.json()["output_ids"] != self._expected[which]:
                 self.failures.append(f"{answer.status_code}: {answer.text[:300]}")
             self.served += 1
@@ -120,7 +120,7 @@ class Versions(NamedTuple):
     expected: list[list[int]]
 
     def start(self, role: str, port_of: Server | None, *flags: str, old: bool) -> Server:
-        """Start a server of this version on the ports of the server that it replaces."""
+        """Start a server, of the older version if `old`, on the ports of the server that it replaces."""
         log = self.servers.directory / f"{len(self.servers.servers)}-{role}.log"
         env = {"PYTHONPATH": str(self.old)} if old else {}
         server = Server(role, self.model, log, *COMMON, *flags, env=env, forked=not old)
@@ -158,7 +158,7 @@ def test_servers_are_replaced_one_by_one_without_a_failed_request(
     load.start()
     try:
         load.wait_served()
-        for old in (False, True):  # there and back: each version is on either side of the other
+        for old in (False, True):  # upgrade, then downgrade: each version is prefill and decode for the other
             for group, flags in ((prefills, []), (decodes, endpoints)):
                 for position, server in enumerate(group):
                     load.take_out(server)

@@ -1,4 +1,4 @@
-"""Python imports this module when it starts: it installs the hooks in the processes of servers that are not forked."""
+"""Python imports this module at start. It installs the hooks in the processes of servers that are not forked."""
 
 import sys
 

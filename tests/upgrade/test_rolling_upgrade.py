@@ -1,7 +1,7 @@
 """A rolling upgrade under load: servers are replaced one by one by the other version, and back. No request fails.
 
-`make test-upgrade BASE=v0.1.0`. BASE is a tag or a commit; `auto` is the last tag or, if there is none, the commit
-before the last change of the control messages. Its wheel is built from git.
+`make test-upgrade BASE=v0.1.0`. BASE is a tag or a commit; `auto` is the last tag before this commit or, if there is
+none, the commit before the last change of the control messages. Its wheel is built from git.
 """
 
 import io
@@ -44,7 +44,7 @@ def git(*arguments: str) -> str:
 def find_base() -> str:
     if BASE != "auto":
         return git("rev-parse", f"{BASE}^{{commit}}")
-    tags = git("tag", "--merged", "HEAD", "--sort=-creatordate").split()
+    tags = git("tag", "--merged", "HEAD^", "--sort=-creatordate").split()
     return git("rev-parse", f"{tags[0]}^{{commit}}" if tags else git("log", "-1", "--format=%H", "--", MESSAGES) + "^")
 
 

@@ -34,7 +34,7 @@ RUN_BY = {
     r"pdserve (prefill|decode) +--model \S+ --host": "cluster/test_topology.py::test_every_decode_uses_every_prefill",
     r"pdserve (prefill|decode) +--model \S+ --tp": "cluster/test_ranks.py::",
     r"pdserve (store|prefill|decode) .*(--memory|--kv-store)": (
-        "cluster/test_store_servers.py::test_second_server_continues_what_a_killed_one_has_computed"
+        "cluster/test_store_servers.py::test_second_server_loads_the_prefix_that_a_killed_server_has_computed"
     ),
     r"(PDSERVE_\w+=\S+ )?pdserve doctor": "server/doctor/test_doctor_command.py::",
     r"python -m sglang_router": "cluster/test_routers.py::",

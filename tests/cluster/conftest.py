@@ -11,7 +11,7 @@ from tests.cluster.servers import Cluster, cluster
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with room for long prompts."""
+    """A tiny Llama with a context of 4,096 tokens."""
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", max_position_embeddings=4096)
 
 

@@ -10,8 +10,8 @@ worker that has started it, and ends itself with the last worker. All of them ar
 any code of pdserve, so that no thread, socket or event loop is copied: leader and ranks wait for the first line on
 their stdin, as they do after `python -m`. Mooncake is imported after the fork, as it does not survive one.
 
-Forked servers report their state more often than others (INTERVALS), as tests wait for reports. They use a KV store
-even if computing is faster.
+Forked servers report their state more often than others (INTERVALS), because tests wait for reports. They load prefixes
+from a KV store even if computing them is faster.
 """
 
 import atexit
@@ -65,7 +65,8 @@ INTERVALS = {
     ("pdserve.scheduler.ranks.rank", "HOT_REPORT_S"): 0.1,
     ("pdserve.scheduler.store.kv_store", "MEASURE_AGAIN"): 1,
 }
-"""Constants of modules, with their values in forked servers: between two reports of the state of a server."""
+"""Constants of modules and their values in forked servers: shorter intervals between reports of the state, and
+prefixes are loaded from a KV store even if computing them is faster."""
 CLI = "pdserve.server.cli:main"
 NETNS_VARIABLE = "PDSERVE_TEST_NETNS"
 """In the environment of a server that has its own network namespace: the name of the namespace."""
@@ -144,7 +145,7 @@ class ForkServer:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Servers of this worker that still run get SIGTERM, as after its end."""
+        """Disconnect. Servers of this worker that still run get SIGTERM, as when the worker ends."""
         self._socket.close()
 
     def start(
@@ -201,7 +202,7 @@ def _start_fork_server(listener: socket.socket, python_path: str) -> None:
     settings = {"PYTHONPATH": python_path, "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT": _spin_count()}
     command = [sys.executable, "-P", "-m", "tests.cluster.forkserver"]
     started = subprocess.Popen(command, stdin=listener.fileno(), env={**os.environ, **settings})
-    started.returncode = 0  # nobody waits for it: it may outlive this worker
+    started.returncode = 0  # no warning that it still runs: it may outlive this worker
 
 
 def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
@@ -229,7 +230,7 @@ def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
 
 
 def _spin_count() -> str:
-    """OpenMP reads it when torch is imported: what the frontend sets for its leader comes too late here."""
+    """OpenMP reads GOMP_SPINCOUNT when torch is imported, which is before the frontend sets it for its leader."""
     from pdserve.server.engine.leader_process import SPIN_COUNTS
 
     return SPIN_COUNTS.get(os.uname().machine, SPIN_COUNTS["x86_64"])
@@ -280,7 +281,7 @@ class ForkedChild:
 
 
 class _RunInChild(BaseException):
-    """Leaves all frames of the parent, so that nothing of the parent ends with the child."""
+    """Raised in a forked child, to leave all frames of its parent before it runs `main`."""
 
     def __init__(self, main: Main) -> None:
         self.main = main
@@ -291,7 +292,7 @@ def serve(listener: socket.socket) -> None:
     workers: dict[int, socket.socket] = {}
     """Connections, by descriptor."""
     running: dict[int, tuple[int, int, socket.socket]] = {}
-    """By descriptor that becomes readable when a process ends: its worker, its PID, where to send its exit status."""
+    """By pidfd, which is readable when the process ends: descriptor of its worker, PID, socket for its exit status."""
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     while True:
@@ -310,7 +311,7 @@ def serve(listener: socket.socket) -> None:
                     _send(report, _STATUS.pack(os.waitstatus_to_exitcode(status)))
             else:
                 request = b""
-                with contextlib.suppress(ConnectionResetError):  # it ended before it had read its answer
+                with contextlib.suppress(ConnectionResetError):  # the worker ended before it had read its answer
                     request, received, *_ = socket.recv_fds(workers[descriptor], MAX_REQUEST_BYTES, 4)
                 if not request:
                     poller.unregister(descriptor)
@@ -345,7 +346,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, message: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker has ended
         connection.send(message)
 
 
@@ -381,13 +382,13 @@ def _run(main: str, arguments: list[str], leaders: list[ForkedChild]) -> int:
 def _become_leader(ranks: int) -> int:
     waiting: list[ForkedChild] = []
     for _ in range(ranks):
-        waiting.append(ForkedChild(functools.partial(_run_introduced, RANK), waiting))
+        waiting.append(ForkedChild(functools.partial(_run_when_needed, RANK), waiting))
     _hand_out({RANK: iter(waiting)})
-    return _run_introduced(LEADER)
+    return _run_when_needed(LEADER)
 
 
-def _run_introduced(module: str) -> int:
-    """Run a leader or a rank. A parent that ends before it needs this process closes its stdin."""
+def _run_when_needed(module: str) -> int:
+    """Run a leader or a rank when the first line arrives. Exit if the parent ends first, which closes stdin."""
     assert isinstance(sys.stdin.buffer, io.BufferedReader)
     if not sys.stdin.buffer.peek(1):
         return 0
@@ -402,7 +403,7 @@ def _install_hooks(process: str) -> None:
 
 
 def _hand_out(forked: dict[str, Iterator[ForkedChild]]) -> None:
-    """Give the parent a waiting process where it would start `python -m MODULE`."""
+    """Replace subprocess.Popen: `python -m MODULE` returns a waiting process instead of a new one."""
     original = subprocess.Popen
 
     class Popen(original):  # type: ignore[misc,valid-type]
@@ -425,7 +426,7 @@ def _main() -> int:
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(
         torch.device("cpu"), torch.float32, gguf=True
     )
-    importlib.import_module("pdserve.server.observability.versions").installed_versions()  # it remembers the versions
+    importlib.import_module("pdserve.server.observability.versions").installed_versions()  # caches the versions
     _prepare_frontends()
     _leave_out_mooncake_store()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -449,7 +450,7 @@ def _main() -> int:
 
 
 def _prepare_frontends() -> None:
-    """What every frontend does with the same result, or fills a cache with."""
+    """Do once what every frontend would do with the same result, and fill caches."""
     cli = importlib.import_module("pdserve.server.cli")
     parsers = functools.cache(vars(cli)["make_parser"])
     for role in ("prefill", "decode", "serve"):

@@ -1,4 +1,4 @@
-"""Greedy tokens of transformers, to compare those of a server with."""
+"""Compares the tokens of a server with the greedy tokens of transformers."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def same_tokens(
 
 
 def share_of_same_choices(reference: Any, prompts: list[list[int]], outputs: list[list[int]]) -> float:
-    """The share of tokens that transformers would choose too, after the same tokens. Unlike the share of equal outputs
-    it hardly depends on rounding: of two nearly equal logits either may be the larger one, and all later tokens differ.
+    """The share of output tokens that transformers also chooses, given the tokens before them. The share of equal
+    outputs would depend on rounding: after a choice between two nearly equal logits, all later tokens may differ.
     """
     gaps = [
         gap for prompt, output in zip(prompts, outputs, strict=True) for gap in token_gaps(reference, prompt, output)

@@ -1,4 +1,4 @@
-"""A real KV store for tests, and what can happen to it."""
+"""A real KV store for tests, which can be killed, filled and corrupted."""
 
 import ctypes
 import importlib
@@ -18,7 +18,7 @@ from tests.ports import free_port
 from tests.processes import stop_process
 
 CLIENT_BYTES = 1 << 20
-"""Memory of a client; values of servers are smaller."""
+"""Buffer of a client; values of servers are smaller."""
 
 
 class Store:
@@ -40,19 +40,19 @@ class Store:
         return self._master is not None
 
     def start(self, memory: str = "64MiB") -> None:
-        """Returns when it has its memory."""
+        """Start the master; returns when its memory is mounted."""
         ports = ("--port", str(self._port), "--metrics-port", str(self._metrics_port))
         self._master = ForkedCommand("store", *ports, "--memory", memory)
         self._wait_segments(1)
 
     def add_member(self) -> ForkedCommand:
-        """A process that lends memory and has no master."""
+        """Start a process that lends memory and has no master."""
         self._members.append(ForkedCommand("store", "--join", self.url, "--memory", "64MiB"))
         self._wait_segments(2)
         return self._members[-1]
 
     def kill(self) -> None:
-        """SIGKILL, first to the master, which stops answering in the middle of whatever is in flight."""
+        """SIGKILL, first to the master, so that it stops in the middle of requests."""
         command, self._master = self._master, None
         if command is None:
             return
@@ -75,7 +75,7 @@ class Store:
         self._run("flip", *keys)
 
     def fill(self) -> None:
-        """Take all memory by values that cannot be evicted."""
+        """Fill the memory with values that cannot be evicted."""
         self._run("fill")
 
     def _wait_segments(self, count: int) -> None:

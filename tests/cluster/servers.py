@@ -23,7 +23,7 @@ from tests.processes import stop_process
 REPOSITORY = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 REPORT_S = 0.1
-"""Between two reports of a forked server (INTERVALS of forkserver.py)."""
+"""Interval between two reports of a forked server (INTERVALS of forkserver.py)."""
 HTTP = httpx.Client(
     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, trust_env=False
 )
@@ -67,7 +67,7 @@ class ForkedCommand:
             self.process = fork_server().run(CLI, arguments, environment, (null, self._stdout, self._stderr))
 
     def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
-        """Wait for its end: exit code, stdout and stderr."""
+        """Wait for the exit. Returns exit code, stdout and stderr."""
         code = self.process.wait(timeout_s)
         for file in (self._stdout, self._stderr):
             file.seek(0)
@@ -106,8 +106,8 @@ class Server:
         forked: bool = True,
         leaders: int = 1,
     ) -> None:
-        """`launcher` is a command that runs the server's, such as `unshare`. Forked servers start sooner. `leaders` is
-        how many leaders it starts, one after the other: one more with every change of its role.
+        """`launcher` is a command that runs that of the server, for example `unshare`. Forked servers start faster.
+        `leaders` is how many leaders the server starts in total: one, and one per switch of its role.
         """
         self.role = role
         self.model = str(model)
@@ -132,7 +132,7 @@ class Server:
 
     @property
     def bootstrap(self) -> dict[str, Any]:
-        """Fields of a request that is to use this prefill server."""
+        """Fields of a request that names this prefill server."""
         return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
 
     def start(self) -> "Server":
@@ -162,7 +162,7 @@ class Server:
         return ranks // int(sizes.get("--nnodes", "1")) if ranks > 1 else 0
 
     def wait_ready(self, *, peers: int | None = None) -> "Server":
-        """Until /health is 200, the leader has reported its state and, where given, `peers` peers are paired."""
+        """Wait until /health is 200, the leader has reported its state and, if given, `peers` peers are paired."""
 
         def ready() -> bool:
             assert self.process is not None
@@ -229,7 +229,7 @@ class Server:
         return found[0]
 
     def info(self) -> dict[str, Any]:
-        """/server_info. It is the state at `taken_at`, up to half a second ago (a quarter, if forked)."""
+        """/server_info: the state at `taken_at`, up to half a second ago (0.2 s, if forked)."""
         info: dict[str, Any] = HTTP.get(f"{self.url}/server_info", timeout=5).json()
         return info
 
@@ -256,7 +256,7 @@ class Server:
 
 
 def _is_grammar_compiler(pid: str) -> bool:
-    """The other child of a frontend, if a request had a grammar."""
+    """Whether this child of a frontend compiles grammars; the frontend starts it for the first one."""
     return b"grammar.check" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

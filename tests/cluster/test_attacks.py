@@ -1,4 +1,4 @@
-"""Attacks on a pair without a cluster key hardly delay the requests of other clients."""
+"""Attacks on the ports of a pair without a cluster key: requests of other clients are hardly delayed."""
 
 import json
 import os
@@ -25,8 +25,8 @@ WAIT_S = 0.2
 IDLE_CONNECTIONS = int(os.environ.get("PDSERVE_IDLE_CONNECTIONS", "800"))
 """`make connections` opens 10,000 to each port."""
 OTHERS_S = 3.0
-"""How much longer a request of another client may take during an attack, beside twice the usual time.
-Without load it is far below a second; test machines are busy."""
+"""During an attack, a request of another client may take twice its usual time and this much more. On an idle machine it
+takes far less than a second more; test machines are busy."""
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_silent_prefill_endpoints_do_not_exhaust_decode_sockets(
 def test_idle_connections_do_not_delay_others(
     pair: tuple[Cluster, Server, Server], expected: list[int], port: str
 ) -> None:
-    """5,000 connections once stopped the control thread for 2.3 s: each was handled before the next heartbeat."""
+    """When the control thread handled all new connections before the next heartbeat, 5,000 stopped it for 2.3 s."""
     _, prefill, decode = pair
     number = {"decode HTTP": decode.port, "prefill HTTP": prefill.port, "control": prefill.bootstrap_port}[port]
     allow_open_files(IDLE_CONNECTIONS + 1000)

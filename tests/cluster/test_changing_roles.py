@@ -1,4 +1,4 @@
-"""Real servers that change their role while others serve."""
+"""Role switches of real servers (`POST /role`) while other servers serve."""
 
 import random
 import threading
@@ -82,20 +82,20 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
     failed = [response.text for _, response in load.responses if not response.is_success]
     assert failed == []
     assert all(response.json()["output_ids"] == expected[which] for which, response in load.responses)
-    assert switching.process.poll() is None, "the process is the same"
+    assert switching.process.poll() is None, "the frontend process has exited"
     for server in (decode, staying, switching):
         server.check_clean()
 
 
 def test_router_uses_a_server_in_its_new_role(servers: Cluster, llama: Path) -> None:
-    """First the router takes it for a decode server and must not give clients its empty answers."""
+    """At first the router still sends it requests as a decode server. Clients must not get empty outputs."""
     prefill = servers.add("prefill", llama, *POOL)
     decodes = [servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, leaders=number) for number in (1, 2)]
     decode, switching = (server.wait_ready(peers=1) for server in decodes)
     router = Router("sglang_router", prefill, decodes, servers.directory / "router.log")
 
     def outputs() -> list[int]:
-        """Tokens of each response."""
+        """The number of output tokens of each response."""
         bodies = [body([1, 2, 3, number], NEW_TOKENS) for number in range(8)]
         return [len(router.post("/generate", sent)[0].raise_for_status().json()["output_ids"]) for sent in bodies]
 
@@ -106,7 +106,9 @@ def test_router_uses_a_server_in_its_new_role(servers: Cluster, llama: Path) -> 
         become(switching, "prefill", settings={"bootstrap_port": switching.bootstrap_port})
         assert outputs() == [NEW_TOKENS] * 8
         metrics = HTTP.get(f"{switching.url}/metrics", timeout=5).text
-        assert 'pdserve_requests_refused_total{code="unavailable"}' in metrics, "the router has sent it requests"
+        assert 'pdserve_requests_refused_total{code="unavailable"}' in metrics, (
+            "the router sent no request to the new prefill server"
+        )
 
         (worker,) = (worker["id"] for worker in router.workers() if worker["url"] == switching.url)
         HTTP.delete(f"{router.url}/workers/{worker}", timeout=5).raise_for_status()

@@ -1,8 +1,8 @@
 """Servers are stopped, killed and cut off at random while clients send, abort, disconnect and time out.
 
 Every request gets exactly one response in bounded time, and every 200 has the tokens of transformers. Afterwards all
-pages are free, all peers are paired, and no thread is left over. The faults of a round (`Storm`) follow from its seed;
-their timing also depends on the machine.
+pages are free, all peers are paired, and no thread is left over. The faults of a round follow from its seed; their
+timing also depends on the machine.
 """
 
 import json
@@ -25,8 +25,8 @@ from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoi
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
 from tests.transfer.control.tcp_proxy import TcpProxy
 
-STORMS = int(os.environ.get("PDSERVE_CHAOS", "1"))
-"""How many rounds. Even seeds use a dense model, odd ones sparse attention with KV in host memory."""
+ROUNDS = int(os.environ.get("PDSERVE_CHAOS", "1"))
+"""Number of rounds. Even seeds use a dense model, odd ones sparse attention with KV in host memory."""
 FAULTS = 12
 CLIENTS = 8
 MOST_PAUSE_S = 0.5
@@ -44,7 +44,7 @@ REFUSALS = {429, 503, 504}
 """Queue full, no prefill server, deadline."""
 
 
-class Storm(NamedTuple):
+class ChaosServers(NamedTuple):
     """Two prefill servers, each behind a proxy. The second has two ranks and, with a dense model, stages its KV."""
 
     seed: int
@@ -55,8 +55,8 @@ class Storm(NamedTuple):
     expected: list[list[int]]
 
 
-@pytest.fixture(params=range(STORMS), ids=lambda seed: f"seed{seed}")
-def storm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storm]:
+@pytest.fixture(params=range(ROUNDS), ids=lambda seed: f"seed{seed}")
+def chaos(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ChaosServers]:
     seed: int = request.param
     flags: tuple[str, ...]
     if seed % 2:
@@ -75,7 +75,7 @@ def storm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storm]:
         reference = load_reference(model)
         expected = [reference_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
         decode.wait_ready(peers=2)
-        yield Storm(seed, prefills, proxies, decode, prompts, expected)
+        yield ChaosServers(seed, prefills, proxies, decode, prompts, expected)
 
 
 def start_decode(servers: Cluster, model: Path, proxies: list[TcpProxy], flags: tuple[str, ...]) -> Server:
@@ -85,13 +85,13 @@ def start_decode(servers: Cluster, model: Path, proxies: list[TcpProxy], flags: 
 
 
 class Client:
-    """Sends one request after another until `leaving` is set; keeps the outcomes and what was wrong with them."""
+    """Sends one request after another until `leaving` is set; records the outcomes and what is wrong with them."""
 
-    def __init__(self, storm: Storm, number: int, leaving: threading.Event) -> None:
-        self._storm = storm
+    def __init__(self, chaos: ChaosServers, number: int, leaving: threading.Event) -> None:
+        self._chaos = chaos
         self._number = number
         self._leaving = leaving
-        self._draw = random.Random(f"{storm.seed}-{number}")
+        self._draw = random.Random(f"{chaos.seed}-{number}")
         self.outcomes: list[str] = []
         self.wrong: list[str] = []
 
@@ -99,7 +99,7 @@ class Client:
         while not self._leaving.is_set():
             started = time.monotonic()
             try:
-                self.outcomes.append(self._send(f"{self._storm.seed}-{self._number}-{len(self.outcomes)}"))
+                self.outcomes.append(self._send(f"{self._chaos.seed}-{self._number}-{len(self.outcomes)}"))
             except httpx.TransportError as error:
                 self.wrong.append(f"no response: {error!r}")
             if time.monotonic() - started > ANSWERED_S:
@@ -110,9 +110,9 @@ class Client:
     def _send(self, rid: str) -> str:
         draw = self._draw
         case, tokens = draw.randrange(len(LENGTHS)), draw.randint(1, NEW_TOKENS)
-        expected = self._storm.expected[case][:tokens]
+        expected = self._chaos.expected[case][:tokens]
         request = body(
-            self._storm.prompts[case], tokens, rid=rid, stream=draw.random() < 0.5, priority=draw.randint(-1, 1)
+            self._chaos.prompts[case], tokens, rid=rid, stream=draw.random() < 0.5, priority=draw.randint(-1, 1)
         )
         patience_s = draw.choice([0.005, 0.05, 0.3, 1.0])
         ending = draw.choice(["read", "read", "read", "leave", "deadline", "abort"])
@@ -122,7 +122,7 @@ class Client:
             threading.Timer(patience_s, self._abort, (rid,)).start()
         try:
             answer = HTTP.post(
-                f"{self._storm.decode.url}/generate",
+                f"{self._chaos.decode.url}/generate",
                 json=request,
                 timeout=patience_s if ending == "leave" else 2 * ANSWERED_S,
             )
@@ -163,7 +163,7 @@ class Client:
 
     def _abort(self, rid: str) -> None:
         with suppress(httpx.TransportError):
-            HTTP.post(f"{self._storm.decode.url}/abort_request", json={"rid": rid}, timeout=ANSWERED_S)
+            HTTP.post(f"{self._chaos.decode.url}/abort_request", json={"rid": rid}, timeout=ANSWERED_S)
 
 
 def is_aborted(result: dict[str, Any]) -> bool:
@@ -171,21 +171,21 @@ def is_aborted(result: dict[str, Any]) -> bool:
     return (result["meta_info"]["finish_reason"] or {}).get("type") == "abort"
 
 
-def strike(storm: Storm, draw: random.Random) -> None:
-    """Inject one fault and end it. The second prefill server is only cut off: it exits when one of its ranks stops."""
+def inject_fault(chaos: ChaosServers, draw: random.Random) -> None:
+    """Inject one fault and end it. The second prefill server has only network faults: it exits if a rank stops."""
     number = draw.randrange(2)
-    proxy = storm.proxies[number]
+    proxy = chaos.proxies[number]
     duration_s = draw.choice([0.1, 0.5, 1.0, 2.5])
     match draw.choice(["stop", "stop", "kill", "cut", "cut unnoticed", "half-close", "hold", "delay", "chop"]):
         case "stop":
-            stopped = draw.choice([storm.prefills[0], storm.decode])
+            stopped = draw.choice([chaos.prefills[0], chaos.decode])
             stopped.freeze()
             time.sleep(duration_s)
             stopped.signal_all(signal.SIGCONT)
         case "kill":
-            storm.prefills[0].kill()
+            chaos.prefills[0].kill()
             time.sleep(duration_s)
-            storm.prefills[0].start().wait_ready()
+            chaos.prefills[0].start().wait_ready()
         case "cut":
             proxy.cut()
         case "cut unnoticed":
@@ -217,23 +217,23 @@ def thread_count(server: Server) -> int:
     return int(found[1])
 
 
-def check_tokens(storm: Storm) -> None:
+def check_tokens(chaos: ChaosServers) -> None:
     with ThreadPoolExecutor() as pool:
-        assert list(pool.map(lambda prompt: storm.decode.generate(prompt, NEW_TOKENS), storm.prompts)) == storm.expected
+        assert list(pool.map(lambda prompt: chaos.decode.generate(prompt, NEW_TOKENS), chaos.prompts)) == chaos.expected
 
 
-def test_servers_recover_from_random_faults(storm: Storm) -> None:
-    check_tokens(storm)
-    lasting = [storm.prefills[1], storm.decode]
-    before = [thread_count(server) for server in lasting]
-    before[1] += 1  # decode starts a thread that probes prefill servers when it first cannot reach one, and keeps it
-    draw = random.Random(storm.seed)
+def test_servers_recover_from_random_faults(chaos: ChaosServers) -> None:
+    check_tokens(chaos)
+    unkilled = [chaos.prefills[1], chaos.decode]
+    before = [thread_count(server) for server in unkilled]
+    before[1] += 1  # the thread that probes unreachable prefill servers, which decode starts once
+    draw = random.Random(chaos.seed)
     leaving = threading.Event()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(Client(storm, number, leaving).run) for number in range(CLIENTS)]
+        clients = [pool.submit(Client(chaos, number, leaving).run) for number in range(CLIENTS)]
         try:
             for _ in range(FAULTS):
-                strike(storm, draw)
+                inject_fault(chaos, draw)
         finally:
             leaving.set()
         asked = [client.result(2 * ANSWERED_S) for client in clients]
@@ -241,14 +241,14 @@ def test_servers_recover_from_random_faults(storm: Storm) -> None:
     answers = [answer for client in asked for answer in client.outcomes]
     assert answers.count("200") > FAULTS
     assert len(answers) - answers.count("200") > FAULTS
-    assert storm.decode.count("control_peers_lost") > 0
-    storm.decode.wait_ready(peers=2)
-    check_tokens(storm)
-    for server in (*storm.prefills, storm.decode):
+    assert chaos.decode.count("control_peers_lost") > 0
+    chaos.decode.wait_ready(peers=2)
+    check_tokens(chaos)
+    for server in (*chaos.prefills, chaos.decode):
         server.check_clean()
-    assert storm.decode.count("checksum_errors") == 0
+    assert chaos.decode.count("checksum_errors") == 0
     wait_until(
-        lambda: all(thread_count(server) <= threads for server, threads in zip(lasting, before, strict=True)),
+        lambda: all(thread_count(server) <= threads for server, threads in zip(unkilled, before, strict=True)),
         10,
         "threads ended",
     )

@@ -85,7 +85,7 @@ def check_both_sources(pairs: Pairs, decode: Server) -> None:
     assert decode.count("chunks_verified") > 0
 
 
-@pytest.mark.parametrize("hisparse", [False, True], ids=["gpu", "hisparse"])
+@pytest.mark.parametrize("hisparse", [False, True], ids=["plain", "hisparse"])
 def test_tokens_equal_transformers_from_plain_and_data_parallel_prefill(pairs: Pairs, hisparse: bool) -> None:
     tokens = HISPARSE_TOKENS if hisparse else 1024
     decode = pairs.decode(*DP2, "--kv-tokens", str(tokens), "--no-prefix-cache", *(HISPARSE if hisparse else ()))
@@ -93,12 +93,14 @@ def test_tokens_equal_transformers_from_plain_and_data_parallel_prefill(pairs: P
     info = decode.settled_info()
     assert info["dp_size"] == 2
     assert [rank["rank"] for rank in info["ranks"]] == [0, 1]
-    assert info["gauges"]["kv_pages"] == 2 * tokens // PAGE, "each rank has a pool of its own"
+    assert info["gauges"]["kv_pages"] == 2 * tokens // PAGE, "pages of the pools of both ranks"
     assert (info["counters"]["hot_misses"] > 0) == hisparse
     assert [load["dp_rank"] for load in HTTP.get(f"{decode.url}/get_load", timeout=5).json()] == [0, 1]
     metric = f'pdserve_dp_rank_kv_pages{{dp_rank="1"}} {tokens / PAGE}'
     assert metric in HTTP.get(f"{decode.url}/metrics", timeout=5).text
-    assert info["counters"]["transfer_bytes"] == 2 * sum(LENGTHS) * LAYERS * (ROW_BYTES + KEY_BYTES), "not per rank"
+    assert info["counters"]["transfer_bytes"] == 2 * sum(LENGTHS) * LAYERS * (ROW_BYTES + KEY_BYTES), (
+        "KV was sent to more than one rank"
+    )
     decode.check_clean()
     assert decode.stop() == 0
 
@@ -112,7 +114,7 @@ def test_tensor_parallel_decode_takes_prompts_of_data_parallel_prefill(pairs: Pa
     assert decode.stop() == 0
 
 
-def test_pipeline_stages_of_data_parallel_ranks(pairs: Pairs) -> None:
+def test_tokens_equal_transformers_with_pipeline_stages_of_data_parallel_ranks(pairs: Pairs) -> None:
     """Two stages of two ranks: a data-parallel rank is a decode server of two stages for its peers."""
     decode = pairs.decode(*DP2, "--pp", "2", "--kv-tokens", "1024")
     check_both_sources(pairs, decode)
@@ -153,8 +155,8 @@ def test_more_requests_than_fit_are_retracted_and_keep_their_tokens(pairs: Pairs
     assert decode.stop() == 0
 
 
-def test_local_prompts_samples_and_logprobs(pairs: Pairs) -> None:
-    """A data-parallel decode server computes prompts itself, with log-probabilities of the prompt and two samples."""
+def test_data_parallel_ranks_compute_prompts_with_samples_and_logprobs(pairs: Pairs) -> None:
+    """A data-parallel decode server computes prompts itself (local prefill)."""
     decode = pairs.servers.add("decode", pairs.model, *DP2, "--local-prefill", "always", "--kv-tokens", "2048")
     decode.wait_ready()
     with ThreadPoolExecutor() as pool:

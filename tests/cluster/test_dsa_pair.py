@@ -107,7 +107,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 
 def test_tokens_of_deepseek_v3_equal_transformers(deepseek_v3: Pairs) -> None:
-    """Prefill of one and of two ranks to two stages, with other pages, without an indexer."""
+    """From prefill servers of one and of two ranks to two stages with another page size. The model has no indexer."""
     check_tokens(deepseek_v3, (1, 2), 5)
 
 
@@ -121,7 +121,7 @@ def test_tokens_of_glm_equal_transformers(glm: Pairs, layout: Layout, page_size:
     check_tokens(glm, layout, page_size)
 
 
-def test_stages_with_unequal_indexer_shares_lend_pages_that_are_free_on_all(glm: Pairs) -> None:
+def test_stages_with_different_numbers_of_indexers_lend_pages(glm: Pairs) -> None:
     """HiSparse in two stages: a hot page covers six key pages on the first and two on the second. The hot pool has
     buffers for two requests; a single request is fully resident with lent pages.
     """
@@ -163,7 +163,7 @@ def check_tokens(pairs: Pairs, layout: Layout, page_size: int) -> None:
         return HTTP.post(f"{decode.url}/generate", json=request, timeout=60).raise_for_status().json()
 
     alone = [sample(seed=seed)["output_ids"] for seed in (3, 4)]
-    assert alone[0] != alone[1], "seeds must matter"
+    assert alone[0] != alone[1], "two seeds gave the same sample"
     assert [answer["output_ids"] for answer in sample(seed=3, n=2)] == alone
     assert decode.count("chunks_verified") > 0
     assert len(decode.info()["ranks"]) == layout[0] * layout[1]

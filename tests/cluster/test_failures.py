@@ -24,7 +24,7 @@ from tests.processes import gone, stop_process
 
 NOTICED_S = 2.0
 ANSWERED_S = 3.0
-SLACK_S = 1.0  # two busy cores
+SLACK_S = 1.0  # test machines are busy
 LONG_PROMPT = [index % VOCAB_SIZE for index in range(2000)]
 SHORT_PROMPT = [5, 6, 7]
 COMMON = ("--kv-tokens", "16384", "--shutdown-timeout-s", "30")
@@ -70,14 +70,14 @@ def all_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def pair(all_servers: Cluster, llama: Path) -> tuple[Server, Server]:
-    """A prefill and a decode server with empty caches: those of the last test, unless it has ended them."""
+    """A prefill and a decode server with empty caches: those of the previous test, if both still run."""
     last = all_servers.servers[-2:]
     if not last or any(server.process is None or server.process.poll() is not None for server in last):
         all_servers.close()
         return all_servers.pair(llama, SLOW_PREFILL, DECODE)
     prefill, decode = last
     for server in last:
-        server.signal_all(signal.SIGCONT)  # a test that failed may have left it stopped
+        server.signal_all(signal.SIGCONT)  # a failed test may have left it stopped
         server.wait_ready(peers=1)
         wait_until(server.idle, 15, f"{server.role} idle")
         HTTP.post(f"{server.url}/flush_cache", timeout=5).raise_for_status()
@@ -116,7 +116,7 @@ def test_killed_prefill_fails_its_requests_in_time_and_can_restart(
 
 
 def test_request_moves_to_another_prefill_when_its_own_is_killed(servers: Cluster, llama: Path) -> None:
-    """Prefill is lost before the first token, so the client does not notice."""
+    """The prefill server is lost before the first token, so the request can be sent to another one."""
     first, second = (servers.add("prefill", llama, *SLOW_PREFILL) for _ in range(2))
     decode = servers.add("decode", llama, "--prefill", f"{first.endpoint},{second.endpoint}", *DECODE)
     for server in (first, second):
@@ -134,7 +134,7 @@ def test_request_moves_to_another_prefill_when_its_own_is_killed(servers: Cluste
     response = client.wait()
     assert response.status_code == 200, response.text
     (other,) = {first, second} - {busy[0]}
-    assert other.count("requests_finished") == 1, "the other prefill did it"
+    assert other.count("requests_finished") == 1, "the other prefill server did not compute the prompt"
     assert decode.count("redispatches") == 1
     assert response.json()["output_ids"] == decode.generate(LONG_PROMPT, 8)
     decode.check_clean()

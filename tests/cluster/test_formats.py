@@ -49,7 +49,9 @@ def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
         reference = load_reference(model)
         got = [decode.generate(prompt, NEW_TOKENS) for prompt in prompts()]
         assert got == [rounded_greedy(reference, prompt, NEW_TOKENS) for prompt in prompts()]
-        assert got != [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts()], "rounding must matter"
+        assert got != [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts()], (
+            "rounding to fp8 changes no token of these prompts"
+        )
         token_bytes = 3 * 2 * 2 * 32  # layers, keys and values, heads, dim
         assert decode.count("transfer_bytes") == sum(map(len, prompts())) * token_bytes
         plain = started.add("decode", model, "--prefill", prefill.endpoint, *FLAGS)
@@ -60,7 +62,7 @@ def test_fp8_kv_gives_the_tokens_of_a_model_with_a_rounded_cache(
 
 
 def test_int4_weights_give_the_tokens_of_the_dequantised_model(tmp_path: Path) -> None:
-    """In chunks on one rank, then on two ranks."""
+    """Prefill with chunks on one rank, decode on two ranks."""
     model, plain = (make_checkpoint(tmp_path / name, "qwen2") for name in ("model", "plain"))
     save_file(pack_checkpoint(model, "awq", 32), plain / "model.safetensors", {"format": "pt"})
     reference = load_reference(plain)

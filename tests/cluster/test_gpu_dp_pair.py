@@ -43,7 +43,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prefill.check_clean()
 
 
-@pytest.mark.parametrize("hisparse", [False, True], ids=["gpu", "hisparse"])
+@pytest.mark.parametrize("hisparse", [False, True], ids=["plain", "hisparse"])
 def test_tokens_equal_transformers(source: Source, hisparse: bool) -> None:
     flags = ("--kv-tokens", str(HISPARSE_TOKENS), *HISPARSE) if hisparse else ("--kv-tokens", "2048")
     to_prefill = ("--prefill", source.prefill.endpoint, "--page-size", str(PAGE))

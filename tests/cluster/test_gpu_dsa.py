@@ -25,8 +25,8 @@ class Case(NamedTuple):
     in_graphs: bool
 
 
-# Without experts float32 can be captured. In bfloat16 rounding would change choices, so there are no experts and all
-# tokens are selected.
+# Steps in float32 can be captured only without experts. In bfloat16, rounding would change which experts and tokens are
+# selected, so there are no experts, and index_topk selects all tokens.
 CASES = {
     "deepseek-v3-fp32": Case("deepseek_v3", torch.float32, {"first_k_dense_replace": 4}, 4, in_graphs=True),
     "deepseek-v3-bf16": Case("deepseek_v3", torch.bfloat16, {"first_k_dense_replace": 4}, 64, in_graphs=True),
@@ -75,4 +75,4 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_greedy_tokens_equal_transformers(pair: Pair, together: bool) -> None:
     outputs = generate_all(pair.decode, pair.prompts, NEW_TOKENS, together=together)
     same_tokens(pair.reference, pair.prompts, outputs, NEW_TOKENS, noise=pair.noise)
-    assert share_of_same_choices(pair.reference, pair.prompts, outputs) > 0.9, "ties are rare"
+    assert share_of_same_choices(pair.reference, pair.prompts, outputs) > 0.9, "more differences than ties explain"

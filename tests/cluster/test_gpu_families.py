@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 NEW_TOKENS = 12
 LENGTHS = (1, 17, 49, 130, 300)
 SHARED_TOKENS, MORE_TOKENS = 200, 30
-"""Of the prompt that shares its first tokens with the longest one."""
+"""Shared and own tokens of the prompt that begins like the longest one."""
 CHUNKS = {"float32": 48, "bfloat16": 160}
 """Tokens of a prompt in one step. Up to 64, products with fp8 weights have exact activations, which float32 needs; from
 129 on, every format uses its kernels for many tokens.
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_transformers(name: str, dtype: Dtype, tmp_path: Pat
         for decode in decodes:
             counters = decode.settled_info()["counters"]
             assert counters["chunks_verified"] > 0
-            assert counters["prefix_tokens_reused"] > 0 or family == "mistral", "only its window frees shared pages"
+            assert counters["prefix_tokens_reused"] > 0 or family == "mistral", "no prefix was reused"
         for server in (*prefills, *decodes):
             server.check_clean()
         if ON_GPU:
@@ -134,14 +134,14 @@ def start(servers: Cluster, model: Path, layout: Layout, dtype: Dtype) -> tuple[
 
 
 def draw_prompts(seed: int) -> list[list[int]]:
-    """A random prompt of each length in LENGTHS, and one whose prefix is cached: it is that of the longest."""
+    """A random prompt of each length in LENGTHS, and one that shares the prefix of the longest."""
     draw = random.Random(seed)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in LENGTHS]
     return [*prompts, prompts[-1][:SHARED_TOKENS] + draw.choices(range(VOCAB_SIZE), k=MORE_TOKENS)]
 
 
 def generate(prefill: Server, decode: Server, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """All but the last at once; the last one finds its beginning in the caches."""
+    """All but the last at once; then the last one, whose prefix is cached by now."""
 
     def output(prompt: list[int]) -> list[int]:
         return decode.generate(prompt, NEW_TOKENS, **prefill.bootstrap)
@@ -156,7 +156,7 @@ def expands(family: str, format_name: str | None) -> bool:
 
 
 def check_logs(servers: Sequence[Server], *, expands: bool, dtype: Dtype) -> None:
-    """The intended code has run: weights as they are stored, CUDA graphs, and our collectives."""
+    """The servers used the intended code: weights as they are stored, CUDA graphs, and collectives over CUDA IPC."""
     for server in servers:
         log = server.log.read_text()
         assert ("--tp" in server.flags) == (IPC in log)

@@ -1,4 +1,4 @@
-"""HiSparse servers on a GPU: KV lands in pinned memory, hot rows are swapped in inside CUDA graphs, tokens agree."""
+"""HiSparse servers on a GPU, with KV in pinned memory and swap-in inside CUDA graphs: tokens equal transformers."""
 
 import random
 from collections.abc import Iterator
@@ -89,7 +89,7 @@ class Servers(NamedTuple):
     expected: list[list[int]]
 
     def decode(self, name: str) -> Server:
-        """A server that fails to start fails only the tests that use it."""
+        """Waits here, so that a server that does not start fails only the tests that use it."""
         return self.decodes[name].wait_ready(peers=1)
 
 
@@ -139,7 +139,7 @@ def check_pools(decode: Server) -> dict[str, int]:
 
 
 def test_tokens_without_hisparse_equal_transformers(servers: Servers) -> None:
-    """The reference for the other tests: if this fails, the fault is not in HiSparse."""
+    """If this fails, the other tests fail for a reason outside HiSparse."""
     plain = servers.decode("plain")
     assert generate_all(plain, servers.prompts) == servers.expected
     plain.check_clean()

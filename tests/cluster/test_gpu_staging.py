@@ -122,7 +122,7 @@ def test_tokens_equal_transformers_staged_or_not_over_tcp_and_cuda_ipc(prefills:
             counted = {name: int(after[source][name] - before[source][name]) for name in after[source]}
             check_writes(counted, source.tp, tp, staging)
         before = after
-    check_left_behind([*decodes.values(), *sources.values()])
+    check_clean_and_nothing_staged([*decodes.values(), *sources.values()])
     for decode in decodes.values():
         assert decode.info()["counters"]["chunks_verified"] > 0
         log = decode.log.read_text()
@@ -153,7 +153,7 @@ def check_tokens(model: Model, decode: Server, sources: dict[Source, Server]) ->
 
 
 def counters(sources: dict[Source, Server]) -> dict[Source, dict[str, float]]:
-    """Of the leaders, once what has just happened is in them."""
+    """Counters of the leaders, including all events before this call."""
     return {source: server.settled_info()["counters"] for source, server in sources.items()}
 
 
@@ -168,8 +168,8 @@ def check_writes(counted: dict[str, int], source_tp: int, tp: int, staging: str)
         assert counted["transfer_bytes"] == counted["staged_bytes"] == tokens * TOKEN_BYTES
 
 
-def check_left_behind(servers: Collection[Server]) -> None:
-    """Nothing, and no complaints."""
+def check_clean_and_nothing_staged(servers: Collection[Server]) -> None:
+    """All servers are clean, and no part is staged or waits for a ring."""
     for server in servers:
         server.check_clean()
     for server in servers:
@@ -179,7 +179,7 @@ def check_left_behind(servers: Collection[Server]) -> None:
 
 
 def stop_all(servers: Iterable[Server]) -> None:
-    """All at once; in good order."""
+    """SIGTERM to all at once; all exit with 0."""
     processes = [server.process for server in servers if server.process is not None]
     for process in processes:
         process.terminate()
@@ -218,6 +218,6 @@ def test_two_stages_with_small_rings_survive_client_disconnects(prefills: Prefil
     for source in sources:
         assert decode.generate(model.prompts[-1], NEW_TOKENS, **source.bootstrap) == model.expected[-1]
     assert decode.count("checksum_errors") == 0
-    assert decode.count("staged_parts") > decode.count("chunks") * 4, "the ring is small: chunks take several parts"
-    check_left_behind([decode, *sources])
+    assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks did not take several parts"
+    check_clean_and_nothing_staged([decode, *sources])
     stop_all([decode])

@@ -24,7 +24,7 @@ IN_A_PID_NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-pro
 def test_first_working_transport_is_used(launcher: Sequence[str], transport: str, tmp_path: Path) -> None:
     """Containers of one host have different PID namespaces and the same boot id: CUDA IPC fails between them."""
     if launcher and shutil.which("unshare") is None:
-        pytest.fail("unshare (util-linux) is missing: it stands in for two containers")
+        pytest.fail("unshare (util-linux) is missing: it simulates two containers")
     model = make_checkpoint(tmp_path / "model", "qwen3", dtype=torch.float32)
     flags = ("--device", "cuda", "--dtype", "float32", "--kv-tokens", "4096")
     with cluster(tmp_path) as started:
@@ -37,4 +37,4 @@ def test_first_working_transport_is_used(launcher: Sequence[str], transport: str
         assert list(peer["unusable_transports"]) == (["nvlink"] if launcher else [])
         log = prefill.log.read_text()
     assert log.count("because nvlink does not work") == bool(launcher)
-    assert ("pid: host" in log) == bool(launcher), "the log names the remedy"
+    assert ("pid: host" in log) == bool(launcher), "the log names the remedy if and only if it is needed"

@@ -1,7 +1,7 @@
-"""Grammars on real pairs of a tiny model of random weights: whatever it samples has to match.
+"""Grammars on real pairs with a tiny model of random weights: every finished output matches its grammar.
 
-Parallel ranks, local prefill, forced retraction and a killed prefill server. `make test-schemas` asks for 300 random
-schemas in each of these settings and counts the answers; `make test` asks for a few.
+Also with parallel ranks, local prefill, forced retraction and a killed prefill server. `make test-schemas` sends 300
+random schemas in each of these settings and counts the outputs; `make test` sends a few.
 """
 
 import json
@@ -21,12 +21,12 @@ from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 from tests.random_schemas import random_schema
 
 COUNT = int(os.environ.get("PDSERVE_SCHEMAS", "0"))
-"""Schemas in each setting; 0: the few of the test."""
+"""Schemas in each setting; 0 means the few that a test chooses."""
 SCHEMAS = [random_schema(seed) for seed in range(COUNT or 12)]
 NEW_TOKENS = 600
 GREEDY_PROMPT = list(b"Answer in JSON:")
 PATIENT = ("--queue-timeout-s", "600", "--prefill-wait-s", "300")
-"""Of decode servers: a loaded machine may pause a prefill server until it counts as lost."""
+"""Flags of decode servers: on a busy machine, a prefill server may pause for so long that it counts as lost."""
 LONG = {"type": "string", "minLength": 80, "maxLength": 90}
 
 
@@ -36,7 +36,7 @@ def some(count: int) -> list[dict[str, Any]]:
 
 
 def lengthen(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of a longer answer, so that its KV grows out of the pool."""
+    """A schema with a longer output, so that its KV outgrows the pool."""
     inner = {key: value for key, value in schema.items() if key != "$defs"}
     pair = {"type": "array", "prefixItems": [inner, LONG], "items": False, "minItems": 2}
     return {**pair, "$defs": schema.get("$defs", {})}
@@ -45,7 +45,7 @@ def lengthen(schema: dict[str, Any]) -> dict[str, Any]:
 def ask(
     server: Server, schema: dict[str, Any], prompt: str = "Answer in JSON:", **sampling: Any
 ) -> list[dict[str, Any]]:
-    """The outputs for one schema, as SGLang's clients ask."""
+    """The outputs for one schema, in the format of SGLang's API."""
     params = {"json_schema": json.dumps(schema), "max_new_tokens": NEW_TOKENS, "temperature": 1.0, **sampling}
     response = HTTP.post(f"{server.url}/generate", json={"text": prompt, "sampling_params": params}, timeout=600)
     assert response.is_success, (response.text, schema)
@@ -93,7 +93,7 @@ def reference(llama: Path) -> Any:
 
 
 def check_greedy_answers(server: Server, reference: Any) -> None:
-    """They are those of transformers with masked logits."""
+    """Greedy outputs equal those of transformers with masked logits."""
     schemas = SCHEMAS[:4]
     params = [{"json_schema": schema, "max_new_tokens": 40, "temperature": 0} for schema in schemas]
     body = {"input_ids": [GREEDY_PROMPT] * len(params), "sampling_params": params}
@@ -119,7 +119,7 @@ def test_penalties_and_stops_are_combined_with_a_grammar(pair: tuple[Server, Ser
     check_all(pair[1], some(6), frequency_penalty=0.5, repetition_penalty=1.2, top_k=30, top_p=0.9, seed=3)
     number = {"type": "integer", "minimum": 10, "maximum": 99}
     (output,) = ask(pair[1], number, ignore_eos=True, min_new_tokens=20)
-    assert check(output, number), "the grammar ends the output, whatever ignore_eos and min_new_tokens say"
+    assert check(output, number), "ignore_eos or min_new_tokens has kept the output from ending with its grammar"
     schema = {"type": "string", "minLength": 20, "maxLength": 60}
     newline = 10  # a stop token that no JSON string has
     (output,) = ask(pair[1], schema, stop_token_ids=[newline], seed=4)
@@ -161,7 +161,7 @@ def test_answers_of_a_server_with_local_prefill_validate(
     decode.check_clean()
 
 
-@pytest.mark.parametrize("host_gib", ["0", "0.01"], ids=["computed-again", "saved"])
+@pytest.mark.parametrize("host_gib", ["0", "0.01"], ids=["recomputed", "saved"])
 def test_answers_of_retracted_requests_validate(servers: Cluster, llama: Path, host_gib: str) -> None:
     pool = ("--kv-tokens", "352", "--page-size", "16", "--growth-tokens", "16", "--retract-memory-gib", host_gib)
     _, decode = servers.pair(llama, decode_flags=(*pool, *PATIENT))
@@ -200,7 +200,7 @@ def test_requests_move_to_another_prefill_server_with_their_grammars(servers: Cl
     check_outputs(schemas, outputs)
 
 
-def test_cancelled_request_with_a_new_grammar_leaves_nothing(pair: tuple[Server, Server]) -> None:
+def test_cancelled_request_with_a_new_grammar_frees_its_pages(pair: tuple[Server, Server]) -> None:
     """Some of the clients disconnect while the grammar is compiled, some while the output is generated."""
     for milliseconds in (1, 20, 80, 300):
         schema = {"type": "string", "minLength": 2000 + milliseconds}

@@ -1,11 +1,11 @@
-"""The comparison with transformers that tests of servers use."""
+"""GreedyTokens, with which tests of servers compare outputs."""
 
 from pathlib import Path
 
 from tests.checkpoints import GreedyTokens, load_reference, reference_greedy
 
 
-def test_tokens_equal_those_that_transformers_generates_and_no_others(llama: Path) -> None:
+def test_greedy_tokens_equal_only_the_tokens_that_transformers_generates(llama: Path) -> None:
     reference, prompt = load_reference(llama), list(range(20))
     generated = reference_greedy(reference, prompt, 6)
     assert generated == GreedyTokens(reference, prompt, 6)

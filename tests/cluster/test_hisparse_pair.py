@@ -1,4 +1,4 @@
-"""HiSparse on real pairs: prefill writes KV into decode's host memory, attention reads hot rows, tokens are right."""
+"""HiSparse on real pairs: prefill writes KV to host memory of decode, and tokens equal those of transformers."""
 
 import contextlib
 import os
@@ -49,9 +49,9 @@ PREFILL = ("--page-size", "16", "--chunk-size", "48", "--kv-tokens", "8192")
 
 
 class Case(NamedTuple):
-    """A model. `largest_stage`: by number of stages, the layers and indexers of the largest one. Layers that share a
-    selection are on the same stage. With `seed`, no two tokens at the border of a selection have nearly the same score:
-    rounding would decide between them.
+    """A model. `largest_stage` has, by number of stages, layers and indexers of the largest one; layers that share a
+    selection are on the same stage. `seed` gives prompts for which no two tokens at the border of a selection have
+    nearly equal scores: rounding would choose between them.
     """
 
     architecture: DsaArchitecture
@@ -174,8 +174,8 @@ def check_conversation(decode: Server, source: Source) -> None:
 
 
 def check_retraction(decode: Server, source: Source) -> None:
-    """One of two requests is retracted before either has finished. It resumes when the other one ends: fully resident,
-    with a hot buffer that has none of its rows yet. On a busy machine, one may end before the other begins: then again.
+    """One of two requests is retracted before either has finished. When the other one ends, it resumes fully resident,
+    with a hot buffer that has none of its rows yet. On a busy machine, one may end before the other begins: try again.
     """
     assert 2 * TWO_BEGUN <= ALL_PAGES < TWO_BEGUN + TWO_ENDED
     assert decode.count("retractions") == 0
@@ -208,7 +208,7 @@ def check_metrics(found: dict[str, float]) -> None:
 
 
 class Listener:
-    """The control port of a prefill server that computes and writes nothing, and the messages of decode to it."""
+    """The control port of a fake prefill server: computes and writes nothing, and records messages of decode."""
 
     def __init__(self, port: int, me: Welcome, check: Callable[[Hello], str | None] = lambda _: None) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -228,8 +228,8 @@ class Listener:
         return event
 
 
-def introduction(port: int) -> Hello:
-    """The Hello of a decode server that connects to this port. It is refused."""
+def read_hello(port: int) -> Hello:
+    """The Hello of a decode server that connects to this port. The server is refused for now."""
     received: queue.SimpleQueue[Hello] = queue.SimpleQueue()
 
     def refuse(hello: Hello) -> str:
@@ -245,7 +245,7 @@ def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_ackno
     port, tokens = free_port(), 60
     flags = ("--prefill", f"127.0.0.1:{port}", *source.case.hisparse(TOPK, 12, kv_tokens=512))
     decode = source.servers.add("decode", source.model, *flags)
-    hello = introduction(port)
+    hello = read_hello(port)
     assert hello.enable_hisparse
     pools = {pool.layout.planes[0].name: pool for pool in hello.ranks[0].pools}
     assert {name: pool.memory for name, pool in pools.items()} == {"latent": "host", "indexer": "device"}
@@ -410,7 +410,7 @@ def test_decode_computes_prompts_when_the_only_prefill_server_is_killed(source: 
     assert decode.stop() == 0
 
 
-def check_two_that_do_not_fit(decode: Server, source: Source) -> None:
+def check_two_requests_that_do_not_fit(decode: Server, source: Source) -> None:
     """Prompts of 60 and 200 tokens with 90 more each begin together in 400 tokens of KV, and cannot end there."""
     two = source.prompts[3:5]
     answers = HTTP.post(f"{decode.url}/generate", json=body(two, 90), timeout=60).raise_for_status().json()
@@ -453,7 +453,7 @@ def test_requests_queue_retract_and_are_refused_without_failing_when_memory_is_s
         assert [answer.result(60) for answer in answers] == expected
     wait_until(decode.idle, 15, "idle")
     if not decode.count("retractions"):  # on a fast machine, no long request ran beside another
-        check_two_that_do_not_fit(decode, source)
+        check_two_requests_that_do_not_fit(decode, source)
     counters = decode.settled_info()["counters"]
     assert counters["retractions"] > 0
     assert counters["requests_aborted"] > 0

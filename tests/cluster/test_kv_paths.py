@@ -23,7 +23,7 @@ from tests.cluster.test_hisparse_pair import (
     Listener,
     Source,
     generate_all,
-    introduction,
+    read_hello,
 )
 from tests.cluster.test_hisparse_pair import source as source  # the fixture
 from tests.ports import free_port
@@ -82,8 +82,8 @@ def test_short_prompts_go_to_the_gpu_and_long_ones_to_host_memory(source: Source
     assert decode.stop() == 0
 
 
-def test_requests_of_both_paths_become_evicting_retract_and_end_with_the_right_tokens(source: Source) -> None:
-    """A request that came to the GPU outgrows the hot pool while others arrive: its rows are read from host memory."""
+def test_requests_of_both_paths_become_evicting_and_tokens_equal_transformers(source: Source) -> None:
+    """A request whose rows went to the GPU outgrows the hot pool: it then reads them from host memory."""
     many = 160
     sizes = source.case.hisparse(TOPK, 2 * (TOPK // PAGE + 1) + 9, kv_tokens=8 * 64)
     decode = source.decode(*sizes, "--max-running-requests", "2", "--growth-tokens", "8", "--no-prefix-cache")
@@ -103,7 +103,7 @@ def test_requests_of_both_paths_become_evicting_retract_and_end_with_the_right_t
     assert decode.stop() == 0
 
 
-def test_prefix_that_ends_inside_a_page_is_kept_and_only_the_rest_is_sent(source: Source) -> None:
+def test_prefix_that_ends_inside_a_page_is_reused_and_only_the_rest_is_sent(source: Source) -> None:
     """Its rows are copied from a cached page, and prefill gets one index for each other token; on both paths."""
     shared = (5 * PAGE + 5, 25 * PAGE + 3)
     prompts = [[*source.prompts[-1][:length], 3, 1, 4, 1, 5, 9] for length in shared]
@@ -204,7 +204,7 @@ def other_version(directory: Path, version: str) -> dict[str, str]:
 @pytest.mark.parametrize("version", ["old", "new"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_servers_of_other_versions_pair_and_transfer(source: Source, tmp_path: Path, role: str, version: str) -> None:
-    """One of the two omits the trailing field of its messages, or appends further ones."""
+    """One of the two servers omits the trailing fields of its messages, or appends further ones."""
     env = other_version(tmp_path / "site", version)
     sizes = (*source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8), "--max-running-requests", "6")
     prefill = source.prefill
@@ -232,7 +232,7 @@ def test_decode_sends_hot_pages_to_servers_that_can_write_them(source: Source, w
     port, tokens = free_port(), 60
     flags = ("--prefill", f"127.0.0.1:{port}", *source.case.hisparse(TOPK, 64, kv_tokens=512))
     decode = source.servers.add("decode", source.model, *flags, "--max-running-requests", "2")
-    hello = introduction(port)
+    hello = read_hello(port)
     hot = hello.ranks[0].hot
     assert hot is not None
     assert hot.layout.num_pages == 64

@@ -1,4 +1,4 @@
-"""Mistakes at launch end the command with exit code 2 and one line that names the remedy."""
+"""Invalid settings end a command with exit code 2 and one line that names the setting."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from tests.ports import free_port
 
 
 def launch(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of a command that ends without a signal; its process is forked."""
+    """Run a command in a forked process until it exits. Returns exit code and output."""
     with tempfile.TemporaryFile() as output:
         environment = {**os.environ, "PYTHONPATH": python_path()}
         code = fork_server().start(arguments, output, environment, ranks=0).wait(60)
@@ -36,7 +36,7 @@ def check_refusal(code: int, output: str, *words: str) -> None:
 
 
 def test_missing_model_is_refused() -> None:
-    """From the command line, on stderr."""
+    """As a user runs it: not forked, and the error is on stderr."""
     command = [sys.executable, "-P", "-m", "pdserve.server", "decode", "--model", "/no/such/model"]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -77,5 +77,5 @@ def test_unavailable_resources_are_refused(llama: Path, flags: list[str], words:
     check_refused(["decode", "--model", str(llama), "--port", str(free_port()), *flags], *words)
 
 
-def test_open_control_port_needs_a_key() -> None:
+def test_control_port_on_all_addresses_needs_a_cluster_key() -> None:
     check_refused(["prefill", "--host", "0.0.0.0"], "0.0.0.0", "cluster_key")

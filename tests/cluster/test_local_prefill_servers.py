@@ -1,5 +1,5 @@
-"""Decode servers that compute prompts themselves: the same tokens wherever a prompt is computed, and prefill servers
-that come and go.
+"""Local prefill: decode servers compute prompts themselves, always or when prefill servers are lost or slower. Tokens
+do not depend on where a prompt is computed.
 """
 
 import os
@@ -25,7 +25,7 @@ LENGTHS = (1, PAGE, PAGE + 1, STEP, STEP + 1, 3 * STEP + 5, 150)
 DECODE = ("--page-size", str(PAGE), "--kv-tokens", "16384", "--quarantine-s", "1")
 SERVE = (*DECODE, "--max-step-tokens", str(STEP))
 SLOW_AUTO = (*DECODE, "--local-prefill", "auto", "--max-step-tokens", str(PAGE))
-"""In small steps, so that prefill computes long prompts faster."""
+"""Small steps, so that the prefill server computes long prompts faster than this server."""
 PREFILL = ("--page-size", "16", "--chunk-size", "16", "--kv-tokens", "16384")
 
 
@@ -85,7 +85,7 @@ def test_tokens_equal_transformers(started: Servers, model: Model, mode: str) ->
         assert local_prompts(server) == (2 * len(LENGTHS) if mode == "always" else 0)
 
 
-def test_server_info_tells_whether_the_prefill_server_has_the_same_cpu_cores(started: Servers) -> None:
+def test_server_info_tells_whether_the_prefill_server_shares_cpu_cores(started: Servers) -> None:
     """Each server of these tests has one thread."""
     (peer,) = started.auto.info()["peers"]
     assert peer["shares_cpu"] is (len(os.sched_getaffinity(0)) < 2)
@@ -166,7 +166,7 @@ def test_no_request_fails_when_all_prefill_servers_are_killed_and_long_prompts_r
     before = decode.count("transfers")
     for _ in range(3):
         decode.generate(draw.choices(range(VOCAB_SIZE), k=1500), 2)
-    assert decode.count("transfers") >= before + 2, "by measured rates, one may be computed here"
+    assert decode.count("transfers") >= before + 2, "more than one long prompt was computed by decode"
 
 
 @pytest.mark.parametrize("ranks", [("--tp", "2"), ("--pp", "2")], ids=["tp2", "pp2"])

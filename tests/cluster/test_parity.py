@@ -20,7 +20,7 @@ LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK +
 
 
 class Case(NamedTuple):
-    """A checkpoint and the page sizes of the two sides."""
+    """A checkpoint and the page size of decode."""
 
     architecture: Any
     config: dict[str, Any]
@@ -130,7 +130,7 @@ def test_timeline_adds_up_to_the_latency(pair: Pair) -> None:
     assert 0 <= min(elsewhere_s) < 0.05
 
 
-def test_eos_and_stop_tokens_end_a_request(pair: Pair) -> None:
+def test_stop_token_ends_a_request(pair: Pair) -> None:
     """The token that ends a request is part of its output and named in finish_reason."""
     prompt, expected = pair.prompts[3], pair.expected[3]
     sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "stop_token_ids": [expected[4]], "ignore_eos": True}
@@ -156,7 +156,7 @@ def test_seed_gives_the_same_tokens_in_any_batch(pair: Pair) -> None:
     assert crowded == alone
 
 
-def test_logs_hold_only_lines_of_pdserve(pair: Pair) -> None:
+def test_logs_have_only_lines_of_pdserve(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         for line in Path(server.log).read_text().splitlines():
             assert f" {server.role}: " in line, f"not a line of pdserve: {line!r}"

@@ -1,4 +1,4 @@
-"""`pdserve plan` measures a running pair and predicts with what it measured."""
+"""`pdserve plan` measures step times of a running pair and predicts goodput from them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`pdserve plan` against servers: what it prints is what they allocate, byte for byte."""
+"""`pdserve plan` prints exactly the bytes that servers allocate."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_plan_is_what_a_server_allocates(
+def test_plan_equals_the_allocations_of_a_server(
     case: Case, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(models[case.model])

@@ -1,4 +1,4 @@
-"""Two prefill servers: conversations stay where their prefix is, and KV events of all servers can be followed."""
+"""Two prefill servers: each turn of a conversation goes to the server that has its prefix. KV events of both roles."""
 
 import random
 from collections.abc import Iterator
@@ -43,13 +43,13 @@ def started(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             server.check_clean()
 
 
-def reports_its_cache(decode: Server) -> bool:
+def caches_are_reported(decode: Server) -> bool:
     return all(peer["cached_tokens"] is not None for peer in decode.info()["peers"])
 
 
-def test_conversations_stay_where_their_prefix_is(started: Servers, llama: Path) -> None:
+def test_conversations_stay_on_the_server_that_has_their_prefix(started: Servers, llama: Path) -> None:
     decode, reference, draw = started.decode, load_reference(llama), random.Random(4)
-    wait_until(lambda: reports_its_cache(decode), 30, "reports of both caches")
+    wait_until(lambda: caches_are_reported(decode), 30, "reports of both caches")
     histories = [draw.choices(range(VOCAB_SIZE), k=48) for _ in range(CONVERSATIONS)]
     for turn in range(3):
         for number, history in enumerate(histories):
@@ -70,7 +70,7 @@ def test_conversations_stay_where_their_prefix_is(started: Servers, llama: Path)
 
 
 @pytest.mark.parametrize(("role", "page_size"), [("prefill", 4), ("decode", PAGE)])
-def test_kv_events_of_both_roles(started: Servers, role: str, page_size: int) -> None:
+def test_kv_events_report_cached_and_flushed_blocks(started: Servers, role: str, page_size: int) -> None:
     server = started.prefills[0] if role == "prefill" else started.decode
     prompt = random.Random(6).choices(range(VOCAB_SIZE), k=3 * PAGE)
     if role == "prefill":

@@ -54,7 +54,7 @@ REQUESTS = st.fixed_dictionaries(
         "logprob_start_len": st.sampled_from([None, 0, 5]),
         "stream": st.booleans(),
         "priority": st.integers(-1, 1),
-        "end": st.sampled_from(["read", "read", "read", "hang up", "abort", "deadline"]),
+        "end": st.sampled_from(["read", "read", "read", "disconnect", "abort", "deadline"]),
         "patience_ms": st.integers(0, 150),
     }
 )
@@ -98,7 +98,7 @@ ALLOWED = {200, 413, 429, 504}
 
 def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) -> None:
     patience_s = request["patience_ms"] / 1000
-    timeout = httpx.Timeout(patience_s or 0.001) if request["end"] == "hang up" else httpx.Timeout(60)
+    timeout = httpx.Timeout(patience_s or 0.001) if request["end"] == "disconnect" else httpx.Timeout(60)
     try:
         if request["end"] == "abort":
             threading.Timer(
@@ -108,7 +108,7 @@ def send(server: Server, request: dict[str, Any], rid: str, wrong: list[str]) ->
         if response.status_code not in ALLOWED:
             wrong.append(response.text)
     except httpx.TimeoutException:
-        assert request["end"] == "hang up"
+        assert request["end"] == "disconnect"
 
 
 def send_all(server: Server, requests: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Tensor- and pipeline-parallel servers: any layout to any layout, and ranks that are lost."""
+"""Tensor- and pipeline-parallel servers: transfers between all layouts, and lost ranks."""
 
 import os
 import random
@@ -153,7 +153,7 @@ def test_pipeline_stages_overlap(tmp_path: Path) -> None:
             assert len(shares) == 2
             if sum(shares.values()) > 1.1:
                 return
-    raise AssertionError("the stages did not overlap")
+    raise AssertionError("the stages did not run at the same time")
 
 
 @pytest.mark.parametrize(("number", "lost"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 1)], ids=str)
@@ -181,8 +181,8 @@ def test_server_exits_within_seconds_when_a_rank_is_lost(
 
 
 def test_server_on_two_machines_serves_and_stops(model: Model, tmp_path: Path) -> None:
-    """Each machine is a set of processes. The second one only computes, and ends with the first. It is not forked: no
-    other test starts a rank from the command line.
+    """Two sets of processes simulate two machines. The second one has only a rank, and ends with the first. It is not
+    forked, because no other test starts a rank from the command line.
     """
     with cluster(tmp_path) as servers:
         key = ["--cluster-key", "a secret of the whole cluster"]

@@ -1,4 +1,4 @@
-"""Ordinary requests and ordinary load on a real pair."""
+"""Requests and load on a real pair: samples, prefix cache, log-probabilities, full pools and queues, priorities."""
 
 import json
 import random
@@ -72,7 +72,7 @@ def test_samples_equal_single_requests_and_share_one_transfer(pair: Pair) -> Non
         pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100 + index})["output_ids"]
         for index in range(4)
     ]
-    assert len({tuple(tokens) for tokens in singles}) > 1, "seeds must matter"
+    assert len({tuple(tokens) for tokens in singles}) > 1, "all seeds gave the same sample"
     before = pair.decode.count("transfers")
     samples = pair.post(input_ids=prompt, sampling_params={**sampling, "seed": 100, "n": 4})
     assert [sample["output_ids"] for sample in samples] == singles
@@ -91,7 +91,9 @@ def test_second_request_with_the_same_prefix_transfers_only_new_pages(pair: Pair
     assert answer["output_ids"] == GreedyTokens(pair.reference, second, 8)
     assert after["prefix_tokens_reused"] - before["prefix_tokens_reused"] == 10 * PAGE
     page_bytes = 3 * 2 * 2 * PAGE * 16 * 4  # layers, k and v, heads, tokens, dim, fp32
-    assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, "one page for the seven new tokens"
+    assert after["transfer_bytes"] - before["transfer_bytes"] == page_bytes, (
+        "more than the page of the seven new tokens was sent"
+    )
 
 
 def test_every_stream_event_has_the_cached_tokens(pair: Pair) -> None:
@@ -121,7 +123,9 @@ def test_flush_cache_drops_prefixes(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         assert HTTP.post(f"{server.url}/flush_cache", timeout=5).status_code == 200
     assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 0
-    assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 4 * PAGE, "the last token is always computed"
+    assert pair.post(**body(prompt, 2))["meta_info"]["cached_tokens"] == 4 * PAGE, (
+        "all pages but that of the last token, which is always computed"
+    )
 
 
 @pytest.mark.parametrize("length", [1, 17, 64, 65, 150])
@@ -143,8 +147,8 @@ def test_logprobs_equal_transformers(pair: Pair, length: int) -> None:
         assert [entry[0] for entry in tops[position]] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_penalties_act_across_prefill_and_decode(pair: Pair) -> None:
-    """Biased tokens do not occur, from the first token (sampled on prefill) to the last."""
+def test_logit_bias_acts_on_prefill_and_on_decode(pair: Pair) -> None:
+    """Tokens with a bias of -100 do not occur, from the first token (sampled on prefill) to the last."""
     sampling = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "presence_penalty": 2.0}
     plain = pair.post(**body(prompt_of(9, seed=8), 40))["output_ids"]
     bias = {str(token): -100 for token in set(plain)}
@@ -163,7 +167,7 @@ def test_request_ended_by_a_stop_string_has_a_timeline(pair: Pair) -> None:
     assert answer["meta_info"]["timeline"]["decode"] > 0
 
 
-@pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "computed anew"])
+@pytest.mark.parametrize("retract_memory_gib", ["1", "0"], ids=["copied to host", "recomputed"])
 def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
     source: Source, llama: Path, retract_memory_gib: str
 ) -> None:
@@ -181,7 +185,7 @@ def test_pool_for_three_requests_serves_twelve_with_correct_tokens(
     assert counters["retractions"] > 0
     copied = counters["retractions"] - counters["retractions_recomputed"]
     assert (copied > 0) == (retract_memory_gib == "1"), (
-        "copied at least until decode has measured that computing takes less time"
+        "with host memory, KV is copied until decode has measured that computing takes less time"
     )
     source.end(decode)
 
@@ -243,7 +247,7 @@ def test_higher_priority_goes_first(source: Source) -> None:
 
 
 def test_prompt_longer_than_the_prefill_pool_responds_413(source: Source) -> None:
-    """The page sizes differ as well; the log of prefill names the cost."""
+    """The page sizes also differ, and prefill logs how many writes that takes."""
     model = source.prefill.model
     small = source.servers.add("prefill", model, "--kv-tokens", "256", "--chunk-size", "64", "--page-size", "8")
     decode = source.servers.add("decode", model, "--prefill", small.endpoint, "--kv-tokens", "2048")
@@ -269,5 +273,5 @@ def test_timeline_separates_waiting_from_computing(pair: Pair) -> None:
     timelines = sorted((output["meta_info"]["timeline"] for output in outputs), key=lambda stages: sum(stages.values()))
     waits, computing = ([stages[name] for stages in timelines] for name in ("prefill_queue", "prefill"))
     assert waits[-1] > 2 * waits[0]
-    assert waits[-1] > computing[-1], "it waited for five others"
-    assert all(stages["queue"] < 0.2 for stages in timelines), "decode has enough memory"
+    assert waits[-1] > computing[-1], "the last prompt waited for five others"
+    assert all(stages["queue"] < 0.2 for stages in timelines), "a prompt waited for memory of decode"

@@ -1,4 +1,4 @@
-"""pdserve behind sglang-router and its successor smg, as installed from their packages."""
+"""pdserve behind the real sglang-router and its successor smg."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ class Router:
         host: str = "127.0.0.1",
         launcher: Sequence[str] = (),
     ) -> None:
-        """`launcher` is a command that runs the router's."""
+        """`launcher` is a command that runs the command of the router."""
         self.host, self.port, self.metrics_port = host, free_port(), free_port()
         command = [
             *launcher,
@@ -139,7 +139,7 @@ def test_invalid_requests_through_the_router_are_refused_at_once(
 
 
 def test_router_merges_metrics_of_all_servers(routed: tuple[Router, Cluster]) -> None:
-    """Merging must work although not all servers have the same labels: some have refused requests, others not."""
+    """Although servers have different labels: only some have refused requests."""
     router, servers = routed
     HTTP.post(f"{servers.servers[1].url}/generate", json={}, timeout=5)
     merged = HTTP.get(f"{router.url}/engine_metrics", timeout=5)
@@ -169,7 +169,9 @@ def test_killed_decode_server_does_not_affect_clients_of_the_router(routed: tupl
     killed_at = time.monotonic()
     killed.kill()
     wait_until(
-        lambda: router.open_circuits() == {killed.url}, 20, f"only the killed server is out; prefill: {prefill.url}"
+        lambda: router.open_circuits() == {killed.url},
+        20,
+        f"the router sends nothing to the killed server only; prefill is {prefill.url}",
     )
     wait_until(lambda: sum(ended_at > killed_at for ended_at, *_ in results) > 20, 20, "responses of the other one")
     stopping.set()

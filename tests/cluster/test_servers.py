@@ -1,4 +1,4 @@
-"""Servers that a test run starts, forked or from the command line, end with it."""
+"""Servers that a test run starts, forked or not, end with the test run."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from tests.processes import RUN_VARIABLE, gone
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A test run that starts servers, and prints the numbers of all processes that should end with it."""
+    """A test run that starts servers, and prints the PIDs of all processes that should end with it."""
     model, log = arguments
     os.environ.pop(RUN_VARIABLE, None)
     servers = [Server("prefill", model, Path(log), forked=forked).start() for forked in (True, False)]
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def test_killed_test_run_leaves_no_server_behind(llama: Path, tmp_path: Path) -> None:
-    """Nor its fork server: it is a run of its own, which does not share that of this run."""
+    """Nor a fork server. The test run is a process of its own, with a fork server of its own."""
     run, stdin, stdout = start_forked("tests.cluster.test_servers:main", str(llama), str(tmp_path / "log"))
     with stdin, stdout:
         processes = [int(pid) for pid in stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""The embedded model through a pair, as `make demo` starts it, against transformers."""
+"""A pair with the embedded model: tokens equal transformers, and documented requests and commands work."""
 
 import io
 import json
@@ -26,7 +26,7 @@ NEW_TOKENS = 16
 def decode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with cluster(tmp_path_factory.mktemp("smollm2")) as started:
         pool = ("--kv-tokens", "2048")
-        # the model has no reasoning of its own: the beginning of a message that a client sends stands for it
+        # the model does not write reasoning: a client sends the beginning of a message with it
         flags = ("--reasoning-parser", "qwen3", *pool)
         prefill, decode = started.pair("smollm2", ("--chunk-size", "32", *pool), flags)
         yield decode
@@ -65,7 +65,7 @@ def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
-def test_clients_of_other_dialects_get_the_same_answer(decode: Server) -> None:
+def test_clients_of_other_apis_get_the_same_answer(decode: Server) -> None:
     """OpenAI's /v1/responses and Anthropic's /v1/messages."""
     import anthropic  # takes two seconds of CPU time, which only the worker that runs this test needs
 
@@ -90,8 +90,8 @@ def test_clients_of_other_dialects_get_the_same_answer(decode: Server) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_matched_stop(decode: Server, tokenizer: Tokenizer) -> None:
-    """As SGLang's tests of matched_stop: a stop string, an expression, the end token, the length limit."""
+def test_matched_stop_names_what_ended_the_output(decode: Server, tokenizer: Tokenizer) -> None:
+    """A stop expression, a stop string, the end token, the length limit, as in SGLang's tests."""
     for stop, matched, text in (
         ({"stop_regex": "cap|tal"}, "cap|tal", "The "),
         ({"stop": " of"}, " of", "The capital"),
@@ -109,7 +109,7 @@ def test_matched_stop(decode: Server, tokenizer: Tokenizer) -> None:
 
 
 def test_grammar_begins_after_the_reasoning(decode: Server, tokenizer: Tokenizer) -> None:
-    """The model is made to close its reasoning; only then the grammar holds."""
+    """logit_bias makes the model close its reasoning; the grammar applies only after that."""
     bias = dict.fromkeys(map(str, tokenizer.encode("</think>", add_special_tokens=False)), 100)
     request = {
         "messages": [
@@ -145,7 +145,7 @@ def test_documented_requests_work(decode: Server) -> None:
 
 
 def test_documented_commands_work(decode: Server) -> None:
-    """`pdserve chat` and `pdserve bench` as documented, at this server and with few short requests."""
+    """`pdserve chat` and `pdserve bench` as documented, but with this server and few short requests."""
     short = ("--requests", "2", "--warmup", "0", "--output-len", "2", "--concurrency", "2")
     commands = [arguments(found.command) for found in documented_commands()]
     benches = [words[2:] for words in commands if words[:2] == ["pdserve", "bench"] and "--rate" not in words]

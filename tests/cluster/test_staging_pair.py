@@ -1,4 +1,5 @@
-"""Real pairs with different tensor parallelism: right tokens, one write per staged part, nothing left in the rings."""
+"""Real pairs with different tensor parallelism: tokens equal transformers, each part is one write, rings are empty at
+the end."""
 
 import os
 import random
@@ -147,7 +148,7 @@ def test_ring_smaller_than_a_request_survives_client_disconnects(
         assert decode.generate(model.prompts[-1], NEW_TOKENS, **source.bootstrap) == model.expected[-1]
         assert source.count("staged_parts") > before
     assert decode.count("checksum_errors") == 0
-    assert decode.count("staged_parts") > decode.count("chunks") * 4, "the ring is small: chunks take several parts"
+    assert decode.count("staged_parts") > decode.count("chunks") * 4, "chunks did not take several parts"
     for server in (decode, *both):
         server.check_clean()
     check_nothing_staged(decode, *both)
@@ -158,13 +159,13 @@ def test_killed_prefill_leaves_nothing_in_the_staging_ring(
     prefills: tuple[Cluster, dict[int, Server]], model: Model
 ) -> None:
     servers, sources = prefills
-    victim = add_prefill(servers, model, 2).wait_ready()
-    decode = add_decode(servers, model, [victim, sources[1]], *SMALL_RING, "--staging", "on")
+    killed = add_prefill(servers, model, 2).wait_ready()
+    decode = add_decode(servers, model, [killed, sources[1]], *SMALL_RING, "--staging", "on")
     prompt = random.Random(5).choices(range(VOCAB_SIZE), k=6000)
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(decode.post, prompt, 1, **victim.bootstrap) for _ in range(4)]
+        answers = [pool.submit(decode.post, prompt, 1, **killed.bootstrap) for _ in range(4)]
         wait_until(lambda: decode.info()["gauges"]["staging_ring_bytes_granted"] > 0, 30, "KV is staged")
-        victim.kill()
+        killed.kill()
         killed_at = time.monotonic()
         for answer in answers:
             assert answer.result(30).status_code == 503

@@ -1,4 +1,4 @@
-"""A KV store with a real model, and with several masters. Minutes: for `make test-store`."""
+"""A KV store with a real model, and with two masters. Takes minutes, so only `make test-store` runs it."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("PDSERVE_STORE") != "full", reaso
 
 PROMPT_TOKENS, NEW_TOKENS = 1500, 16
 WARM_SHARE = 0.3
-"""Most of the time to first token with a prefix from the store, against a prompt that is computed."""
+"""Limit of the time to first token with a prefix from the store, as a share of that of a computed prompt."""
 
 
 def first_token_s(response: Any) -> float:
@@ -119,7 +119,7 @@ class Masters:
         return set(_ask(f"127.0.0.1:{leader}/get_all_keys").split())
 
     def kill_leader(self) -> None:
-        """SIGKILL to the master that leads. The memory beside it stays."""
+        """SIGKILL to the leading master. The process that lends memory stays."""
         (leader,) = (number for number, port in enumerate(self._metrics) if _leads(port))
         pid = self._stores[leader].process.pid
         (master,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -159,7 +159,7 @@ def masters(tmp_path: Path) -> Iterator[Masters]:
         started.close()
 
 
-def test_content_stays_when_the_leader_of_two_masters_is_killed(
+def test_blocks_stay_in_the_store_when_the_leading_master_is_killed(
     servers: Cluster, masters: Masters, llama: Path
 ) -> None:
     flags = ("--kv-store", masters.url, *PATIENT, "--kv-tokens", "4096")
@@ -189,5 +189,5 @@ def test_content_stays_when_the_leader_of_two_masters_is_killed(
 
 
 def _settled(*servers: Server) -> bool:
-    """All servers use the store, after they have found it out of order."""
+    """All servers use the store, and the first one has noticed the outage."""
     return all(uses_store(server) for server in servers) and servers[0].count("store_outages") > 0

@@ -26,7 +26,7 @@ NEW_TOKENS = 24
 LONG, SHORT = 1500, 300
 """Tokens of prompts."""
 PATIENT = ("--kv-store-timeout-ms", "20000", "--kv-store-lookup-timeout-ms", "20000")
-"""A busy machine is not a store that fails."""
+"""Long timeouts: on a busy machine, a slow store must not count as failed."""
 BACK_S = 15 if os.environ.get("PDSERVE_STORE") == "full" else 90
 """A restarted store is used again within this time. The machine of `make test` is too busy for the promised 15 s."""
 
@@ -66,11 +66,11 @@ class Trio:
         return self._expected[key]
 
     def ask(self, prompt: list[int], server: Server) -> tuple[list[int], int]:
-        """The answer, and how many tokens of the prompt this prefill server had cached or loaded."""
+        """The output, and how many tokens of the prompt this prefill server had cached or loaded from the store."""
         return meta(self.decode.post(prompt, NEW_TOKENS, **server.bootstrap))
 
     def check(self, prompt: list[int], server: Server) -> int:
-        """The same; the answer is that of transformers. Returns the cached tokens."""
+        """The same, and check that the output equals transformers. Returns the cached tokens."""
         answer, cached = self.ask(prompt, server)
         assert answer == self.expected(prompt)
         return cached
@@ -88,7 +88,7 @@ class Trio:
                 return
 
     def restart_store(self, memory: str = "64MiB") -> None:
-        """An empty store, which the servers may take for the old one until their first call."""
+        """Replace the store by an empty one; servers notice it at their next call."""
         self.store.kill()
         self.store.start(memory)
 
@@ -152,7 +152,7 @@ def random_prompt(seed: str, tokens: int = SHORT) -> list[int]:
     return random.Random(seed).choices(range(256), k=tokens)
 
 
-def test_changed_bits_are_found_computed_again_and_replaced(trio: Trio) -> None:
+def test_corrupt_blocks_are_detected_recomputed_and_replaced(trio: Trio) -> None:
     wait_for_store(*trio.servers)
     prompt, first = random_prompt("bits"), trio.first
     assert trio.check(prompt, first) == 0
@@ -167,8 +167,10 @@ def test_changed_bits_are_found_computed_again_and_replaced(trio: Trio) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_kv_events_name_what_is_in_the_store(trio: Trio, role: str) -> None:
-    """Both servers write to it. A server that drops its cache withdraws them; they are named again when it has them."""
+def test_kv_events_report_blocks_in_the_store(trio: Trio, role: str) -> None:
+    """Both servers write to the store. A server that drops its cache reports its blocks as removed, and later again as
+    stored.
+    """
     wait_for_store(*trio.servers)
     prompt, first = random_prompt(f"events {role}"), trio.first
     trio.check(prompt, first)
@@ -182,7 +184,7 @@ def test_kv_events_name_what_is_in_the_store(trio: Trio, role: str) -> None:
         assert {"GPU", "EXTERNAL"} <= follower.media
 
 
-def test_member_that_is_killed_while_it_is_read_is_a_miss(trio: Trio) -> None:
+def test_prompt_is_computed_if_the_member_that_has_its_blocks_is_killed(trio: Trio) -> None:
     wait_for_store(*trio.servers)
     member = trio.store.add_member()
     prompt, first = random_prompt("member", LONG), trio.first
@@ -214,7 +216,7 @@ def test_prompts_are_computed_while_the_store_is_full(trio: Trio) -> None:
     assert trio.check(prompt, first) == 0
 
 
-def test_master_is_killed_under_load_and_used_again_when_it_is_back(trio: Trio) -> None:
+def test_requests_succeed_while_the_master_is_dead_and_the_store_is_used_after_its_restart(trio: Trio) -> None:
     trio.restart_store()
     first, second, decode = trio.servers
     prompts = [random_prompt(f"load {number}", 200) for number in range(6)]
@@ -223,7 +225,7 @@ def test_master_is_killed_under_load_and_used_again_when_it_is_back(trio: Trio) 
         trio.store.kill()
         assert list(outputs) == list(map(trio.expected, prompts))
     for server in (first, second):
-        trio.check(prompts[0][::-1], server)  # at the latest this finds it dead
+        trio.check(prompts[0][::-1], server)  # by now the server has noticed the outage
         wait_for_outage(server)
         assert HTTP.get(f"{server.url}/health", timeout=5).status_code == 200
     trio.check(prompts[1][::-1], second)
@@ -234,8 +236,8 @@ def test_master_is_killed_under_load_and_used_again_when_it_is_back(trio: Trio) 
     assert time.monotonic() - began < BACK_S
 
 
-def test_second_server_continues_what_a_killed_one_has_computed(trio: Trio) -> None:
-    """They have different page sizes and tensor parallelism. The answer of turn 1 is written by decode."""
+def test_second_server_loads_the_prefix_that_a_killed_server_has_computed(trio: Trio) -> None:
+    """The servers have different page sizes and tensor parallelism. Decode has written the output of the first turn."""
     trio.restart_store()
     first, second, decode = trio.servers
     for server in (first, second):
@@ -256,7 +258,7 @@ def test_second_server_continues_what_a_killed_one_has_computed(trio: Trio) -> N
         server.check_clean()
 
 
-def test_sparse_model_with_kv_in_host_memory(servers: Cluster, store: Store, tmp_path: Path) -> None:
+def test_sparse_model_with_kv_in_host_memory_uses_the_store(servers: Cluster, store: Store, tmp_path: Path) -> None:
     """Decode writes the answer from host memory. The prefill server is killed; one of another page size and with two
     stages loads latent rows and keys, and so does a decode server that computes prompts itself, into host memory.
     """
@@ -293,7 +295,7 @@ def test_sparse_model_with_kv_in_host_memory(servers: Cluster, store: Store, tmp
     assert second.count("store_tokens_loaded") == stored
     output, cached = meta(alone.post(turn, NEW_TOKENS))
     assert output == expected
-    assert cached >= stored  # the block behind it may have been written by now
+    assert cached >= stored  # the next block may have been written by now
     assert alone.count("store_tokens_loaded") == cached
     for server in (second, decode, alone):
         server.check_clean()

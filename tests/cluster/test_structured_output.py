@@ -66,7 +66,7 @@ def generate(decode: Server, text: str = "Q: Which city? A:", **sampling: Any) -
     return response.json()
 
 
-def test_parse_of_the_openai_client(client: openai.OpenAI) -> None:
+def test_parse_method_of_the_openai_client(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="any", messages=QUESTION, response_format=Person, temperature=0.8, seed=1, max_tokens=80, n=2
     )
@@ -98,7 +98,7 @@ def test_json_object_is_an_object(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI) -> None:
-    """They do not depend on the grammar: forced tokens may be unlikely."""
+    """Log-probabilities do not depend on the grammar: a token that it forces may be unlikely."""
     answer = client.chat.completions.create(
         model="any",
         messages=QUESTION,
@@ -124,14 +124,14 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI) -> None
     ],
     ids=["regex", "ebnf"],
 )
-def test_sglang_fields(decode: Server, sampling: dict[str, str], pattern: str) -> None:
+def test_grammar_fields_of_sglang(decode: Server, sampling: dict[str, str], pattern: str) -> None:
     outputs = [generate(decode, **sampling), *generate(decode, **sampling, temperature=1.5, n=4, seed=3)]
     for output in outputs:
         assert re.fullmatch(pattern, output["text"]), output
         assert output["meta_info"]["finish_reason"]["type"] == "stop"
 
 
-def test_contracts_of_sglang(decode: Server) -> None:
+def test_checks_from_sglangs_test_kits(decode: Server) -> None:
     """A part of its test kits; `make test-clients` runs all of them."""
     regexes(decode.url, ("an email address", "a three-digit number"))
     matched_stops(decode.url, ("/v1/completions",))
@@ -151,7 +151,7 @@ def test_structural_tag_constrains_only_what_follows_a_trigger(decode: Server) -
     output = generate(decode, text, structural_tag=json.dumps(tag), max_new_tokens=40)
     for name in re.findall(r"<call=city>(.*?)</call>", output["text"]):
         assert name in ('"Paris"', '"Berlin"')
-    assert "<call=city>" in output["text"], "the model repeats the pattern, so that the test means something"
+    assert "<call=city>" in output["text"], "the model did not write the trigger, so nothing was tested"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_structural_tag_constrains_only_what_follows_a_trigger(decode: Server) -
     ],
     ids=["choice", "regex", "grammar", "json"],
 )
-def test_vllm_fields(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
+def test_grammar_fields_of_vllm(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
     answer = client.completions.create(
         model="any", prompt="Great film! Sentiment:", max_tokens=40, extra_body={"structured_outputs": fields}
     )
@@ -199,14 +199,14 @@ def test_stop_strings_end_a_constrained_output(decode: Server) -> None:
         ({"structural_tag": "{}"}, "sampling_params.structural_tag", "is not a valid structural_tag"),
     ],
 )
-def test_refused_grammars(decode: Server, sampling: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_grammar_is_refused(decode: Server, sampling: dict[str, Any], param: str, message: str) -> None:
     response = HTTP.post(f"{decode.url}/generate", json={"text": "a", "sampling_params": sampling}, timeout=60)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert message in response.json()["error"]["message"]
 
 
-def test_hostile_schema_is_refused_in_time(decode: Server) -> None:
+def test_schema_that_takes_too_long_to_compile_is_refused(decode: Server) -> None:
     properties: dict[str, Any] = {f"k{index}": {} for index in range(8000)}  # take 13 s to compile
     response = HTTP.post(
         f"{decode.url}/generate",
@@ -215,7 +215,7 @@ def test_hostile_schema_is_refused_in_time(decode: Server) -> None:
     )
     assert response.status_code == 400, response.text
     assert "takes longer than 3 s to compile" in response.json()["error"]["message"]
-    assert generate(decode, regex="ab")["text"] == "ab", "the compiler is started again"
+    assert generate(decode, regex="ab")["text"] == "ab", "the grammar compiler was not restarted"
 
 
 def test_output_without_a_grammar_is_unchanged(decode: Server) -> None:
@@ -257,7 +257,7 @@ def check_calls(message: Any) -> list[pydantic.BaseModel]:
     return [MODELS[call.function.name].model_validate_json(call.function.arguments) for call in calls]
 
 
-def test_required_call(client: openai.OpenAI) -> None:
+def test_required_tool_call(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="any",
         messages=WEATHER,
@@ -292,7 +292,7 @@ def test_result_of_a_tool_continues_the_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens > asked.usage.prompt_tokens
 
 
-def test_parse_of_tools(client: openai.OpenAI) -> None:
+def test_parse_method_with_tools(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="any", messages=WEATHER, tools=STRICT, tool_choice="required", temperature=0, max_tokens=200
     )
@@ -319,8 +319,8 @@ async def test_streamed_call_of_the_async_client(decode: Server) -> None:
     assert choice.finish_reason == "tool_calls"
 
 
-def test_strict_functions_and_the_models_own_choice(client: openai.OpenAI) -> None:
-    """Whatever the model decides: calls match their schemas."""
+def test_optional_calls_of_strict_functions_match_their_schemas(client: openai.OpenAI) -> None:
+    """The model may call a function or not; calls match their schemas."""
     answer = client.chat.completions.create(
         model="any", messages=WEATHER, tools=STRICT, temperature=0.7, seed=1, n=3, max_tokens=60
     )

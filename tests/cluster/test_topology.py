@@ -1,4 +1,4 @@
-"""Several servers: pairing in any order, many to many, refusal, authentication, requests of routers."""
+"""Several servers: pairing in any order, many to many, refusals, authentication, and requests as routers send them."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +70,7 @@ def test_bootstrap_fields_pin_the_prefill_server(
             checked, answered = (leg.result().raise_for_status().json() for leg in legs)
         assert answered["output_ids"] == expected[3]
         assert (checked["output_ids"], checked["meta_info"]["prompt_tokens"]) == ([], len(PROMPTS[3]))
-        assert prefill.count("requests_finished") == before + 1, "pinned"
+        assert prefill.count("requests_finished") == before + 1, "another prefill server computed the prompt"
 
 
 def test_batch_takes_a_list_of_rooms(square: tuple[list[Server], list[Server]], expected: list[GreedyTokens]) -> None:

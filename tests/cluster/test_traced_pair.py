@@ -1,4 +1,4 @@
-"""A pair with traces and JSON logs: one trace over both servers, and log lines with request ids and without prompts."""
+"""A pair with traces and JSON logs: one trace has spans of both servers, and log lines have request ids."""
 
 import json
 from pathlib import Path

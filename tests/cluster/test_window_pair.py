@@ -1,4 +1,4 @@
-"""Real pairs that serve a model whose layers all have a sliding window: pages behind it are freed and not sent."""
+"""Real pairs with a model whose layers all have a sliding window: pages before the window are freed and not sent."""
 
 import os
 import random
@@ -18,7 +18,7 @@ LENGTHS = (1, 63, 129, 330)
 TOKEN_BYTES = 3 * 2 * 2 * 16 * 4
 """Layers * (keys and values) * heads * dimensions * bytes."""
 DECODE_TOKENS = 240
-"""Tokens of the decode pool. The longest sequence has more; all together fit without the pages behind their windows."""
+"""Tokens of the decode pool. The longest sequence has more; all together fit without the pages before their windows."""
 
 
 class Layout(NamedTuple):
@@ -97,7 +97,7 @@ def test_only_tokens_that_the_first_step_sees_are_sent(pair: Pair) -> None:
     assert pair.decode.count("transfer_bytes") - before == sent * TOKEN_BYTES
 
 
-def test_next_turn_of_a_conversation_finds_the_pages_that_it_sees(pair: Pair) -> None:
+def test_next_turn_of_a_conversation_reuses_the_cached_prefix(pair: Pair) -> None:
     prompt, answer = pair.prompts[2], pair.expected[2][:NEW_TOKENS]
     assert pair.decode.generate(prompt, NEW_TOKENS) == answer
     before = pair.decode.count("prefix_tokens_reused")
@@ -106,7 +106,7 @@ def test_next_turn_of_a_conversation_finds_the_pages_that_it_sees(pair: Pair) ->
     assert pair.decode.count("prefix_tokens_reused") - before >= cached
 
 
-def test_samples_share_the_visible_pages_of_their_prompt(pair: Pair) -> None:
+def test_samples_of_a_prompt_longer_than_the_window_equal_transformers(pair: Pair) -> None:
     request = body(pair.prompts[1], 60)
     request["sampling_params"]["n"] = 2
     response = HTTP.post(f"{pair.decode.url}/generate", json=request, timeout=60).raise_for_status().json()

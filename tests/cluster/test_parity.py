@@ -144,7 +144,9 @@ def test_stop_token_ends_a_request(pair: Pair) -> None:
 
 def test_single_token_needs_no_decode_step(pair: Pair) -> None:
     """The first token comes from prefill."""
+    before = pair.decode.count("decode_steps")
     assert pair.decode.generate(pair.prompts[0], 1) == pair.expected[0][:1]
+    assert pair.decode.count("decode_steps") == before
 
 
 def test_seed_gives_the_same_tokens_in_any_batch(pair: Pair) -> None:

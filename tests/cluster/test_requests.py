@@ -202,14 +202,17 @@ def test_full_queue_responds_429(source: Source) -> None:
 
 
 def test_small_requests_overtake_a_large_one_without_starving_it(source: Source) -> None:
-    """A request that needs nearly the whole pool waits while small ones pass, and is then served."""
+    """A request that needs nearly the whole pool waits while 16 small ones pass, and is served before the others."""
     decode = source.decode("--kv-tokens", "1024", "--growth-tokens", "200", "--max-running-requests", "8")
     with ThreadPoolExecutor(40) as pool:
         running = [pool.submit(decode.post, prompt_of(20, seed=index), 200) for index in range(6)]
         wait_until(lambda: decode.info()["states"]["running"] >= 1, 10, "the pool is busy")
-        big = pool.submit(decode.post, prompt_of(950, seed=99), 30)
+        large = pool.submit(decode.post, prompt_of(950, seed=99), 30)
+        wait_until(lambda: decode.info()["counters"]["requests"] > len(running), 10, "the large request has arrived")
         small = [pool.submit(decode.post, prompt_of(20, seed=200 + index), 40) for index in range(30)]
-        assert all(future.result().status_code == 200 for future in [*running, big, *small])
+        assert large.result().status_code == 200
+        assert not all(future.done() for future in small), "the large request was served last"
+        assert all(future.result().status_code == 200 for future in [*running, *small])
     assert decode.settled_info()["counters"]["overtakes"] > 0
     source.end(decode)
 

@@ -59,7 +59,8 @@ def squeezed(times: int, largest_stage: tuple[int, int] = (4, 2)) -> tuple[str, 
 
 DECODES = {
     "1k-graphs": squeezed(1),
-    "2k-graphs": (*squeezed(2), "--max-running-requests", str(len(LENGTHS))),  # few slots keep first pages
+    # few request slots, so that few hot pages are kept for others and short prompts go to the hot pool
+    "2k-graphs": (*squeezed(2), "--max-running-requests", str(len(LENGTHS))),
     "4k-graphs": squeezed(4),
     "2k-eager": (*squeezed(2), "--no-cuda-graphs"),
     "2k-tp2": (*squeezed(2), "--tp", "2"),
@@ -170,8 +171,8 @@ def test_kv_goes_to_host_memory_over_tcp_and_to_the_gpu_between_gpus(servers: Se
 
 
 def test_rows_go_to_the_gpu_and_then_to_host_memory(servers: Servers) -> None:
-    """Short prompts go to the hot pool. A continuation of one reads its rows from host memory again, from the middle of
-    a page on.
+    """Short prompts go to the hot pool. A continuation of such a prompt reuses its rows from host memory, up to the
+    middle of a page.
     """
     decode = servers.decode("2k-graphs")
     before = decode.count("path_bytes_device")

@@ -125,7 +125,7 @@ def test_prefix_that_ends_inside_a_page_is_reused_and_only_the_rest_is_sent(sour
 
 @pytest.mark.parametrize("layout", [("--tp", "2"), ("--pp", "2")], ids=["tp2", "pp2"])
 def test_several_ranks_receive_rows_on_the_gpu(source: Source, layout: tuple[str, str]) -> None:
-    """The stages of a pipeline number their hot pages differently."""
+    """Ids of hot pages are mapped to different local pages on the stages of a pipeline."""
     pp = 2 if layout[0] == "--pp" else 1
     decode = source.decode(
         *source.case.hisparse(HOT_ROWS, 6 * BUFFER + 8, pp=pp), "--max-running-requests", "6", *layout

@@ -48,12 +48,6 @@ _CUDA_BYTES = 256 << 20
 """plain_linear.cu multiplies weights up to this size. Triton reads larger ones, such as lm_head, at the copy rate."""
 
 
-def gated_linear_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False
-) -> torch.Tensor:
-    return swiglu_reference(linear_reference(x, weight, bias), gelu=gelu)
-
-
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
     """A linear layer; see the module docstring. For few rows, `auto` selects a kernel of this project for 16 bits on
     CUDA, and Numba for float32 on the CPU. Otherwise it selects torch.
@@ -83,21 +77,15 @@ def gated_linear(
         assert not gelu, "GELU is not supported for 4-bit weights"
         if use_triton(impl, x.device) and choose_method(x, weight) == "cuda":
             return int4_gated_linear(x, weight, bias)
-        gate_up = int4_linear(x, weight, bias, impl=impl)
-        return swiglu_reference(gate_up) if impl == "reference" else swiglu(gate_up)
-    if isinstance(weight, GgufBlocks):
+    elif isinstance(weight, GgufBlocks):
         if (gated := gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)) is not None:
             return gated
-        gate_up = gguf_linear(x, weight, bias, impl=impl)
-        return swiglu_reference(gate_up, gelu=gelu) if impl == "reference" else swiglu(gate_up, gelu=gelu)
-    if impl == "reference":
-        return gated_linear_reference(x, weight, bias, gelu=gelu)
-    launch = _launcher(x, weight, bias, impl, gelu=gelu)
-    if launch is None:
-        return swiglu(linear_reference(x, weight, bias), gelu=gelu)
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    launch(x, weight, bias, out, gated=True)
-    return out
+    elif (launch := _launcher(x, weight, bias, impl, gelu=gelu)) is not None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+        launch(x, weight, bias, out, gated=True)
+        return out
+    gate_up = linear(x, weight, bias, impl=impl)
+    return swiglu_reference(gate_up, gelu=gelu) if impl == "reference" else swiglu(gate_up, gelu=gelu)
 
 
 def _launcher(

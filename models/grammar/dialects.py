@@ -75,8 +75,8 @@ def check_schema(schema: object) -> object:
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"must be a JSON schema: an object or a boolean, not {json.dumps(schema)[:80]}")
     for node in _objects(schema):
-        patterns = [node.get("pattern"), *(_mapping(node.get("patternProperties")))]
-        for pattern in patterns:
+        named = node.get("patternProperties")
+        for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):
             if isinstance(pattern, str):
                 check_regex(pattern)
         divisor = node.get("multipleOf")
@@ -123,10 +123,6 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise GrammarError(f"is not valid JSON: {error}") from None
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _objects(value: object) -> Iterator[dict[str, Any]]:

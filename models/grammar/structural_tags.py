@@ -96,12 +96,7 @@ class _Builder:
             if trigger is None:
                 raise ValueError(f"no trigger is a prefix of {tag['begin']!r}")
             body = self._tag(tag["begin"][len(trigger) :], tag)
-            parts = self._parts(trigger)
-            if len(parts) == 3:
-                options.append(f"{self._text(parts[0])} {self._literal(parts[1] + parts[2])} {body}")
-            else:
-                name = self._rule(f"{_ANY} {json.dumps(trigger)}", lazy=True)
-                options.append(f"{name} {body}")
+            options.append(f"{self._until(trigger)} {body}")
         tags = self._rule(" | ".join(options))
         rest = f"{tags}* {self._text()}"
         if given.get("at_least_one"):
@@ -123,12 +118,15 @@ class _Builder:
         """The begin string, the content and the end string."""
         content, end = tag["content"], tag["end"]
         if content["type"] == "any_text" and end:
-            parts = self._parts(end)
-            if len(parts) == 3:
-                return f"{self._literal(begin)} {self._text(parts[0])} {self._literal(parts[1] + parts[2])}"
-            name = self._rule(f"{_ANY} {json.dumps(end)}", lazy=True)
-            return f"{self._literal(begin)} {name}"
+            return f"{self._literal(begin)} {self._until(end)}"
         return f"{self._literal(begin)} {self.format(content, last=False)} {self._literal(end)}"
+
+    def _until(self, end: str) -> str:
+        """Any text, then `end`. If `end` has a special token, the text before that token has none."""
+        before, *rest = self._split.split(end, maxsplit=1) if self._split is not None else [end]
+        if rest:
+            return f"{self._text(before)} {self._literal(''.join(rest))}"
+        return self._rule(f"{_ANY} {json.dumps(end)}", lazy=True)
 
     def _text(self, end: str = "") -> str:
         """Any text without special tokens, that ends with `end`."""
@@ -136,10 +134,6 @@ class _Builder:
             return self._rule(_ANY)
         self.rules.append(f"TEXT_{len(self.rules)}: {_ANY} {json.dumps(end)}")
         return f"TEXT_{len(self.rules) - 1}"
-
-    def _parts(self, text: str) -> list[str]:
-        """The text before the first special token, the token and the text after it; or the text alone."""
-        return self._split.split(text, maxsplit=1) if self._split is not None else [text]
 
     def _literal(self, text: str) -> str:
         """Text in which special tokens, which are no text to the tokenizer, are written as tokens."""

@@ -62,10 +62,9 @@ class Library(Protocol):
 class Llguidance:
     """As pdserve uses it."""
 
-    def __init__(self, tokens: list[bytes], tokenizer: Tokenizer) -> None:
-        ends = tokenizer.eos_token_ids
+    def __init__(self, tokens: list[bytes], tokenizer: Tokenizer, eos: int) -> None:
         vocabulary = Vocabulary(
-            tokens, special={}, eos_token_ids=ends, encode=lambda text: tokenizer.encode(text, False)
+            tokens, special={}, eos_token_ids=(eos,), encode=lambda text: tokenizer.encode(text, False)
         )
         self._compiler = GrammarCompiler(lambda: vocabulary, max_cached=1)
         self._masks = GrammarMasks(self._compiler, 64)
@@ -94,10 +93,10 @@ class Llguidance:
 
 
 class Xgrammar:
-    def __init__(self, tokens: list[bytes], tokenizer: Tokenizer) -> None:
+    def __init__(self, tokens: list[bytes], _tokenizer: Tokenizer, eos: int) -> None:
         import xgrammar
 
-        self._library, self._eos = xgrammar, tokenizer.eos_token_ids[0]
+        self._library, self._eos = xgrammar, eos
         info = xgrammar.TokenizerInfo(
             tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[self._eos]
         )
@@ -173,13 +172,14 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=0, help="extend the vocabulary to this many tokens")
     parser.add_argument("--suite", type=Path, help="folder tests/draft2020-12 of the JSON-Schema-Test-Suite")
     options = parser.parse_args()
-    tokenizer = load_tokenizer(locate_model("smollm2"))
+    source = locate_model("smollm2")
+    tokenizer, (eos, *_) = load_tokenizer(source), source.config.eos_token_ids
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     rng, words = random.Random(0), tokens[100:]
     while len(tokens) < options.vocabulary:
         tokens.append(rng.choice(words) + rng.choice(words))
     begun = time.perf_counter()
-    library: Library = (Llguidance if options.library == "llguidance" else Xgrammar)(tokens, tokenizer)
+    library: Library = (Llguidance if options.library == "llguidance" else Xgrammar)(tokens, tokenizer, eos)
     print(f"{options.library}, {len(tokens)} tokens: ready in {time.perf_counter() - begun:.2f} s")
     time_schemas(library)
     time_masks(library, tokenizer)

@@ -1,7 +1,5 @@
 """Reads the tokenizer of a model. No torch: the frontend uses it too."""
 
-from pathlib import Path
-
 import tokenizers
 
 from ...configs.errors import StartupError
@@ -11,13 +9,10 @@ from .catalog import ModelSource
 
 
 def read_tokenizer(source: ModelSource) -> tokenizers.Tokenizer:
-    """The tokenizer of a located model; raises StartupError when it cannot be built."""
-    return gguf_tokenizer(open_gguf(source.path)) if source.format == "gguf" else hf_tokenizer(source.path)
-
-
-def hf_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """The tokenizer.json of a Hugging Face directory."""
-    path = directory / "tokenizer.json"
+    """The tokenizer of a located model: tokenizer.json, or built from GGUF metadata. Raises StartupError."""
+    if source.format == "gguf":
+        return gguf_tokenizer(open_gguf(source.path))
+    path = source.path / "tokenizer.json"
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for everything

@@ -24,11 +24,11 @@ import tokenizers
 from ...configs.errors import ClientError, StartupError
 from ...configs.words import whole_characters
 from ...models.formats.gguf_file import open_gguf
-from ...models.formats.gguf_tokenizer import gguf_special_tokens, gguf_tokenizer
+from ...models.formats.gguf_tokenizer import gguf_special_tokens
 from ...models.formats.token_bytes import TokenBytes
 from ...models.formats.tokenizer_settings import read_tokenizer_settings, special_token_text
 from ...models.loading.catalog import CHAT_TEMPLATE_FILES, ModelSource
-from ...models.loading.tokenizer_file import hf_tokenizer
+from ...models.loading.tokenizer_file import read_tokenizer
 from .token_floor import TokenFloor
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -42,24 +42,21 @@ ChatMessage = Mapping[str, Any]
 
 def load_tokenizer(source: ModelSource) -> "Tokenizer":
     """The tokenizer of a located model; raises StartupError when it cannot be built."""
+    backend = read_tokenizer(source)
     if source.format == "gguf":
         file = open_gguf(source.path)
-        named = {name: file.metadata.get(key) for name, key in _GGUF_TEMPLATES.items()}
-        return Tokenizer(
-            gguf_tokenizer(file),
-            eos_token_ids=source.config.eos_token_ids,
-            special_tokens=gguf_special_tokens(file),
-            chat_template=_if_text(named["default"]),
-            tool_template=_if_text(named["tool_use"]),
-        )
-    backend = hf_tokenizer(source.path)
-    settings = read_tokenizer_settings(source.path)
-    texts = {role: special_token_text(settings.get(role)) for role in _SPECIAL_ROLES}
-    templates = _hf_chat_templates(source.path, settings)
+        special_tokens = gguf_special_tokens(file)
+        templates = {
+            name: text for name, key in _GGUF_TEMPLATES.items() if isinstance(text := file.metadata.get(key), str)
+        }
+    else:
+        settings = read_tokenizer_settings(source.path)
+        texts = {role: special_token_text(settings.get(role)) for role in _SPECIAL_ROLES}
+        special_tokens = {role: text for role, text in texts.items() if text is not None}
+        templates = _hf_chat_templates(source.path, settings)
     return Tokenizer(
         backend,
-        eos_token_ids=source.config.eos_token_ids,
-        special_tokens={role: text for role, text in texts.items() if text is not None},
+        special_tokens=special_tokens,
         chat_template=templates.get("default"),
         tool_template=templates.get("tool_use"),
     )
@@ -68,15 +65,13 @@ def load_tokenizer(source: ModelSource) -> "Tokenizer":
 class Tokenizer:
     """Thread-safe: after construction it only fills caches, at most once per id.
 
-    `eos_token_ids` are those of the model's configuration and the tokenizer's own end token. `tool_template` is the
-    chat template for requests with tools; None if they use `chat_template`.
+    `tool_template` is the chat template for requests with tools; None if they use `chat_template`.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
-        eos_token_ids: tuple[int, ...],
         special_tokens: Mapping[str, str],
         chat_template: str | None,
         tool_template: str | None = None,
@@ -84,7 +79,6 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self.eos_token_ids = eos_token_ids
         self.special_tokens = dict(special_tokens)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.chat_template = chat_template
@@ -346,7 +340,3 @@ def _read_text(path: Path) -> str:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise StartupError(f"{path}: cannot be read: {error}") from error
-
-
-def _if_text(value: object) -> str | None:
-    return value if isinstance(value, str) else None

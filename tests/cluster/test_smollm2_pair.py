@@ -95,7 +95,7 @@ def test_matched_stop_names_what_ended_the_output(decode: Server, tokenizer: Tok
     for stop, matched, text in (
         ({"stop_regex": "cap|tal"}, "cap|tal", "The "),
         ({"stop": " of"}, " of", "The capital"),
-        ({}, tokenizer.eos_token_ids[0], "The capital of France is Paris."),
+        ({}, tokenizer.encode("<|im_end|>")[0], "The capital of France is Paris."),
         ({"max_tokens": 3}, None, None),
     ):
         request = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0, "max_tokens": 40, **stop}

@@ -63,4 +63,4 @@ def test_embedded_model_answers_a_question_and_stops(runner: ModelRunner, tokeni
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     out = greedy(runner, tokenizer.encode(tokenizer.render_chat(messages)), 8)
     assert tokenizer.decode(out, skip_special_tokens=False) == "The capital of France is Paris.<|im_end|>"
-    assert out[-1] in tokenizer.eos_token_ids
+    assert out[-1] in runner.config.eos_token_ids

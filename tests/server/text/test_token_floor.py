@@ -53,7 +53,7 @@ def fallback_tokenizer(normalizer: normalizers.Normalizer | None = None) -> Toke
     spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.normalizer = spaces if normalizer is None else normalizers.Sequence([spaces, normalizer])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return Tokenizer(backend, eos_token_ids=(), special_tokens={}, chat_template=None)
+    return Tokenizer(backend, special_tokens={}, chat_template=None)
 
 
 @settings(max_examples=examples(200, 70), deadline=None)

@@ -37,20 +37,19 @@ def read_quantization(path: Path, raw: Json) -> Quantization:
     config: Json | None = raw.get("quantization_config")
     if not config:
         return Quantization()
-    match config.get("quant_method", "unknown"):
-        case "awq":
-            return Quantization(int4=_awq(path, config))
-        case "gptq":
-            return Quantization(int4=_gptq(path, config))
-        case "compressed-tensors":
-            return _compressed_tensors(path, config)
-        case "fbgemm_fp8":
-            return Quantization(row_scaled_fp8=True)
     method, block = config.get("quant_method", "unknown"), config.get("weight_block_size")
-    match block:
-        case [int(rows), int(columns)] if method == "fp8" and rows > 0 and columns > 0:
+    match method, block:
+        case "awq", _:
+            return Quantization(int4=_awq(path, config))
+        case "gptq", _:
+            return Quantization(int4=_gptq(path, config))
+        case "compressed-tensors", _:
+            return _compressed_tensors(path, config)
+        case "fbgemm_fp8", _:
+            return Quantization(row_scaled_fp8=True)
+        case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
             return Quantization(weight_block=(rows, columns))
-        case None if method == "fp8":
+        case "fp8", None:
             _check_fp8(path, config)
             return Quantization(row_scaled_fp8=True)
     raise _unsupported(path, method, f"weight_block_size {block}")

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer, number
+from ..formats.json_fields import Json, integer, number, refuse_others
 from .windows import FULL, SLIDING, Windows, read_alternating_windows
 
 _DEFAULT_WINDOW = 4096
@@ -26,14 +25,12 @@ class Gemma3Config:
 
 def read_gemma3(path: Path, raw: Json, num_layers: int) -> Gemma3Config:
     """The fields of a `gemma3_text` config.json that other families do not have; raises StartupError."""
-    for key, supported in (
-        ("hidden_activation", "gelu_pytorch_tanh"),
-        ("use_bidirectional_attention", False),
-        ("attn_logit_softcapping", None),
-    ):
-        value = raw.get(key)
-        if value is not None and value != supported:
-            raise StartupError(f"{path}: {key} {value!r} is not supported; supported is {supported!r}")
+    supported = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+    }
+    refuse_others(path, raw, supported)
     period = integer(path, raw, "sliding_window_pattern", _PATTERN)
     rope, local_rope = _ropes(path, raw)
     return Gemma3Config(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer
+from ..formats.json_fields import Json, integer, refuse_others
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,16 @@ class MlaConfig:
 
 def read_mla_config(path: Path, raw: Json, *, num_heads: int) -> MlaConfig:
     """The fields that `deepseek_v3`, `deepseek_v32` and `glm_moe_dsa` have in common; raises StartupError."""
-    _refuse_unsupported(path, raw, num_heads)
+    supported = {
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_interleave": True,
+        "num_key_value_heads": num_heads,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }
+    refuse_others(path, raw, supported)
     config = MlaConfig(
         q_rank=integer(path, raw, "q_lora_rank"),
         kv_rank=integer(path, raw, "kv_lora_rank"),
@@ -46,18 +55,3 @@ def read_mla_config(path: Path, raw: Json, *, num_heads: int) -> MlaConfig:
     if config.rope_dim % 2:
         raise StartupError(f"{path}: qk_rope_head_dim = {config.rope_dim} must be even")
     return config
-
-
-def _refuse_unsupported(path: Path, raw: Json, num_heads: int) -> None:
-    for key, supported in (
-        ("attention_bias", False),
-        ("tie_word_embeddings", False),
-        ("rope_interleave", True),
-        ("num_key_value_heads", num_heads),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("moe_layer_freq", 1),
-    ):
-        value = raw.get(key)
-        if value is not None and value != supported:
-            raise StartupError(f"{path}: {key} {value!r} is not supported; supported is {supported!r}")

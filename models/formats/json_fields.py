@@ -46,6 +46,14 @@ def integer(path: Path, raw: Json, key: str, default: int | None = None, *, leas
     return value
 
 
+def refuse_others(path: Path, raw: Json, supported: Json) -> None:
+    """Raises StartupError for a field that has another value than the supported one. Fields may be absent or null."""
+    for key, wanted in supported.items():
+        value = raw.get(key)
+        if value is not None and value != wanted:
+            raise StartupError(f"{path}: {key} {value!r} is not supported; supported is {wanted!r}")
+
+
 def number(path: Path, raw: Json, key: str, default: float | None = None) -> float:
     """A number above zero; raises StartupError naming the field."""
     value = raw.get(key)

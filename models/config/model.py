@@ -396,11 +396,8 @@ def _hf_architecture(path: Path, raw: Json) -> Architecture:
             return ARCHITECTURES[name]
     if not names and raw.get("model_type") in ARCHITECTURES.values():
         return cast(Architecture, raw["model_type"])
-    raise unsupported_architecture(path, ", ".join(names) or str(raw.get("model_type", "none")))
-
-
-def unsupported_architecture(path: Path | str, found: str) -> StartupError:
-    return StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    found = ", ".join(names) or str(raw.get("model_type", "none"))
+    raise StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
 def unsupported_gguf(path: Path | str, found: str) -> StartupError:

@@ -129,7 +129,7 @@ class GgufFile:
         tensor_count = int(self._unpack("Q"))
         metadata_count = int(self._unpack("Q"))
         for _ in range(metadata_count):
-            key = self._string()
+            (key,) = self._strings(1)
             self.metadata[key] = self._value(int(self._unpack("I")))
         entries = [self._directory_entry() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -163,14 +163,14 @@ class GgufFile:
         self.tensors[name] = GgufTensor(name, shape, type_id, str(ggml_type.name), offset, size_bytes)
 
     def _directory_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
+        (name,) = self._strings(1)
         dimensions = int(self._unpack("I"))
         shape = tuple(int(self._unpack("Q")) for _ in range(dimensions))
         return name, shape[::-1], int(self._unpack("I")), int(self._unpack("Q"))
 
     def _value(self, kind: int) -> MetadataValue:
         if kind == _STRING:
-            return self._string()
+            return self._strings(1)[0]
         if kind == _ARRAY:
             return self._array()
         if kind not in _SCALARS:
@@ -190,7 +190,7 @@ class GgufFile:
         return list(values)
 
     def _strings(self, count: int) -> list[str]:
-        """As `_string` for each. A vocabulary has hundreds of thousands, which every process of a server reads."""
+        """In one loop: a vocabulary has hundreds of thousands, which every process of a server reads."""
         data, position, end = self._data, self._position, len(self._data)
         found = []
         for _ in range(count):
@@ -202,14 +202,6 @@ class GgufFile:
             found.append(data[start:position].decode("utf-8"))
         self._position = position
         return found
-
-    def _string(self) -> str:
-        length = int(self._unpack("Q"))
-        start = self._position
-        if start + length > len(self._data):
-            raise IndexError(f"a string of {length} bytes at byte {start}")
-        self._position = start + length
-        return self._data[start : start + length].decode("utf-8")
 
     def _unpack(self, code: str) -> int | float | bool:
         (value,) = struct.unpack_from(f"<{code}", self._data, self._position)

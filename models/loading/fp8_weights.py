@@ -16,7 +16,7 @@ from ..decoders.slots import Slot
 from .block_scaled_checkpoint import BlockScaledCheckpoint
 from .catalog import ModelSource
 from .row_scaled_checkpoint import RowScaledCheckpoint
-from .weights import SafetensorsCheckpoint, open_checkpoint
+from .weights import SafetensorsCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ def fp8_tensors(source: ModelSource, load_format: LoadFormat) -> frozenset[str]:
         return frozenset()
     if load_format == "dummy":
         return usual_tensors(source.config)
+    files = SafetensorsCheckpoint(source.path)
     if source.config.row_scaled_fp8:
-        return RowScaledCheckpoint(SafetensorsCheckpoint(source.path)).fp8
-    checkpoint = open_checkpoint(source)
-    return checkpoint.fp8 if isinstance(checkpoint, BlockScaledCheckpoint) else frozenset()
+        return RowScaledCheckpoint(files).fp8
+    return BlockScaledCheckpoint(files, source.config).fp8
 
 
 def kept_in_fp8(stored: frozenset[str], device: torch.device) -> frozenset[str]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
@@ -36,17 +36,10 @@ KILL_GRACE_S = 3.0
 class LeaderProcess:
     """Owns the process and the write end of its stdin. Created on the event loop that waits for its exit."""
 
-    def __init__(
-        self,
-        config: AnyServerConfig,
-        frontend_address: str,
-        command: Sequence[str] = LEADER_COMMAND,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, config: AnyServerConfig, frontend_address: str, command: Sequence[str]) -> None:
         # Its own process group: Ctrl-C in a terminal reaches only the frontend, which then drains the leader.
         spin_count = SPIN_COUNTS.get(platform.machine(), SPIN_COUNTS["x86_64"])
-        inherited = os.environ if env is None else env
-        environment = {"GOMP_SPINCOUNT": spin_count, **inherited, **thread_environ(config)}
+        environment = {"GOMP_SPINCOUNT": spin_count, **os.environ, **thread_environ(config)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
         self._exited = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -24,7 +24,7 @@ from ..configs.other_names import flag_of_others
 from ..configs.schema import ServerConfig
 from .bench.options import add_bench_flags, read_bench_options, whole_number
 from .doctor.options import add_doctor_flags, read_doctor_options
-from .launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
+from .launch.pair import PAIR_FIELDS, load_pair_config
 from .launch.store_options import add_store_flags, read_store_options, take_local_store
 from .observability.versions import mooncake_wheels, version_of
 from .plan.options import PLAN_SETTINGS, add_plan_flags, read_plan_options
@@ -195,9 +195,8 @@ def _run(arguments: Sequence[str]) -> int:
             from .launch.demo import run_demo
 
             keep = sys.stdout.isatty() if options.keep is None else options.keep
-            return run_demo(
-                _pair_config(options), question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep
-            )
+            config = load_pair_config(find_config_file(options.config), given_flags(options, PAIR_FIELDS), os.environ)
+            return run_demo(config, question=options.prompt, max_new_tokens=options.max_new_tokens, keep=keep)
         case "chat":
             from .terminal.chat import run_chat
 
@@ -256,10 +255,6 @@ def _serve(
     from .launch.frontend import run_frontend
 
     return run_frontend(config, fixed_role=fixed_role)
-
-
-def _pair_config(options: argparse.Namespace) -> PairConfig:
-    return load_pair_config(find_config_file(options.config), given_flags(options, PAIR_FIELDS), os.environ)
 
 
 def _add_server_flags(parser: argparse.ArgumentParser, role: Role, without: Collection[str] = ()) -> None:

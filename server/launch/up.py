@@ -178,14 +178,11 @@ def banner(config: PairConfig) -> Sequence[str]:
 
 def curl_command(config: PairConfig, text: str) -> str:
     """A curl command that generates; it takes the API key from the environment."""
+    # -k: the address that this machine uses may not be in the certificate
+    program = "curl" if config.decode.ssl_certfile is None else "curl -k"
     key = "" if config.decode.api_key is None else '-H "Authorization: Bearer $PDSERVE_API_KEY" '
     body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 16, "temperature": 0}}, ensure_ascii=False)
-    return f"{curl_program(config)} {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
-
-
-def curl_program(config: PairConfig) -> str:
-    """curl, with TLS as `curl -k`: the address that this machine uses may not be in the certificate."""
-    return "curl" if config.decode.ssl_certfile is None else "curl -k"
+    return f"{program} {base_url(config.decode)}/generate {key}-d {shlex.quote(body)}"
 
 
 def base_url(config: AnyServerConfig) -> str:

@@ -7,6 +7,7 @@ server.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from .regex_automata import END, State, compile_stop_regex, follow
 from .stop_strings import StopStrings
@@ -85,7 +86,7 @@ class StopRegexes:
         """
         best = self._string_match
         for index, (pattern, begin) in enumerate(self._automata):
-            origins = (*sorted(self._reached[index].items(), key=_by_start), (begin, self._position))
+            origins = (*sorted(self._reached[index].items(), key=itemgetter(1)), (begin, self._position))
             ready, start = follow(origins, self._previous, following)
             if start is not None and (best is None or start < best.start):
                 best = Match(start, self._position, pattern)
@@ -109,7 +110,3 @@ class StopRegexes:
                 (following,) = state.next
                 reached[following] = min(start, reached.get(following, start))
         return reached
-
-
-def _by_start(item: tuple[State, int]) -> int:
-    return item[1]

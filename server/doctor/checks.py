@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from ...configs.schema import LOOPBACK_HOSTS
 from .facts import INITIAL_IPC_NAMESPACE, INITIAL_PID_NAMESPACE, Facts, RdmaDevice
 
 Level = Literal["ok", "warn", "fail"]
@@ -258,7 +259,7 @@ def check_ports(facts: Facts) -> Iterator[Finding]:
             remedy = f"choose another with {port.flag}"
             problem = port.problem.removesuffix(f"; {remedy}")
             yield Finding("warn", "ports", problem, f"{remedy}, unless a pdserve server that runs already uses it")
-    loopback = settings.host == "localhost" or settings.host.startswith("127.")
+    loopback = settings.host in LOOPBACK_HOSTS or settings.host.startswith("127.")
     if not loopback and not settings.has_cluster_key:
         remedy = "export PDSERVE_CLUSTER_KEY_FILE=...; create the key with openssl rand -hex 32"
         yield Finding("warn", "ports", f"host {settings.host} is not loopback, and no cluster key is set", remedy)

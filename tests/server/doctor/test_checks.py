@@ -252,6 +252,11 @@ def test_findings_name_the_problem_and_the_remedy(facts: Facts, level: Level, me
     assert worst(check_all(facts)) == level
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_server_on_loopback_needs_no_cluster_key(host: str) -> None:
+    assert of(with_settings(CPU_HOST, host=host), "warn") == []
+
+
 def test_dmabuf_replaces_peermem() -> None:
     facts = changed(RDMA_HOST, peermem=False, open_driver=True)
     assert not of(facts, "fail")

@@ -6,7 +6,7 @@
 
 All compute x @ weight.T + bias. Shapes: x [rows, in] float32; weight [out, in]; bias [out] or None; result [rows, out].
 Weights are not rounded. For interleaved blocks, x is rounded: each 32 elements become 16-bit integers with a common
-scale (`round_x`), with an error of at most 1.6e-5 of the largest of them. For other blocks, results differ from those
+scale (`pack_row`), with an error of at most 1.6e-5 of the largest of them. For other blocks, results differ from those
 of expanded weights only by the order of additions. With `gated`, swiglu is applied: `weight` has the rows of gate, then
 those of up, and the result is [rows, out / 2].
 
@@ -22,7 +22,7 @@ from torch.nn.functional import linear as torch_linear
 
 from ..backends.dispatch import Impl, launcher, use_numba
 from .blocks import GgufBlocks, GgufRows
-from .interleaved import LARGEST, SMALLEST, TILE_COLUMNS, plain_rows
+from .interleaved import plain_rows
 
 FEW_ROWS = 32
 """Up to this many rows of x are few: at 32, the Numba kernel takes three quarters of the time (AVX-512)."""
@@ -32,15 +32,6 @@ SCRATCH_BYTES = 4 << 20
 
 def gguf_linear_reference(x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None) -> torch.Tensor:
     return torch_linear(x, weight.expanded(), bias)
-
-
-def round_x(x: torch.Tensor) -> torch.Tensor:
-    """The x that interleaved blocks are multiplied with."""
-    parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
-    largest = parts.abs().amax(-1, keepdim=True)
-    # `LARGEST / x` would be rounded twice; below SMALLEST it would be infinite
-    factor = torch.where(largest < SMALLEST, 0, torch.tensor(float(LARGEST)) / largest)
-    return ((parts * factor).round() * (largest / LARGEST)).flatten(-2)
 
 
 def gguf_linear(

@@ -5,8 +5,8 @@ import torch
 
 from pdserve.kernels.backends.dispatch import has_interleaved_kernels
 from pdserve.kernels.gguf.blocks import GgufBlocks, GgufRows
-from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_rows, round_x
-from pdserve.kernels.gguf.interleaved import interleave, plain_rows
+from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_rows
+from pdserve.kernels.gguf.interleaved import LARGEST, SMALLEST, TILE_COLUMNS, interleave, plain_rows
 from pdserve.kernels.linear.linear import gated_linear, linear
 from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.poison import poisoned
@@ -17,6 +17,15 @@ needs_interleaved = pytest.mark.skipif(
 )
 types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 TOLERANCE = 2e-6
+
+
+def round_x(x: torch.Tensor) -> torch.Tensor:
+    """The x that interleaved blocks are multiplied with."""
+    parts = torch.unflatten(x, -1, (-1, TILE_COLUMNS))
+    largest = parts.abs().amax(-1, keepdim=True)
+    # `LARGEST / x` would be rounded twice; below SMALLEST it would be infinite
+    factor = torch.where(largest < SMALLEST, 0, torch.tensor(float(LARGEST)) / largest)
+    return ((parts * factor).round() * (largest / LARGEST)).flatten(-2)
 
 
 def draw_interleaved(rows: int, columns: int, type_name: str, seed: int = 0) -> tuple[GgufBlocks, torch.Tensor]:

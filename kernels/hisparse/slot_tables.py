@@ -28,6 +28,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
+from ..backends.occupancy import shared_memory
 from ..backends.uploads import upload_array
 
 KvRows = NewType("KvRows", torch.Tensor)
@@ -81,7 +82,7 @@ def check_geometry(
         if not low <= value <= high:
             raise ValueError(f"{field} must be in [{low}, {high}], got {value}")
     if device.type == "cuda":
-        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        limit = shared_memory(device)
         needed = plan_shared_bytes(top_k, hot_rows, page_size)
         if needed > limit:
             raise ValueError(
@@ -149,10 +150,6 @@ class SlotTables:
     def size_bytes(self) -> int:
         tables = (self.capacity, self.hot_pages, self.slot_tokens, self.token_slots, self.eviction_order, self.lookups)
         return sum(table.nbytes for table in tables)
-
-    @property
-    def requests(self) -> int:
-        return self.slot_tokens.shape[-2]
 
     @property
     def hot_rows(self) -> int:

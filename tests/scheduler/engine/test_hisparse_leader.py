@@ -126,7 +126,7 @@ def test_leader_and_rank_agree_on_the_pools(engine: Engine) -> None:
     assert (engine.scheduler.pages.num_pages, cache.num_pages) == (HOST_PAGES, HOST_PAGES)
     assert hot.limits.overlay == PoolOverlay(num_pages=8, kv_pages=2, hot_pages=1, covered=4)
     assert (hot.limits.num_pages, cache.own_hot_pages, cache.hot.num_pages) == (10, range(4, 14), 14)
-    assert (hot.limits.slots, cache.tables.requests) == (SLOTS, SLOTS)
+    assert (hot.limits.slots, len(cache.tables.capacity)) == (SLOTS, SLOTS)
     assert (hot.limits.hot_rows, cache.tables.hot_rows) == (HOT_ROWS, HOT_ROWS)
     assert hot.limits.buffer_pages == buffer_pages(HOT_ROWS, PAGE_SIZE)
 

@@ -11,7 +11,7 @@ from ...kernels.dense_mla.tile_plan import TilePlan, plan_tiles
 from ...kernels.linear.rms_norm import rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
-from ..layers.latent_rows import RowPlaces, new_token_rows
+from ..layers.latent_rows import RowPlaces, latent_pages, new_token_rows
 from ..layers.mla import compress, expand_head_queries
 from .latent import LatentDecoder
 
@@ -73,7 +73,7 @@ class MlaDecoder(LatentDecoder):
         layers = self.parameters.layers
         normed = rms_norm(hidden, layers[0].input_norm, self.config.norm_eps)
         for index, layer in enumerate(layers):  # like the pool, `index` counts the layers of this rank
-            pages = pool.layer(index)[0].squeeze(1)
+            pages = latent_pages(pool, index)
             compressed = compress(normed, layer.attention, *cos_sin, RowPlaces(pages, new_rows), None)
             query = expand_head_queries(compressed, layer.attention, mla, *cos_sin)
             attended = dense_mla(query, pages, plan, scale=self._scale, value_dim=mla.kv_rank)

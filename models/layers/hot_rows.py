@@ -25,7 +25,7 @@ from ...kernels.hisparse.write_back import write_back
 from ...kernels.mla.index_plan import IndexPlan
 from ...memory.hisparse.cache import HiSparseCache
 from .batch import SequenceSlice
-from .latent_rows import RowPlaces
+from .latent_rows import RowPlaces, latent_pages
 from .unpacked_pages import PackedFormat, UnpackedPages
 
 
@@ -78,7 +78,7 @@ class HotLatentRows:
         self._last_layer = len(cache.groups) - 1
 
     def place(self, layer: int) -> RowPlaces:
-        return RowPlaces(self._pages(layer), self._hot_rows[self._cache.groups[layer]])
+        return RowPlaces(latent_pages(self._cache.hot, layer), self._hot_rows[self._cache.groups[layer]])
 
     def select(self, layer: int, tokens: torch.Tensor, /) -> None:
         if self.rows_of is not None:
@@ -113,7 +113,7 @@ class HotLatentRows:
             with self._on_side_stream():
                 self._write_back()
         assert self._selection is not None, "the first layer of every index group selects"
-        pages = self._pages(layer)
+        pages = latent_pages(self._cache.hot, layer)
         return RowPlaces(self._unpacked.of_layer(pages) if self._unpacked else pages, self._selection)
 
     def finish(self) -> None:
@@ -142,10 +142,6 @@ class HotLatentRows:
         hot_rows = HotRows(self._hot_rows[cache.layer_groups])
         write_back(cache.hot_bytes, hot_rows, cache.host_bytes, self._host_rows)
         cache.rows_written += (self._host_rows >= 0).sum() * len(cache.groups)
-
-    def _pages(self, layer: int) -> torch.Tensor:
-        (pages,) = self._cache.hot.layer(layer)
-        return pages.squeeze(1)
 
 
 def all_resident(cache: HiSparseCache, slices: Sequence[SequenceSlice]) -> bool:

@@ -33,6 +33,12 @@ def new_token_rows(batch: ForwardBatch, page_size: int, live_rows: torch.Tensor 
     return KvRows(rows)
 
 
+def latent_pages(pool: KvPool, layer: int) -> torch.Tensor:
+    """The latent rows of a layer of this rank, [pages, page_size, D]."""
+    (pages,) = pool.layer(layer)
+    return pages.squeeze(1)
+
+
 class LatentRows(Protocol):
     """The latent rows of one batch's sequences; `layer` counts the layers of this rank.
 
@@ -76,19 +82,15 @@ class PagedLatentRows:
         self._selected: torch.Tensor | None = None
 
     def place(self, layer: int) -> RowPlaces:
-        return RowPlaces(self._pages(layer), self._new_rows)
+        return RowPlaces(latent_pages(self._pool, layer), self._new_rows)
 
     def select(self, _layer: int, tokens: torch.Tensor, /) -> None:
         self._selected = tokens
 
     def selected(self, layer: int) -> RowPlaces:
         assert self._selected is not None, "a stage starts with a layer that selects"
-        pages = self._pages(layer)
+        pages = latent_pages(self._pool, layer)
         return RowPlaces(self._unpacked.of_layer(pages) if self._unpacked else pages, self._selected)
 
     def finish(self) -> None:
         pass
-
-    def _pages(self, layer: int) -> torch.Tensor:
-        (pages,) = self._pool.layer(layer)
-        return pages.squeeze(1)

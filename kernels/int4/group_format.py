@@ -61,12 +61,10 @@ class GroupScaled:
 
     def __getitem__(self, part: slice) -> "GroupScaled":
         """A range of rows, or of experts."""
-        scales, zeros = (
-            None if each is None else each[part] if each.ndim > 2 else each[:, part]
-            for each in (self.scales, self.zeros)
-        )
-        assert scales is not None
-        return GroupScaled(self.packed[part], scales, zeros, self.columns, self.group)
+        if self.packed.ndim == 2:
+            return self.rows(part)
+        zeros = None if self.zeros is None else self.zeros[part]
+        return GroupScaled(self.packed[part], self.scales[part], zeros, self.columns, self.group)
 
     def rows(self, part: slice) -> "GroupScaled":
         """A range of rows of the matrix, or of each expert's."""

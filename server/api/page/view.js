@@ -5,11 +5,11 @@ import { HISTORY, share } from "./rates.js";
 
 const FLOW = {
   decode: ["queued", "reserved", "prefilling", "computing", "arrived", "ready", "running", "retracted"],
-  prefill: ["waiting", "computing", "sending", "closing"],
+  prefill: ["waiting", "loading", "computing", "sending", "closing"],
 };
 const TONES = {
-  prefilling: "--prefill", computing: "--prefill", sending: "--transfer", arrived: "--transfer", ready: "--decode",
-  running: "--decode", retracted: "--bad", closing: "--bad",
+  prefilling: "--prefill", computing: "--prefill", loading: "--transfer", sending: "--transfer", arrived: "--transfer",
+  ready: "--decode", running: "--decode", retracted: "--bad", closing: "--bad",
 };
 const STAGES = {
   queue: "", prefill_queue: "", prefill: "prefill-stage", transfer: "transfer-stage", control: "transfer-stage", admit: "",

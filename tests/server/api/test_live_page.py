@@ -98,7 +98,7 @@ def test_every_field_that_the_scripts_read_is_in_the_reply(variable: str, known:
     assert read <= set(known)
 
 
-def test_counters_gauges_and_states_of_the_scripts_exist() -> None:
+def test_counters_and_gauges_of_the_scripts_exist() -> None:
     counters = set(re.findall(r'since\("(\w+)"\)', SCRIPTS))
     assert len(counters) > 4
     assert counters <= {*DECODE_COUNTERS, *PREFILL_COUNTERS}
@@ -106,6 +106,16 @@ def test_counters_gauges_and_states_of_the_scripts_exist() -> None:
     engine = "\n".join(path.read_text() for path in (ROOT / "scheduler").rglob("*.py"))
     assert len(gauges) > 5
     assert [name for name in sorted(gauges) if f'"{name}"' not in engine] == []
+
+
+@pytest.mark.parametrize(
+    ("role", "shown"),
+    [
+        ("decode", set(State) - {State.DRAINING, State.FREED}),
+        ("prefill", set(PrefillState) - {PrefillState.CLOSED}),
+    ],
+)
+def test_page_shows_every_state_of_a_request_that_has_not_ended(role: str, shown: set[str]) -> None:
     (flow,) = re.findall(r"const FLOW = \{(.*?)\};", SCRIPTS, re.DOTALL)
-    states = set(re.findall(r'"(\w+)"', flow))
-    assert states <= {state.value for state in State} | {state.value for state in PrefillState}
+    (states,) = re.findall(rf"{role}: \[(.*?)\]", flow)
+    assert set(re.findall(r'"(\w+)"', states)) == shown

@@ -44,8 +44,8 @@ export function startChat(headers) {
     } catch (error) {
       if (error.name !== "AbortError") show("note", error.message);
     }
-    if (line.textContent) history.push({ role: "assistant", content: line.textContent });
-    else {
+    if (line.textContent && line.isConnected) history.push({ role: "assistant", content: line.textContent });
+    else { // no answer, or Reset has removed it
       line.remove();
       history.pop();
     }

@@ -12,7 +12,16 @@ import pytest
 from pydantic import SecretStr
 
 from pdserve.configs.schema import DecodeConfig
-from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, PeerStatus, Status, Submit, Tokens
+from pdserve.scheduler.messages.frontend import (
+    Cancel,
+    Failed,
+    Finished,
+    FinishReason,
+    PeerStatus,
+    Status,
+    Submit,
+    Tokens,
+)
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.chromium import Browser, chromium
 from tests.server.http_harness import RunningServer, running_server
@@ -117,6 +126,25 @@ async def test_chat_box_streams_an_answer(tokenizer: Tokenizer, tmp_path: Path) 
         await server.leader.send(Tokens(submit.rid, tuple(b"Hello <i>you</i>")), make_finished(submit.rid, 16))
         answer = "document.querySelector('.messages .assistant')?.textContent"
         await browser.wait_for(f"{answer} === 'Hello <i>you</i>'")
+        assert browser.errors == []
+
+
+async def test_reset_during_an_answer_forgets_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    async with running_server(tokenizer) as server, chromium(CHROMIUM, tmp_path) as browser:
+        await server.report(report(0, busy=False))
+        await browser.open(f"http://127.0.0.1:{server.port}/")
+        await browser.wait_for("document.getElementById('status').textContent === 'ready'")
+        send = "document.getElementById('chat-form').requestSubmit()"
+        await browser.evaluate(f"document.getElementById('message').value = 'Hi'; {send}")
+        submit = await server.leader.expect(Submit)
+        await server.leader.send(Tokens(submit.rid, tuple(b"Hel")))
+        await browser.wait_for("document.querySelector('.messages .assistant')?.textContent === 'Hel'")
+        await browser.evaluate("document.getElementById('reset').click()")
+        await server.leader.expect(Cancel)
+        await browser.wait_for("document.getElementById('send').textContent === 'Send'")
+        await browser.evaluate(f"document.getElementById('message').value = 'Bye'; {send}")
+        assert bytes((await server.leader.expect(Submit)).prompt_ids).decode() == "user: Bye\nassistant: "
         assert browser.errors == []
 
 

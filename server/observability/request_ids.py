@@ -3,21 +3,18 @@
 It is not the `rid`: proxies retry a request with the same X-Request-Id, and a `rid` must be unique among open requests.
 """
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-HEADER = b"x-request-id"
+HEADER = "X-Request-Id"
 LONGEST = 256
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 def client_request_id(scope: Scope) -> str | None:
     """Returns the client's id; None if there is none, or if it is not fit for a log line."""
-    for name, value in scope["headers"]:
-        if name == HEADER:
-            text = str(value, "latin-1")
-            return text if 0 < len(text) <= LONGEST and text.isascii() and text.isprintable() else None
-    return None
+    text = Headers(scope=scope).get(HEADER, "")
+    return text if 0 < len(text) <= LONGEST and text.isascii() and text.isprintable() else None
 
 
 def trace_context(scope: Scope) -> dict[str, str]:
@@ -39,7 +36,7 @@ class KeepsRequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = given
+                MutableHeaders(scope=message)[HEADER] = given
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -72,10 +72,8 @@ def block_scaled_linear(
         _exact(x, weight, bias, out, gated=False)
         return out
     quantised = x if isinstance(x, QuantisedRows) else quantise(x, by_row=method == "rowwise", impl=impl)
-    if method == "cublas":
-        return _cublas(quantised, weight)
-    if method == "rowwise":
-        return _rowwise(quantised, weight, bias)
+    if method in ("cublas", "rowwise"):
+        return _scaled_mm(quantised, weight, bias, by_row=method == "rowwise")
     out = torch.empty(quantised.rows, len(weight), dtype=x.dtype, device=weight.values.device)
     launcher("linear.many_rows_triton", "launch_many_rows")(quantised, weight, out, bias=bias)
     return out
@@ -169,36 +167,21 @@ def _fits_cublas(weight: BlockScaled) -> bool:
     return whole and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _cublas(x: QuantisedRows, weight: BlockScaled) -> torch.Tensor:
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    product = scaled_mm(
-        x.values,
-        weight.values.t(),
-        x.scales,
-        ScalingType.BlockWise1x128,
-        weight.scales.t(),
-        ScalingType.BlockWise128x128,
-        output_dtype=x.dtype,
-    )
-    return product[: x.rows]
-
-
 def _fits_rowwise(weight: BlockScaled, dtype: torch.dtype) -> bool:
     aligned = not any(size % _ROWWISE_ALIGNMENT for size in weight.shape)
     return weight.by_row and aligned and dtype == torch.bfloat16 and supports_fp8(weight.values.device)
 
 
-def _rowwise(x: QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None) -> torch.Tensor:
+def _scaled_mm(x: QuantisedRows, weight: BlockScaled, bias: torch.Tensor | None, *, by_row: bool) -> torch.Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
     product = scaled_mm(
         x.values,
         weight.values.t(),
         x.scales,
-        ScalingType.RowWise,
+        ScalingType.RowWise if by_row else ScalingType.BlockWise1x128,
         weight.scales.t(),
-        ScalingType.RowWise,
+        ScalingType.RowWise if by_row else ScalingType.BlockWise128x128,
         bias=bias,
         output_dtype=x.dtype,
     )

@@ -1,4 +1,4 @@
-"""One pair of SmolLM2 for all clients."""
+"""One prefill and one decode server with SmolLM2 for all client tests."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,7 @@
-"""Tool calling with a library that users have: `python program.py URL CHECK`, in an environment that has the libraries.
+"""Tool calling with client libraries: `python program.py URL CHECK`, in an environment that has the libraries.
 
-Each check exits with a traceback if the library does not get what it asks for. It imports nothing of pdserve.
+A check exits with a traceback if the library does not get the reply that it expects. This file imports nothing of
+pdserve.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ def langchain(url: str) -> None:
     merged: Any = None
     for chunk in required.stream(QUESTION):
         merged = chunk if merged is None else merged + chunk
-    assert merged.tool_calls[0]["args"] == whole.tool_calls[0]["args"], "greedy: the same whole and streamed"
+    assert merged.tool_calls[0]["args"] == whole.tool_calls[0]["args"], (
+        "greedy sampling: the stream has the same arguments"
+    )
     again = asyncio.run(chat.bind_tools([Weather], tool_choice="Weather").ainvoke(QUESTION))
     Weather.model_validate(again.tool_calls[0]["args"])
     result = ToolMessage("Sunny, 25 degrees.", tool_call_id=whole.tool_calls[0]["id"])
@@ -73,7 +76,7 @@ def litellm(url: str) -> None:
 
 
 def llama_index(url: str) -> None:
-    """`predict_and_call` of a function, and structured output."""
+    """`chat_with_tools` and `stream_chat_with_tools` call a function."""
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike

@@ -1,8 +1,9 @@
-"""What SGLang's test kits for structured output, stops and the OpenAI API ask of a server, in our own words.
+"""The checks of SGLang's test kits for structured output, stop conditions and the OpenAI API, written anew.
 
 The kits are json_constrained, json_mode, regex_constrained, ebnf_constrained, matched_stop and test_openai_server. Two
-things differ. Where a kit relies on its larger model to finish in time, lengths are bounded here. And a response of
-/v1/responses that reaches its limit is `incomplete`, as OpenAI has it, where SGLang says `completed`.
+things differ. The model here is smaller than those of the kits and may not end its output in time, so lengths are
+bounded. A response of /v1/responses that reaches its limit is `incomplete`, as with OpenAI; with SGLang it is
+`completed`.
 """
 
 import itertools
@@ -60,7 +61,7 @@ def openai_client(url: str) -> openai.OpenAI:
 
 
 def generate(url: str, text: str, n: int = 1, **sampling: Any) -> Any:
-    """A /generate request with the fields of the kits."""
+    """The reply to a /generate request with the fields that the kits send."""
     params = {"temperature": 0 if n == 1 else 0.5, "max_new_tokens": 128, "n": n, **sampling}
     logprobs = {"return_logprob": False, "top_logprobs_num": 0, "logprob_start_len": 0}
     return post(url, "/generate", {"text": text, "sampling_params": params, "stream": False, **logprobs}).json()
@@ -73,7 +74,7 @@ def check_city(text: Any) -> None:
 
 
 def json_schemas(url: str) -> None:
-    """One schema through /generate and the chat, an invalid one, and requests with and without one in a batch."""
+    """A schema on /generate and in a chat, an invalid schema, and concurrent requests with and without a schema."""
     schema = json.dumps(CITY)
     question = f"Introduce the capital of France. Return in a JSON format. The JSON Schema is: {schema}"
     check_city(generate(url, question, json_schema=schema, stop_token_ids=[1969])["text"])
@@ -98,7 +99,7 @@ def json_schemas(url: str) -> None:
 
 
 def json_objects(url: str) -> None:
-    """`json_object` gives an object although the prompt does not ask for JSON, whole and streamed."""
+    """With `json_object` the output is an object although the prompt does not ask for JSON, whole and streamed."""
     question: list[Any] = [SYSTEM, {"role": "user", "content": "What is the capital of Bulgaria?"}]
     asked: dict[str, Any] = {"model": "any", "messages": question, "temperature": 0, "max_tokens": 128}
     asked["response_format"] = {"type": "json_object"}
@@ -184,7 +185,7 @@ def completions(url: str, combinations: int = 16) -> None:
 
 
 def check_logprobs(found: Any, wanted: int | None, first: int) -> None:
-    """`first` is the first token that has alternatives: the first one of a prompt has none."""
+    """Check log-probabilities from token `first` on: the first token of an echoed prompt has none."""
     if not wanted:
         assert found is None
         return

@@ -1,5 +1,5 @@
-"""SGLang's test kits against a real pair, as far as they need only a URL. tests/cluster/test_structured_output.py has a
-part of them in every run.
+"""The checks of SGLang's test kits that need only a URL, against a real pair. tests/cluster/test_structured_output.py
+runs some of them in `make test`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The PromQL of deploy/observability: of panels and of alert rules."""
+"""The PromQL queries of deploy/observability: those of dashboard panels and of alert rules."""
 
 import json
 from pathlib import Path

@@ -86,7 +86,9 @@ def test_pods_drain_before_they_are_killed(role: str) -> None:
     assert (options.command, unknown) == (role, [])
     sleep_s = int(server["lifecycle"]["preStop"]["exec"]["command"][1])
     drain_s = float(options.shutdown_timeout_s)
-    assert pod["terminationGracePeriodSeconds"] >= sleep_s + drain_s + 15, "docs/operations.md: 15 s more"
+    assert pod["terminationGracePeriodSeconds"] >= sleep_s + drain_s + 15, (
+        "docs/operations.md asks for 15 s more than the drain"
+    )
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -98,7 +100,7 @@ def test_probes_and_services_use_ports_of_the_server(role: str) -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert server[probe]["httpGet"]["port"] == "http"
         assert server[probe]["httpGet"]["path"] in HEALTH_ROUTES
-    assert server["livenessProbe"]["httpGet"]["path"] == "/health", "it must not depend on a peer"
+    assert server["livenessProbe"]["httpGet"]["path"] == "/health", "liveness must not depend on a peer"
     (service,) = [document for document in documents(f"{role}.yaml") if document["kind"] == "Service"]
     assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports.keys()
     labels = deployment(role)["spec"]["template"]["metadata"]["labels"]
@@ -106,7 +108,7 @@ def test_probes_and_services_use_ports_of_the_server(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_pods_are_confined(role: str) -> None:
+def test_pods_run_without_privileges(role: str) -> None:
     pod = deployment(role)["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert container(role)["securityContext"]["allowPrivilegeEscalation"] is False
@@ -130,7 +132,7 @@ def test_only_prefill_reaches_the_kv_ports_of_decode() -> None:
 def test_kustomization_lists_all_manifests() -> None:
     (content,) = documents("kustomization.yaml")
     manifests = {path.name for path in KUBERNETES.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(content["resources"]) == manifests - {"decode-lws.yaml"}, "it replaces decode.yaml"
+    assert set(content["resources"]) == manifests - {"decode-lws.yaml"}, "decode-lws.yaml replaces decode.yaml"
 
 
 @pytest.mark.parametrize("name", ["prefill.yaml", "decode.yaml", "decode-lws.yaml", "network-policy.yaml"])
@@ -146,11 +148,11 @@ def test_manifests_follow_the_schemas_of_kubernetes(name: str) -> None:
             kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **pod}, version, strict=True)
 
 
-def test_machines_of_a_group_start_one_server() -> None:
+def test_pods_of_a_leader_worker_set_start_one_server() -> None:
     group, service, _ = documents("decode-lws.yaml")
     template = group["spec"]["leaderWorkerTemplate"]
     assert service["metadata"]["name"] != group["metadata"]["name"], (
-        "LeaderWorkerSet makes a headless Service of its name"
+        "LeaderWorkerSet creates a headless Service with its own name"
     )
     (leader,), (worker,) = (template[f"{who}Template"]["spec"]["containers"] for who in ("leader", "worker"))
     assert leader["args"] == worker["args"]
@@ -180,7 +182,7 @@ def settings(options: argparse.Namespace) -> dict[str, str | bool]:
     return given_flags(options, CONFIG_OF_ROLE[options.command].model_fields)
 
 
-def test_servers_of_several_hosts_have_valid_settings() -> None:
+def test_compose_file_for_several_hosts_has_valid_settings() -> None:
     content = yaml.safe_load((ROOT / "deploy" / "docker-compose.hosts.yml").read_text(encoding="utf-8"))
     values = {"HOST_IP": "10.0.0.2", "FRONT_IP": "10.0.0.1", "PREFILL": "10.0.0.2:8998,10.0.0.4:8998"}
     profiles = {name: service["profiles"] for name, service in content["services"].items()}
@@ -214,7 +216,7 @@ def test_containers_mount_existing_files(name: str) -> None:
     assert [source for source in paths if not (ROOT / "deploy" / source).exists()] == []
 
 
-def test_servers_of_the_store_example_name_its_etcd() -> None:
+def test_store_example_uses_its_etcd() -> None:
     content = yaml.safe_load((ROOT / "deploy" / "docker-compose.store.yml").read_text(encoding="utf-8"))
     services = {name: service for name, service in content["services"].items() if name != "etcd"}
     assert services.keys() == {"store-1", "store-2", "prefill-1", "prefill-2", "decode"}
@@ -226,7 +228,7 @@ def test_servers_of_the_store_example_name_its_etcd() -> None:
 
 
 @pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.store.yml", "docker-compose.hosts.yml"])
-def test_containers_are_checked_where_their_server_listens(name: str) -> None:
+def test_health_checks_use_the_port_of_their_server(name: str) -> None:
     services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
     servers = {title: service for title, service in services.items() if "pdserve" in service.get("image", "")}
     assert servers
@@ -239,7 +241,7 @@ def test_containers_are_checked_where_their_server_listens(name: str) -> None:
         default = CONFIG_OF_ROLE[role].model_fields["port"].default
         given = [word.partition("=")[2] for word in service["command"] if word.startswith("--port=")]
         port = given[0] if given else str(default)
-        # the check of the image uses HEALTH_PORT
+        # HEALTHCHECK of the image reads HEALTH_PORT
         checked = (
             healthcheck["test"][-1] if "test" in healthcheck else service["environment"].get("HEALTH_PORT", "8200")
         )
@@ -265,7 +267,7 @@ def test_release_workflow_builds_packages_and_image() -> None:
     assert content["jobs"].keys() == {"packages", "image"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (model,) = re.findall(r"^EMBEDDED_MODEL := (\S+)$", makefile, re.MULTILINE)
-    assert model in str(content["jobs"]["packages"]), "the smoke test uses the embedded model of this release"
+    assert model in str(content["jobs"]["packages"]), "the smoke test must use the embedded model of the Makefile"
     images = {image["extra"] for image in content["jobs"]["image"]["strategy"]["matrix"]["include"]}
     locks = {path.stem for path in (ROOT / "deploy" / "locks").glob("*.txt")}
     assert images == locks, "an image for each lock file"

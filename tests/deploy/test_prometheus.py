@@ -1,4 +1,4 @@
-"""`make test-prometheus`: a real Prometheus scrapes a real pair under load. Rules evaluate, every panel has data."""
+"""`make test-prometheus`: a real Prometheus scrapes a real pair under load. Rules evaluate, and panels have data."""
 
 import os
 import random
@@ -28,7 +28,8 @@ HISPARSE = (
     *("--page-size", "8", "--hot-rows", "16", "--kv-tokens", "1024", "--host-memory-gib", "0.5"),
     *("--kv-memory-gib", "0.000673"),
 )
-"""With an index for 1,024 tokens (64 pages of 8 KiB) and 24 hot pages: too few for all rows of two long prompts."""
+"""The memory holds the index of 1,024 tokens (128 pages of 4 KiB) and 24 hot pages of 8 KiB: too few for all rows of
+two long prompts."""
 LOAD_S = 20
 
 

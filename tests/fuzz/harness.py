@@ -1,6 +1,6 @@
-"""Draws damaged input for a check: EXAMPLES times in `make test`, for a share of PDSERVE_FUZZ_MINUTES in `make fuzz`.
+"""Generates damaged input: EXAMPLES times per check in `make test`, for a share of PDSERVE_FUZZ_MINUTES in `make fuzz`.
 
-`corpus/` has inputs that have failed once, by the name of their check. Every run begins with them.
+`corpus/NAME/` has inputs of the check NAME that failed once. Every run begins with them.
 """
 
 import json
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def fuzz(strategy: st.SearchStrategy[T], check: Callable[[T], None]) -> None:
-    """Call `check` with examples. It fails with what it raises, for the smallest example that was found."""
+    """Call `check` with generated examples. If it raises, the test fails with the smallest example that raises."""
 
     @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(strategy)
@@ -66,7 +66,7 @@ def damaged(seed: bytes) -> st.SearchStrategy[bytes]:
 
 
 def altered(value: Any) -> st.SearchStrategy[Any]:
-    """`value`, of JSON or msgpack types, with up to three of its parts replaced, removed or repeated."""
+    """`value`, of JSON or msgpack types, with one or two of its parts replaced, removed or repeated."""
 
     def change(steps: tuple[list[int], str, Any]) -> Any:
         path, action, replacement = steps
@@ -82,7 +82,7 @@ def altered(value: Any) -> st.SearchStrategy[Any]:
 
 
 def _changed(value: Any, path: list[int], action: str, replacement: Any) -> Any:
-    """A copy in which one part is changed. The path chooses a child at each level; it ends early at a leaf."""
+    """A copy with one changed part. `path` chooses a child at each level and may end early at a leaf."""
     if not isinstance(value, (list, dict)) or not value or not path:
         return replacement
     copy = value.copy()

@@ -1,4 +1,4 @@
-"""Chats of all dialects: a call, or an error of the client. Never another exception."""
+"""Damaged chat bodies of all APIs: parsing one works or raises ClientError, never another exception."""
 
 import contextlib
 import dataclasses

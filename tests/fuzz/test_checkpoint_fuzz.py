@@ -1,5 +1,5 @@
-"""Damaged model directories: StartupError with a reason, or a model whose weights can be read. Chat templates come with
-the weights and run on the client's values: whatever they do is an error of the client.
+"""Damaged model directories: reading one works or raises StartupError. A chat template renders the messages of a
+client; if that fails, it is a ClientError.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_model(directory: Path) -> None:
-    """What both processes of a server read at their start."""
+    """Read what the two processes of a server read at their start."""
     with contextlib.suppress(StartupError):
         source = locate_model(str(directory))
         load_tokenizer(source)
@@ -41,7 +41,7 @@ def read_model(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_of_json_is_read_or_refused(name: str, model: Path, tmp_path: Path) -> None:
+def test_json_file_is_read_or_refused(name: str, model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         if path.name != name:
             (tmp_path / path.name).symlink_to(path)
@@ -53,7 +53,6 @@ def test_file_of_json_is_read_or_refused(name: str, model: Path, tmp_path: Path)
 
     for data in kept("checkpoint"):
         check(data)
-    # of a tokenizer, a part: hypothesis would take long for a file of many kilobytes
     fuzz(altered(json.loads(valid)).map(as_json) | damaged(valid), check)
 
 

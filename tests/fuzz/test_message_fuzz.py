@@ -1,5 +1,5 @@
-"""Damaged messages of peers, ranks and leaders. Peers may be wrong in any way: absurd counts and addresses are refused
-with a reason, and nothing that was refused takes a page.
+"""Damaged messages of peers, ranks and leaders. Peers may send anything: impossible counts and addresses are refused
+with a reason, and a refused message allocates no page.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ def readable(frame: bytes, *arrays: bytes) -> AnyMessage | None:
         return None
 
 
-def test_introduction_is_refused_or_can_be_used() -> None:
-    """What follows a pairing, such as the plan of staged copies, works with every Hello that was accepted."""
+def test_hello_is_refused_or_usable() -> None:
+    """The steps after pairing, such as planning staged copies, work with every Hello that was accepted."""
 
     def check(frame: bytes) -> None:
         hello = readable(frame)
@@ -90,7 +90,7 @@ def test_messages_of_peers_are_read_or_refused() -> None:
     )
 
 
-def test_destination_is_refused_or_its_pages_are_those_of_the_peer() -> None:
+def test_destination_is_refused_or_has_valid_pages() -> None:
     def check(value: Any) -> None:
         destination, prompt, indices = value if isinstance(value, list) and len(value) == 3 else (None, [], [])
         message = readable(msgspec.msgpack.encode(destination), b"", b"")
@@ -127,7 +127,7 @@ def prefill_server() -> PrefillScheduler:
 
 
 def _int32(numbers: Any) -> list[int]:
-    """What arrives as an array: 32-bit numbers."""
+    """The values that arrive as an array of 32-bit integers."""
     found = numbers if isinstance(numbers, list) else [numbers]
     whole = [int(number) % 2**32 for number in found if isinstance(number, int)]
     values: list[int] = np.array(whole, dtype=np.uint32).view(np.int32).tolist()
@@ -150,7 +150,7 @@ REPORTS: list[Any] = [
 
 
 def test_commands_to_ranks_are_read_or_refused() -> None:
-    """Page lists that do not continue those of the rank are an error of their own."""
+    """A step that extends page tables which the rank does not have is refused with UnknownPagesError."""
     decoder = msgspec.msgpack.Decoder(RankCommand)
 
     def check(frame: bytes) -> None:

@@ -91,9 +91,12 @@ def test_messages_of_peers_are_read_or_refused() -> None:
 
 
 def test_destination_is_refused_or_has_valid_pages() -> None:
+    valid = [on_the_wire(DESTINATION), PROMPT, INDICES]
+
     def check(value: Any) -> None:
         destination, prompt, indices = value if isinstance(value, list) and len(value) == 3 else (None, [], [])
         message = readable(msgspec.msgpack.encode(destination), b"", b"")
+        assert value != valid or message == DESTINATION
         if not isinstance(message, KvDestination) or message.sampling.grammar is not None:
             return
         arrays = [_int32(prompt), _int32(indices)]
@@ -107,6 +110,7 @@ def test_destination_is_refused_or_has_valid_pages() -> None:
             if isinstance(effect, SendToPeer) and isinstance(effect.message, TransferFailed)
         ]
         if refused:
+            assert value != valid
             assert refused[0].reason
             assert not prefill.requests
         else:
@@ -115,8 +119,8 @@ def test_destination_is_refused_or_has_valid_pages() -> None:
             assert step is not None
         prefill.check_integrity()
 
-    check([on_the_wire(DESTINATION), PROMPT, INDICES])
-    fuzz(altered([on_the_wire(DESTINATION), PROMPT, INDICES]), check)
+    check(valid)
+    fuzz(altered(valid), check)
 
 
 def prefill_server() -> PrefillScheduler:
@@ -159,7 +163,7 @@ def test_commands_to_ranks_are_read_or_refused() -> None:
             if isinstance(command, SentStep):
                 KnownTables().unpack(command)
 
-    _fuzz_messages(COMMANDS, check)
+    _fuzz_messages(COMMANDS, decoder, check)
 
 
 def test_reports_of_ranks_are_read_or_refused() -> None:
@@ -169,11 +173,12 @@ def test_reports_of_ranks_are_read_or_refused() -> None:
         with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             decoder.decode(frame)
 
-    _fuzz_messages(REPORTS, check)
+    _fuzz_messages(REPORTS, decoder, check)
 
 
-def _fuzz_messages(messages: list[Any], check: Callable[[bytes], None]) -> None:
+def _fuzz_messages(messages: list[Any], decoder: msgspec.msgpack.Decoder[Any], check: Callable[[bytes], None]) -> None:
     frames = [msgspec.msgpack.encode(message) for message in messages]
+    assert [type(decoder.decode(frame)) for frame in frames] == [type(message) for message in messages]
     for frame in (*frames, *kept("rank_messages")):
         check(frame)
     fuzz(

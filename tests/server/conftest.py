@@ -1,4 +1,4 @@
-"""Fixtures of the HTTP tests: a decode and a prefill server whose leader the test scripts."""
+"""Fixtures of the HTTP tests: a decode and a prefill server with a scripted leader."""
 
 from collections.abc import AsyncIterator
 

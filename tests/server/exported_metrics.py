@@ -15,7 +15,7 @@ def exported(role: Literal["decode", "prefill"]) -> tuple[Metric, ...]:
 
 
 def metric_names() -> set[str]:
-    """Names of series of both roles, as PromQL uses them, and of histograms."""
+    """Names of the series of both roles, as in PromQL, and names of histograms without a suffix."""
     all_families = [family for role in ROLES for family in exported(role)]
     histograms = {family.name for family in all_families if family.type == "histogram"}
     return histograms | {sample.name for family in all_families for sample in family.samples}

@@ -116,7 +116,7 @@ async def running_server(
     ready: bool = True,
     default_sampling: SamplingParams = NEUTRAL_SAMPLING,
 ) -> AsyncIterator[RunningServer]:
-    """Everything but the leader process. When the block ends, all requests must have ended and no task failed."""
+    """A server without a leader process. When the block ends, open requests fail and their handlers must end."""
     config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
     client = LeaderClient(metrics, config, watch=Watch(lambda: 0.0))  # the scripted leader may be silent
@@ -155,7 +155,7 @@ async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:
 
 
 async def start_http(app: ASGIApp, listener: socket.socket) -> HttpServer:
-    """uvicorn without its main loop, whose ticks would add 0.2 s to every test."""
+    """uvicorn without its main loop, which would add 0.2 s to every test."""
     config = uvicorn.Config(app, http=PatientHttpProtocol, ws="none", lifespan="off", log_config=None)
     config.load()
     server = HttpServer(config)

@@ -1,4 +1,4 @@
-"""A leader without an engine: the real start-up line, the real PAIR protocol, and a script instead of a model.
+"""A leader without an engine: the real start-up line and the real PAIR protocol, with a script instead of a model.
 
 In a test it is an object on the test's own event loop (`ScriptedLeader`). As a program it replaces
 `pdserve.scheduler.engine.leader`; its first argument selects its behaviour.
@@ -43,9 +43,9 @@ EOS = 256
 CONTEXT_LENGTH = 512
 MAX_TOTAL_TOKENS = 400
 LINGERING_S = LAST_WRITES_S + LAST_WORDS_S + STOP_S
-"""As long as a leader on a CPU may take, with writes and a step under way and a peer that hangs."""
+"""The longest time that a leader on a CPU takes to stop: with writes and a step in flight, and a peer that hangs."""
 SUBMITTED = 2
-"""How many requests run, as the program says once it has been given one."""
+"""Number of running requests that the program reports after its first Submit."""
 
 
 def make_ready(max_total_tokens: int = MAX_TOTAL_TOKENS) -> Ready:
@@ -97,14 +97,14 @@ class ScriptedLeader:
         self._decoder = msgspec.msgpack.Decoder(ToLeader)
 
     async def send(self, *messages: ToFrontend) -> None:
-        """In one batch, as a leader sends the messages of one turn of its loop."""
+        """Send messages in one batch, as a leader does after each iteration of its loop."""
         await self.send_raw(msgspec.msgpack.encode(messages))
 
     async def send_raw(self, payload: bytes) -> None:
         await self._socket.send(payload)
 
     async def expect(self, kind: type[MessageT] | tuple[type[MessageT], ...], within_s: float = 30.0) -> MessageT:
-        """The next message, which must be of this kind, or of one of these."""
+        """The next message. It must be of this kind, or of one of these kinds."""
         async with asyncio.timeout(within_s):
             message = self._decoder.decode(await self._socket.recv())
         assert isinstance(message, kind), f"expected {kind}, got {message}"
@@ -119,8 +119,16 @@ class ScriptedLeader:
 
 
 def main(behaviour: str) -> None:
-    """`serve`, `slow`, `loading`, `startup-failed`, `crash-at-start`, `crash-on-submit`, `lingers` before it ends, or
-    `deaf` to stopping; `idle` is `serve` without a running request. `prefill=idle,decode=loading`: by role.
+    """`behaviour` is one of:
+
+    - `serve`: finish every request at once. `idle` is the same, with no running request in its status.
+    - `slow`: take 0.5 s for a request.
+    - `deaf`: ignore SIGTERM and Stop, and never finish a request.
+    - `lingers`: take LINGERING_S to stop.
+    - `loading`: send Ready after a minute.
+    - `startup-failed`, `crash-at-start`, `crash-on-submit`.
+
+    `prefill=idle,decode=loading` chooses one for each role.
     """
     introduction = json.loads(sys.stdin.readline())
     if "=" in behaviour:

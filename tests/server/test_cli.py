@@ -117,7 +117,7 @@ def test_the_command_line_does_not_import_torch() -> None:
 
 
 def test_interrupt_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
-    """A module that the command line imports sends the signal of Ctrl-C, so that it comes during the import."""
+    """The command line imports a module that sends SIGINT to its process, so the signal arrives during an import."""
     interrupting = "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     (tmp_path / "difflib.py").write_text(interrupting + "os.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
     environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}:{ENVIRON['PYTHONPATH']}"}

@@ -55,7 +55,7 @@ def with_settings(facts: Facts, **changes: Any) -> Facts:
     return changed(facts, settings=msgspec.structs.replace(facts.settings, **changes))
 
 
-def of(facts: Facts, level: Level) -> list[Finding]:
+def findings_at(facts: Facts, level: Level) -> list[Finding]:
     return [finding for finding in check_all(facts) if finding.level == level]
 
 
@@ -77,7 +77,7 @@ def test_healthy_machines_have_only_ok_findings(facts: Facts) -> None:
     ],
     ids=["hidden GPUs", "CPU build of torch", "old driver", "no compiler", "busy GPU", "Mooncake without CUDA"],
 )
-def test_gpus_do_not_matter_on_a_server_on_the_cpu(changes: dict[str, Any]) -> None:
+def test_gpu_problems_are_ignored_with_device_cpu(changes: dict[str, Any]) -> None:
     facts = with_settings(changed(GPU_HOST, transfers=CPU_HOST.transfers, **changes), device="cpu")
     assert [finding for finding in check_all(facts) if finding.level != "ok"] == []
 
@@ -134,7 +134,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "libcurl.so.4",
         "libcurl4",
     ),
-    ("variable", changed(CPU_HOST, forbidden_variables=("MC_TCP_PROTO",)), "warn", "MC_TCP_PROTO", "unset"),
+    ("forbidden variable", changed(CPU_HOST, forbidden_variables=("MC_TCP_PROTO",)), "warn", "MC_TCP_PROTO", "unset"),
     ("no libibverbs", changed(RDMA_HOST, libibverbs=False), "fail", "libibverbs", "apt-get"),
     ("no hca", changed(RDMA_HOST, rdma_devices=()), "fail", "no RDMA device", "--transport tcp"),
     (
@@ -166,7 +166,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "0, 1, 2, 3",
     ),
     ("no peermem", changed(RDMA_HOST, peermem=False), "fail", "cannot reach GPU memory", "nvidia_peermem"),
-    ("memlock", changed(RDMA_HOST, memlock_bytes=64 << 10), "fail", "can be locked", "LimitMEMLOCK"),
+    ("memlock with rdma", changed(RDMA_HOST, memlock_bytes=64 << 10), "fail", "can be locked", "LimitMEMLOCK"),
     ("memlock without rdma", changed(GPU_HOST, memlock_bytes=64 << 10), "warn", "can be locked", "memlock=-1"),
     ("few files", changed(CPU_HOST, open_files=1024), "warn", "1024 files", "LimitNOFILE"),
     ("pid namespace", changed(GPU_HOST, pid_namespace=4026532201), "warn", "PID namespace", "--pid host"),
@@ -184,9 +184,9 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "ask for 100.0 GiB of host memory, and 64.0 GiB of the container's limit",
         "--host-memory-gib",
     ),
-    ("one node of two", changed(GPU_HOST, numa_nodes_allowed=1), "warn", "1 of 2 NUMA nodes", "cpuset"),
+    ("one numa node of two", changed(GPU_HOST, numa_nodes_allowed=1), "warn", "1 of 2 NUMA nodes", "cpuset"),
     (
-        "far hca",
+        "hca on another numa node",
         changed(RDMA_HOST, rdma_devices=(ROCE, msgspec.structs.replace(ROCE, name="mlx5_7", numa_node=3))),
         "warn",
         "NUMA node of mlx5_7",
@@ -200,7 +200,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "--port",
     ),
     ("no key", with_settings(CPU_HOST, host="10.0.0.7"), "warn", "no cluster key", "openssl rand"),
-    ("clock", changed(CPU_HOST, clock_synchronized=False), "warn", "not synchronized", "chrony"),
+    ("clock not synchronized", changed(CPU_HOST, clock_synchronized=False), "warn", "not synchronized", "chrony"),
     (
         "no tcp transfer",
         changed(CPU_HOST, transfers=(Transfer("tcp", "10.0.0.7", problem="refused"),)),
@@ -230,7 +230,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "troubleshooting.md",
     ),
     (
-        "no key",
+        "peer needs a key",
         changed(
             CPU_HOST,
             peers=(Peer("p:8998", False, "p:8998 closes connections of this server, which has no cluster_key"),),
@@ -254,21 +254,21 @@ def test_findings_name_the_problem_and_the_remedy(facts: Facts, level: Level, me
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_server_on_loopback_needs_no_cluster_key(host: str) -> None:
-    assert of(with_settings(CPU_HOST, host=host), "warn") == []
+    assert findings_at(with_settings(CPU_HOST, host=host), "warn") == []
 
 
 def test_dmabuf_replaces_peermem() -> None:
     facts = changed(RDMA_HOST, peermem=False, open_driver=True)
-    assert not of(facts, "fail")
-    assert of(changed(facts, kernel="5.4.0-150-generic"), "fail"), "the kernel is too old"
+    assert not findings_at(facts, "fail")
+    assert findings_at(changed(facts, kernel="5.4.0-150-generic"), "fail"), "the kernel is too old"
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
+def test_every_warning_and_failure_has_a_remedy() -> None:
     for _, facts, *_ in WRONG:
         assert all(finding.remedy for finding in check_all(facts) if finding.level != "ok")
 
 
-def test_facts_survive_json() -> None:
+def test_facts_are_equal_after_json() -> None:
     for facts in (CPU_HOST, RDMA_HOST):
         assert msgspec.json.decode(msgspec.json.encode(facts), type=Facts) == facts
 

@@ -36,26 +36,26 @@ def process_id(checker: GrammarChecker) -> int:
     return checker._process.pid
 
 
-async def test_answers_are_cached(checker: GrammarChecker) -> None:
+async def test_results_are_cached(checker: GrammarChecker) -> None:
     assert await checker.check(GOOD) is None
     assert "unclosed group" in (await checker.check(BAD) or "")
     checker._kill()
     assert await checker.check(GOOD) is None
     assert "unclosed group" in (await checker.check(BAD) or "")
-    assert checker._process is None, "neither was compiled again"
+    assert checker._process is None, "no grammar was compiled again"
 
 
 async def test_files_of_the_working_directory_are_not_imported(
     checker: GrammarChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user may start the server anywhere, also beside a file that has the name of a module."""
+    """The server may start in any directory, also in one with a file that has the name of a module."""
     (tmp_path / "tokenizers.py").write_text("raise SystemExit('the wrong module')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / ".dev"))
     assert await checker.check(GOOD) is None
 
 
-async def test_process_is_killed_and_started_again(checker: GrammarChecker) -> None:
+async def test_slow_compiler_is_killed_and_started_again(checker: GrammarChecker) -> None:
     assert await checker.check(GOOD) is None
     first = process_id(checker)
     assert "takes longer than 2 s to compile" in (await checker.check(HOSTILE) or "")
@@ -79,14 +79,14 @@ async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: G
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-async def test_process_that_cannot_start_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compiler_that_cannot_start_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     with pytest.raises(ServerError, match="the grammar compiler has failed: the compiler has exited with status 1"):
         await GrammarChecker("/no/such/model", "auto").check(GOOD)
 
 
-def test_process_ends_with_its_pipe_while_it_compiles(checker: GrammarChecker) -> None:
-    """As when the frontend is killed."""
+def test_compiler_exits_when_its_pipe_closes_during_a_compilation(checker: GrammarChecker) -> None:
+    """When the frontend is killed, its end of the pipe closes."""
     process = checker._start()
     assert process.stdin is not None
     process.stdin.write(b'["json_schema", ' + json.dumps(HOSTILE.text).encode() + b"]\n")
@@ -131,8 +131,8 @@ async def test_grammar_that_took_too_long_is_tried_again_later(tmp_path: Path) -
             problem = await checker.check(GOOD)
             assert problem is not None
             assert problem.startswith("takes longer than 0.2 s to compile")
-            assert checker._process is None, "it is remembered"
-        checker._known[GOOD] = problem, 0.0  # it was long ago
+            assert checker._process is None, "the second check starts no compiler: the first result is cached"
+        checker._known[GOOD] = problem, 0.0  # the cached result has expired
         checker._max_compile_s = 30.0
         assert await checker.check(GOOD) is None
     finally:
@@ -168,7 +168,7 @@ async def test_grammars_beyond_the_limit_are_refused_while_others_wait(
         checker._kill()
 
 
-async def test_process_that_does_not_start_in_time_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compiler_that_does_not_start_in_time_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "START_S", 0.1)
     checker = scripted_checker("import time; time.sleep(600)")
     with pytest.raises(ServerError, match=r"the grammar compiler has not started within 0\.1 s"):
@@ -176,7 +176,7 @@ async def test_process_that_does_not_start_in_time_is_an_error_of_the_server(mon
     assert checker._process is None
 
 
-async def test_remembered_grammars_have_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cache_of_results_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_REMEMBERED_CHARACTERS", 1000)
     (tmp_path / "hung").touch()
     checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"))

@@ -65,7 +65,7 @@ socket.connect({client.address!r})
 os._exit(bool(monitor.poll(500)))
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
-    assert await asyncio.wait_for(process.wait(), 20) == 0, "another user was let in"
+    assert await asyncio.wait_for(process.wait(), 20) == 0, "another user was able to connect"
     client.close()
 
 
@@ -75,19 +75,19 @@ async def test_frontend_that_has_fallen_behind_receives_everything_in_order(
     client, leader = pair
     count = 2 * BATCHES_PER_TURN + 10
     taken: dict[str, list[int]] = {"a": [], "b": []}
-    looks = ended = 0
+    receives = ended = 0
     with client.open([Submit("a", (1,), SamplingParams(), more_rids=("b",))]) as inbox:
         await leader.expect(Submit)
         for token in range(count):
             await leader.send(Tokens("a", (token,)), Tokens("b", (-token,)))
         await leader.send(make_finished("a", count), make_finished("b", count))
         while ended < 2:
-            looks += 1
+            receives += 1
             for progress in await asyncio.wait_for(inbox.receive(), 2):
                 taken[progress.rid] += progress.token_ids
                 ended += progress.terminal is not None
     assert taken == {"a": list(range(count)), "b": [-token for token in range(count)]}
-    assert looks < count, "tokens that wait are taken together"
+    assert receives < count, "waiting tokens are received together"
 
 
 @pytest.mark.parametrize("by", ["timeout_s", "request_timeout_s"])
@@ -136,7 +136,7 @@ async def test_deadline_timer_is_cancelled_when_the_request_ends(pair: tuple[Lea
 
 
 async def test_prompts_of_a_call_follow_the_first(pair: tuple[LeaderClient, ScriptedLeader]) -> None:
-    """So that the leader admits all of them or none."""
+    """Each later prompt names the first one in `follows`, so that the leader accepts all of them or none."""
     client, leader = pair
     with client.open([Submit(rid, (1,), SamplingParams()) for rid in "abc"]):
         found = [await leader.expect(Submit) for _ in range(3)]
@@ -164,7 +164,7 @@ def test_token_metrics_equal_those_of_prometheus_client() -> None:
 
 
 def _samples(exposition: bytes) -> set[str]:
-    """Lines of values; sums with nine digits, because they depend on the order of addition."""
+    """The samples, rounded to nine digits: sums depend on the order of addition."""
     found = set()
     for line in exposition.decode().splitlines():
         name, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""The environment of a leader process."""
+"""A leader process: the environment of its threads, and how it is stopped."""
 
 import signal
 import sys
@@ -32,7 +32,7 @@ sys.exit(len(os.listdir("/proc/self/task")) - threads)
 
 
 async def test_openmp_threads_spin_only_briefly() -> None:
-    """On a busy machine, spinning threads take the cores from the thread they wait for and from the other server."""
+    """On a busy machine, spinning threads use the cores that the thread they wait for and the other server need."""
     leader = LeaderProcess(DecodeConfig(), "ipc://unused", [sys.executable, "-c", MEASURE_IDLE_THREADS])
     try:
         assert await leader.wait() == 0
@@ -41,7 +41,7 @@ async def test_openmp_threads_spin_only_briefly() -> None:
 
 
 async def test_linear_layers_compute_on_the_configured_threads() -> None:
-    """On aarch64 they ignore torch.set_num_threads, so that a server with `threads = 1` used two cores."""
+    """On aarch64, linear layers ignore torch.set_num_threads: a server with `threads = 1` used two cores."""
     leader = LeaderProcess(DecodeConfig(threads=1), "ipc://unused", [sys.executable, "-c", COUNT_NEW_THREADS])
     try:
         assert await leader.wait() == 0
@@ -50,10 +50,10 @@ async def test_linear_layers_compute_on_the_configured_threads() -> None:
 
 
 @pytest.mark.parametrize("patience_s", [0.0, 0.01])
-async def test_only_a_leader_that_had_time_to_exit_is_warned_about(
+async def test_sigterm_is_logged_only_if_the_leader_had_time_to_exit(
     patience_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A leader that loads a model is ended with SIGTERM at once, which is no problem."""
+    """A leader that still loads its model gets SIGTERM at once, which needs no warning."""
     leader = LeaderProcess(DecodeConfig(), "ipc://unused", [sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         assert await leader.stop(patience_s) == -signal.SIGTERM

@@ -22,7 +22,7 @@ def test_slices_have_the_hashes_of_the_whole_prompt(tokens: int) -> None:
     assert hashed.page_hashes == expected
 
 
-def test_prompt_with_a_prefill_server_is_not_hashed() -> None:
+def test_prompt_with_a_given_prefill_server_is_not_hashed() -> None:
     messages = [submit(64, "host:1"), submit(64)]
     pinned, other = asyncio.run(hash_prompts(messages, (16,)))
     assert not pinned.page_hashes

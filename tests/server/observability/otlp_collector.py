@@ -21,7 +21,7 @@ class ReceivedSpan(NamedTuple):
 
 
 class Collector:
-    """`spans` grows while servers export."""
+    """`spans` has all spans received so far."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"

@@ -20,7 +20,7 @@ from tests.server.exported_metrics import exported
 
 BASE_UNITS = ("seconds", "bytes", "ratio", "info")
 UNIT_INSIDE = ("process_cpu_seconds", "pdserve_kv_store_bytes_loaded", "pdserve_kv_store_bytes_written")
-"""Names that others, and earlier releases, have given."""
+"""Names of prometheus_client, and names that earlier releases have introduced."""
 OTHER_UNITS = ("ms", "milliseconds", "us", "microseconds", "kb", "mb", "gb", "gib", "percent", "perc", "minutes")
 TIMELINE = {
     "queue": 1.0,
@@ -61,7 +61,7 @@ def test_names_types_and_help_follow_the_rules(role: Literal["decode", "prefill"
         words = family.name.split("_")
         assert not set(words) & set(OTHER_UNITS), f"{family.name} is not in base units"
         assert not words[-1].isdigit(), f"{family.name} has a number that belongs in a label"
-        assert "total" not in words, f"{family.name} is {family.type}"
+        assert "total" not in words, f"{family.name} is a {family.type}: _total is for counters"
         unit = next((word for word in words if word in BASE_UNITS), None)
         rate = family.name.endswith("_tokens_per_second")
         assert unit in (None, words[-1]) or rate or family.name in UNIT_INSIDE, f"{unit} is not at the end"
@@ -121,17 +121,19 @@ def test_gauges_for_routers(role: str, states: dict[str, int], waiting: int, run
 
 
 def test_prefill_server_exports_the_tokens_of_its_leader() -> None:
-    """Its frontend sees no requests: the counters of the frontend are always 0 there."""
+    """Requests do not pass through its frontend, so the counters of the frontend would stay 0."""
     found = samples_of(reporting("prefill", {}, {"prompt_tokens": 700.0, "requests": 3.0}))
     assert found["pdserve_prompt_tokens_total",] == 700
     assert found["pdserve_requests_accepted_total",] == 3
     assert not [name for name, *_ in found if "first_token" in name or "generation" in name]
     decode = samples_of(reporting("decode", {}, {"prompt_tokens": 700.0}))
-    assert decode["pdserve_prompt_tokens_total",] == 0, "of finished requests"
+    assert decode["pdserve_prompt_tokens_total",] == 0, "decode counts the prompts of finished requests in the frontend"
 
 
-def test_prompt_tokens_begin_anew_with_the_role() -> None:
-    """Other processes count them: a counter that jumped back to its value in the former role would be a false rate."""
+def test_prompt_tokens_are_counted_anew_after_a_role_switch() -> None:
+    """The frontend counts them on decode, the leader on prefill. If the counter jumped back to its value in the former
+    role, Prometheus would compute a false rate.
+    """
     metrics = reporting("decode", {}, {"prompt_tokens": 5.0})
     metrics.request_ended(Finished("a", FinishReason("stop"), 1000, 2, 0, {}), 1.0, first_sample=True)
     seen = [samples_of(metrics)["pdserve_prompt_tokens_total",]]
@@ -167,7 +169,7 @@ def test_stages_are_those_of_a_timeline() -> None:
     assert list(simulator.timelines["r"]) == list(STAGES)
 
 
-def test_processes_are_measured() -> None:
+def test_process_metrics_are_exported() -> None:
     found = samples_of(reporting("decode", {}, {}))
     assert found["process_resident_memory_bytes",] > 1e6
     assert not [name for name, *_ in found if name.startswith("pdserve_leader_process")], "no leader was started"

@@ -37,8 +37,8 @@ async def test_errors_and_other_routes_have_the_request_id(decode: RunningServer
         assert (answer.status_code, answer.headers.get_list("x-request-id")) == (status, ["trace-1"])
 
 
-async def test_same_request_id_twice_at_a_time_is_no_conflict(decode: RunningServer) -> None:
-    """As when a proxy retries a request: the `rid` differs."""
+async def test_concurrent_requests_may_have_the_same_request_id(decode: RunningServer) -> None:
+    """A proxy that retries a request sends the same X-Request-Id. Each request has its own `rid`."""
     bodies = [asyncio.create_task(decode.http.post("/generate", json={"text": "a"}, headers=NAMED)) for _ in range(2)]
     submits = [await decode.leader.expect(Submit) for _ in bodies]
     for submit in submits:

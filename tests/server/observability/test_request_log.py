@@ -41,7 +41,7 @@ async def test_every_request_has_a_log_line(tokenizer: Tokenizer, caplog: pytest
     assert "secret" not in caplog.text
 
 
-async def test_routed_body_has_a_log_line_on_prefill(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+async def test_routed_request_has_a_log_line_on_prefill(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pdserve")
     async with running_server(tokenizer, PrefillConfig(log_requests=True)) as server:
         await server.http.post("/generate", json=BODY | {"bootstrap_room": 7})

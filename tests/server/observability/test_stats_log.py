@@ -74,7 +74,7 @@ def test_clock_that_was_set_back_begins_a_new_interval() -> None:
     ("bytes_per_s", "shown"),
     [(0, "0 kB/s"), (12_345, "12 kB/s"), (999_400, "999 kB/s"), (999_999, "1 MB/s"), (1.2e9, "1.20 GB/s")],
 )
-def test_byte_rates_have_three_digits_or_so(bytes_per_s: float, shown: str) -> None:
+def test_byte_rates_are_rounded(bytes_per_s: float, shown: str) -> None:
     assert byte_rate(bytes_per_s) == shown
 
 

@@ -29,7 +29,7 @@ TIMELINE = {
 }
 
 
-class Kept(SpanExporter):
+class MemoryExporter(SpanExporter):
     """Keeps spans in memory."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Kept(SpanExporter):
 
 
 @pytest.fixture
-def kept() -> Iterator[tuple[Tracing, Kept]]:
-    exporter = Kept()
+def kept() -> Iterator[tuple[Tracing, MemoryExporter]]:
+    exporter = MemoryExporter()
     tracing = Tracing(exporter, "decode", "1.2.3")
     yield tracing, exporter
     tracing.close()
@@ -54,7 +54,7 @@ def seconds(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-def test_stages_are_children_of_the_request(kept: tuple[Tracing, Kept]) -> None:
+def test_stages_are_children_of_the_request(kept: tuple[Tracing, MemoryExporter]) -> None:
     tracing, exporter = kept
     began = time.time_ns()
     span = tracing.begin("r1", HEADERS)
@@ -75,7 +75,7 @@ def test_stages_are_children_of_the_request(kept: tuple[Tracing, Kept]) -> None:
     assert root.resource.attributes["service.name"] == "pdserve-decode"
 
 
-def test_failed_request_has_the_error_and_no_text(kept: tuple[Tracing, Kept]) -> None:
+def test_failed_request_has_the_error_and_no_text(kept: tuple[Tracing, MemoryExporter]) -> None:
     tracing, exporter = kept
     span = tracing.begin("r1", {})
     tracing.end(span, Failed("r1", 503, "unavailable", "a message that may quote the prompt"), time.time_ns())
@@ -86,7 +86,7 @@ def test_failed_request_has_the_error_and_no_text(kept: tuple[Tracing, Kept]) ->
     assert "prompt" not in root.to_json()
 
 
-def test_prefill_continues_the_trace_of_decode(kept: tuple[Tracing, Kept]) -> None:
+def test_prefill_continues_the_trace_of_decode(kept: tuple[Tracing, MemoryExporter]) -> None:
     tracing, exporter = kept
     span = tracing.begin("r1", {})
     traceparent = tracing.context_of(span)
@@ -103,7 +103,7 @@ def test_prefill_continues_the_trace_of_decode(kept: tuple[Tracing, Kept]) -> No
     assert [seconds(stage) for stage in stages] == [pytest.approx(value) for value in (0.5, 1.5, 0.25)]
 
 
-def test_trace_that_is_not_sampled_is_not_passed_on(kept: tuple[Tracing, Kept]) -> None:
+def test_trace_that_is_not_sampled_is_not_propagated(kept: tuple[Tracing, MemoryExporter]) -> None:
     tracing, exporter = kept
     span = tracing.begin("r1", {"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert tracing.context_of(span) is None
@@ -113,7 +113,7 @@ def test_trace_that_is_not_sampled_is_not_passed_on(kept: tuple[Tracing, Kept]) 
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense", "00-0-0-01", f"ff-{TRACE}-{PARENT}-01"])
-def test_invalid_trace_context_begins_a_new_trace(kept: tuple[Tracing, Kept], traceparent: str) -> None:
+def test_invalid_trace_context_begins_a_new_trace(kept: tuple[Tracing, MemoryExporter], traceparent: str) -> None:
     span = kept[0].begin("r1", {"traceparent": traceparent})
     assert f"{span.get_span_context().trace_id:032x}" not in ("0" * 32, TRACE)
 
@@ -127,7 +127,7 @@ def test_tracing_is_off_without_an_endpoint() -> None:
     assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == "\n"
 
 
-def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(StartupError, match="otel") as refused:
         start_tracing("http://127.0.0.1:4318", "decode", "1", {})

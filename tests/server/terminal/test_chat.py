@@ -1,4 +1,4 @@
-"""`pdserve chat`: what it sends, what it prints, and Ctrl-C. The server is real, its leader is scripted."""
+"""`pdserve chat`: its requests, its output, and Ctrl-C. The server is real, its leader is scripted."""
 
 import asyncio
 import io
@@ -51,10 +51,10 @@ async def test_conversation_has_history_and_system_message(decode: RunningServer
 
 @pytest.mark.parametrize("proxy", ["http", "socks5"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_server_of_this_machine_is_not_asked_through_a_proxy(
+async def test_proxy_is_not_used_for_a_server_on_this_machine(
     decode: RunningServer, monkeypatch: pytest.MonkeyPatch, host: str, proxy: str
 ) -> None:
-    """Which cannot reach it."""
+    """A proxy on another machine cannot reach it."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -68,7 +68,7 @@ async def test_server_of_this_machine_is_not_asked_through_a_proxy(
     assert await asyncio.to_thread(run_top, top) == 0
 
 
-def test_proxy_that_cannot_be_used_is_one_line(
+def test_unusable_proxy_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A scheme that httpx does not know, or SOCKS without its package."""
@@ -87,7 +87,7 @@ async def test_bytes_that_are_not_utf_8_are_replaced(decode: RunningServer) -> N
     assert await chatting == 0
 
 
-async def test_failed_message_is_reported_and_forgotten(
+async def test_failed_message_is_reported_and_not_in_the_history(
     decode: RunningServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = io.StringIO()
@@ -130,7 +130,7 @@ async def test_reasoning_is_shown_on_a_terminal_only(
         assert "Be kind." not in notes
 
 
-async def test_answer_that_was_cut_off_is_noted(decode: RunningServer, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_truncated_answer_is_noted(decode: RunningServer, capfd: pytest.CaptureFixture[str]) -> None:
     chatting = asyncio.create_task(start(decode, "Hi\nAnd?\n", io.StringIO()))
     await answer(decode, "Yes.", FinishReason("stop", matched=256))
     await answer(decode, "Well", FinishReason("length", length=4))
@@ -139,7 +139,7 @@ async def test_answer_that_was_cut_off_is_noted(decode: RunningServer, capfd: py
 
 
 class Interrupts(io.StringIO):
-    """Standard output that gets Ctrl-C while it writes a text."""
+    """Standard output that raises KeyboardInterrupt when the text `at` is written."""
 
     def __init__(self, at: str) -> None:
         super().__init__()
@@ -191,6 +191,6 @@ def test_missing_server_is_reported_with_a_suggestion() -> None:
 @pytest.mark.parametrize(
     "flags", [["--temperature", "nan"], ["--temperature", "inf"], ["--temperature=-1"], ["--max-tokens", "0"]]
 )
-def test_flags_that_no_server_accepts_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_out_of_range_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", f"http://127.0.0.1:{free_port()}", *flags]) == 2
     assert f"{flags[0].partition('=')[0]} must be" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def complete(submit: Submit, _index: int) -> list[Tokens | Finished | Failed]:
 
 
 def test_distribution_has_count_mean_percentiles_and_maximum() -> None:
-    """Percentiles lie on the line between the two nearest values."""
+    """Percentiles are interpolated linearly between the two nearest values."""
     assert Distribution.of([3.0, 1.0]) == Distribution(2, 2.0, p50=2.0, p90=2.8, p95=2.9, p99=2.98, max=3.0)
     assert Distribution.of(float(value) for value in range(101)) == Distribution(
         101, 50.0, 50.0, 90.0, 95.0, 99.0, 100.0
@@ -93,7 +93,7 @@ def test_distribution_has_count_mean_percentiles_and_maximum() -> None:
 
 
 def test_tokens_of_one_event_share_its_latency() -> None:
-    """Two tokens in the first event, three in the next: each of the three has a third of the time between."""
+    """Two tokens in the first event, three in the next: each of the three gets a third of the time between them."""
     record = RequestRecord(0.0, 1.3, [(0.5, 2), (0.8, 5), (1.2, 6)])
     assert record.ttft_s == 0.5
     assert record.itl_s == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.4])
@@ -183,7 +183,7 @@ def test_plot_has_a_color_for_every_stage_and_a_title() -> None:
     colors = colors_of(whole)
     assert {label.replace(" ", "_") for label in colors} == set(STAGES)
     assert len(set(colors.values())) == len(STAGES)
-    assert colors_of(to_first_token).items() <= colors.items(), "the same in both"
+    assert colors_of(to_first_token).items() <= colors.items(), "a stage has the same colour in both charts"
     measured, outcome = drawn.get_suptitle().splitlines()
     assert measured == "tiny: 7 shared + 20 tokens in, 10 out (each \u00b150%), 3 at a time"
     assert outcome.startswith("8 requests ok, 2 failed: ")
@@ -215,10 +215,12 @@ def test_random_prompts_have_the_requested_lengths() -> None:
     assert {prompt.output_len for prompt in workload.measured} == set(range(5, 16))
     drawn = {token for prompt in prompts for token in prompt}
     assert drawn == set(range(VOCAB_SIZE)) - {EOS}
-    assert all(warmup.content[:7] != prompts[0][:7] for warmup in workload.warmup), "the prefix stays cold"
+    assert all(warmup.content[:7] != prompts[0][:7] for warmup in workload.warmup), (
+        "warm-up does not put the shared prefix into the cache"
+    )
 
 
-def test_too_long_requests_are_refused_before_the_run() -> None:
+def test_requests_that_are_too_long_are_refused_before_the_run() -> None:
     options = BenchOptions(input_len=200, output_len=100, range_ratio=0.5)
     with pytest.raises(StartupError, match=r"up to 450 tokens a request .* holds 400"):
         make_workload(options, LIMITS)
@@ -255,7 +257,7 @@ def test_arrivals_follow_a_poisson_process() -> None:
     gaps = np.diff(times)
     assert times[0] == 0.0
     assert np.mean(gaps) == pytest.approx(1 / 50, rel=0.05)
-    assert np.std(gaps) == pytest.approx(1 / 50, rel=0.1), "exponential gaps: as wide as long"
+    assert np.std(gaps) == pytest.approx(1 / 50, rel=0.1), "exponential gaps: the standard deviation equals the mean"
     assert arrival_times_s(3, BenchOptions(concurrency=None, rate_per_s=math.inf)) == [0.0, 0.0, 0.0]
 
 
@@ -324,7 +326,7 @@ async def test_failures_are_counted_by_reason(tokenizer: Tokenizer) -> None:
     summary = result.summary
     assert (summary.ok, summary.failed) == (3, 3)
     assert summary.failures == {"503 unavailable": 1, "error event: prefill_lost": 1, "wrong length": 1}
-    assert summary.output_tokens == 9, "tokens of failed requests are no throughput"
+    assert summary.output_tokens == 9, "tokens of failed requests do not count as throughput"
     out = Console(file=io.StringIO(), width=160)
     for part in report(result):
         out.print(part)
@@ -422,11 +424,13 @@ async def test_record_has_the_time_of_every_arrival() -> None:
     assert record.failure is None
     assert [tokens for _, tokens in record.arrivals] == [1, 2, 4]
     assert record.itl_s[0] >= 0.045
-    assert record.itl_s[1] == record.itl_s[2] >= 0.045, "the split event counts when it is whole: 100 ms for two tokens"
-    assert record.e2e_s < record.arrivals[-1][0] + 0.04, "the end is the last token's event, not what follows"
+    assert record.itl_s[1] == record.itl_s[2] >= 0.045, (
+        "the split event arrives when it is complete: 100 ms for two tokens"
+    )
+    assert record.e2e_s < record.arrivals[-1][0] + 0.04, "the latency ends with the event of the last token"
 
 
-async def test_silent_server_is_a_timeout(tokenizer: Tokenizer) -> None:
+async def test_silent_server_is_reported_as_a_timeout(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer) as server:
         client = BenchClient(f"http://127.0.0.1:{server.port}", api_key=None, timeout_s=0.2)
         record = await client.generate(b'{"input_ids": [1], "stream": true}', 0.0)

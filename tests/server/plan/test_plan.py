@@ -1,4 +1,4 @@
-"""`pdserve plan`: flags, built-in geometries, and sizes that follow from the model's shapes."""
+"""`pdserve plan`: flags, built-in geometries, and sizes computed from the shapes of a model."""
 
 import io
 import json
@@ -107,21 +107,22 @@ def test_latent_geometries_equal_the_defaults_of_transformers(
     ],
 )
 def test_geometries_have_the_published_number_of_parameters(name: str, billions: float) -> None:
-    """In bfloat16, but for a few float32 matrices (router, index weights)."""
+    """Weights are in bfloat16, except for a few float32 matrices (router, indexer weights)."""
     found = sizes(name, gib=1.0, context=1024).weight_bytes / 2 / 1e9
     assert found == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["deepseek-r1", "deepseek-v3.2", "glm-5", "kimi-k2", "qwen3-8b"])
-def test_listed_memory_is_that_of_a_plan(name: str) -> None:
+def test_listed_memory_equals_that_of_a_plan(name: str) -> None:
     """`pdserve models` computes it without torch."""
     config = locate_geometry(name).config
     planned = sizes(name, gib=1.0, context=1024)
     assert config.parameters == pytest.approx(planned.weight_bytes / 2, rel=0.005)
     share = weight_bytes(config) / planned.weight_bytes
     assert 0.5 < share < 0.52 if config.mla is not None else share == pytest.approx(1, rel=0.001)
-    with_keys = 61 * (256 - 132) if name == "deepseek-v3.2" else 78 * (256 - 132) if name == "glm-5" else 0
-    assert kv_token_bytes(config) == planned.device_token_bytes - with_keys
+    # the listing has index keys in fp8 (132 bytes with the scale), the plan in bfloat16 (256 bytes)
+    saved = 61 * (256 - 132) if name == "deepseek-v3.2" else 78 * (256 - 132) if name == "glm-5" else 0
+    assert kv_token_bytes(config) == planned.device_token_bytes - saved
 
 
 def test_models_are_listed_with_families_and_memory() -> None:
@@ -135,7 +136,7 @@ def test_models_are_listed_with_families_and_memory() -> None:
 
 
 def test_weights_stay_in_fp8_where_the_gpu_has_it() -> None:
-    """All but the embedding, the head, the router and kv_b_proj."""
+    """All weights except for the embedding, the LM head, the router and kv_b_proj."""
     expanded, kept = (
         sizes("deepseek-v3.2", gib=1.0, context=1024, tp=8, fp8=fp8).weight_bytes for fp8 in (False, True)
     )
@@ -182,7 +183,7 @@ def test_data_parallel_ranks_hold_whole_attention_and_requests_of_their_own() ->
     assert own.host_request_bytes == own.requests_per_rank * CONTEXT * own.host_token_bytes
 
 
-def test_stages_divide_layers_and_the_largest_counts() -> None:
+def test_sizes_are_those_of_the_largest_pipeline_stage() -> None:
     one, two = (sizes("deepseek-v3.2", tp=8, pp=pp) for pp in (1, 2))
     assert two.device_token_bytes == 31 * (576 + 128) * 2
     assert 0.5 * one.weight_bytes < two.weight_bytes < 0.55 * one.weight_bytes
@@ -197,7 +198,7 @@ def test_stages_divide_layers_and_the_largest_counts() -> None:
         ({"gib": 200.0}, "GPU memory"),
     ],
 )
-def test_limit_of_the_requests_is_named(settings: dict[str, Any], limit: str) -> None:
+def test_plan_names_what_limits_the_requests(settings: dict[str, Any], limit: str) -> None:
     found = sizes("deepseek-v3.2", tp=8, enable_hisparse=True, **settings)
     assert found.limit == limit
     assert (found.requests == 0) == (limit == "weights")
@@ -220,7 +221,7 @@ def test_plan_for_all_gpus_is_printed_with_and_without_hisparse(capsys: pytest.C
     assert f"{expected[1]['host_token_bytes']:,} B" in text
 
 
-def test_plan_of_a_dense_model_is_about_the_gpu_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_dense_model_has_no_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "qwen3-8b", "--gpus", "1xH100", "--context", "8k"]) == 0
     text = capsys.readouterr().out
     assert "settings: --max-running-requests 47" in text

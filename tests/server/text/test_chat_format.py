@@ -1,4 +1,4 @@
-"""The format of calls and reasoning: from a chat template or the settings, and the special tokens that parsers need."""
+"""The format of tool calls and reasoning, from a chat template or the settings, and the special tokens of parsers."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,9 @@ def make_tokenizer(directory: Path, template: str, special: tuple[str, ...] = ()
         (LLAMA3, "llama3-json", True, False),
     ],
 )
-def test_automatic_choice(tmp_path: Path, template: str, family: str | None, has_tools: bool, reasoning: bool) -> None:
+def test_parsers_are_chosen_from_the_template_or_the_settings(
+    tmp_path: Path, template: str, family: str | None, has_tools: bool, reasoning: bool
+) -> None:
     tokenizer = make_tokenizer(tmp_path, template)
     chat = ChatFormat.of(tokenizer, "auto", "auto")
     assert chat.family is (None if family is None else FAMILIES[family])
@@ -77,10 +79,10 @@ _CHANNELS = (
         ("", "<think>\n", True),
     ],
 )
-def test_answer_that_the_client_has_begun_is_no_reasoning(
+def test_continued_message_is_reasoning_only_with_think_tags(
     tmp_path: Path, begun: str, expected: str, is_open: bool
 ) -> None:
-    """Although the template opens reasoning before every answer."""
+    """The template opens `<think>` before every answer. A message without tags is put after an empty block."""
     tokenizer = make_tokenizer(tmp_path, _THINKING)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
     fields = ChatBody.model_validate({"messages": messages, "continue_final_message": True})
@@ -99,7 +101,7 @@ def test_answer_that_the_client_has_begun_is_no_reasoning(
         ("<|channel|>analysis<|message|>So", "<|channel|>analysis<|message|>So"),
     ],
 )
-def test_answer_that_the_client_has_begun_has_the_tag_of_answers(tmp_path: Path, begun: str, expected: str) -> None:
+def test_continued_message_without_a_channel_is_in_the_final_channel(tmp_path: Path, begun: str, expected: str) -> None:
     tokenizer = make_tokenizer(tmp_path, _CHANNELS)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": begun}]
     fields = ChatBody.model_validate({"messages": messages, "continue_final_message": True})
@@ -130,7 +132,7 @@ def test_special_tokens_that_parsers_need_stay_in_the_text(tmp_path: Path) -> No
     assert shown(calls=False, reasoning=False) == "abc"
 
 
-def test_arguments_are_an_object_and_text() -> None:
+def test_arguments_are_an_object_that_templates_can_use_as_text() -> None:
     arguments = Arguments.of('{"a": "é"}')
     assert isinstance(arguments, dict)
     assert arguments == {"a": "é"}

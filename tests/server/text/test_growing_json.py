@@ -1,4 +1,4 @@
-"""Growing JSON equals the JSON of the whole, and an append costs the same at any length."""
+"""JSON that grows by appending equals the JSON of the whole value, and an append takes the same time at any length."""
 
 import json
 import time

@@ -78,7 +78,7 @@ async def test_echo_without_logprobs_returns_only_text(tokenizer: Tokenizer) -> 
         assert submit.logprobs is None
         await server.leader.send(Tokens(submit.rid, tuple(b"xyz")), make_finished(submit.rid, 3))
         choice = (await asking).json()["choices"][0]
-        assert (choice["text"], choice["logprobs"]) == ("<bos>bxyz", None), "stop strings are not for the prompt"
+        assert (choice["text"], choice["logprobs"]) == ("<bos>bxyz", None), "stop strings do not apply to the prompt"
 
 
 def test_token_added_by_the_tokenizer_is_not_in_the_text(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Regular expressions mean the same in every supported Python, although its parser is private."""
+"""Stop expressions have the same matches and errors in every supported Python, whose private parser they use."""
 
 import os
 import shutil
@@ -56,9 +56,9 @@ a* matches the empty text, so it would end every output at once
 
 
 @pytest.mark.parametrize("version", ["this", "3.11", "3.12", "3.13"])
-def test_matches_and_errors(version: str) -> None:
+def test_python_versions_agree_on_matches_and_errors(version: str) -> None:
     python = sys.executable if version == "this" else shutil.which(f"python{version}")
-    # a shim of pyenv exists for versions that it does not run
+    # pyenv has shims for versions that are not installed
     if python is None or subprocess.run([python, "-S", "-c", ""], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"python{version} is not installed")
     command = [python, "-S", "-c", PROGRAM]

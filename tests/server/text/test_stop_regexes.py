@@ -1,4 +1,7 @@
-"""Stop regular expressions in text that arrives in pieces, compared with `re` on the text so far."""
+"""Stop expressions in text that arrives in pieces, compared with `re` on the text so far.
+
+An expression may end a match only in a piece that is `armed`: after `min_new_tokens`.
+"""
 
 import re
 import time
@@ -26,7 +29,7 @@ PIECES = st.lists(st.tuples(st.text(alphabet="abcA \n", max_size=3), st.booleans
 
 
 def reference(pieces: list[tuple[str, bool]], patterns: list[str]) -> tuple[int, int, str] | None:
-    """The match that ends first, by trying every end and every beginning of the whole text."""
+    """Start, end and pattern of the match that ends first: tries every end and every start in the whole text."""
     text = "".join(piece for piece, _ in pieces)
     armed = [armed for piece, armed in pieces for _ in piece]
     for end in range(1, len(text) + 1):
@@ -74,7 +77,7 @@ def run(pieces: list[str], *patterns: str, strings: tuple[str, ...] = ()) -> tup
 @pytest.mark.parametrize(
     ("pattern", "pieces", "shown"),
     [
-        (r"[.!?]\s*$", ["One. Two", ".", " Three"], "One. Two"),  # as SGLang: $ is the end of the text after a token
+        (r"[.!?]\s*$", ["One. Two", ".", " Three"], "One. Two"),  # as in SGLang, $ matches at the end of each piece
         (r"[.!?]\s*$", ["One.", " Two"], "One"),
         (r"\bend\b", ["the", " ending", " end", "ed"], "the ending "),
         (r"\bend\b", ["weekend", "."], None),
@@ -92,7 +95,7 @@ def test_anchors_flags_and_matches_across_pieces(pattern: str, pieces: list[str]
     assert run(pieces, pattern) == expected
 
 
-def test_match_that_ends_first_counts() -> None:
+def test_match_that_ends_first_is_used() -> None:
     assert run(["one two three"], r"t\w+e", strings=("two",)) == ("one ", "two")
     assert run(["one two three"], r"n\d", strings=("too",)) == ("one two three", None)
     assert run(["one two three"], r"ne", strings=("two",)) == ("o", "ne")
@@ -111,7 +114,7 @@ def test_stop_string_in_a_piece_that_is_not_armed_is_shown_at_once() -> None:
     assert stops.matched == "xyz"
 
 
-def test_longer_match_is_not_found_and_its_text_is_shown() -> None:
+def test_match_over_the_length_limit_is_not_found() -> None:
     stops = StopRegexes([], [r"<.*>"])
     shown = stops.push("<" + "x" * (MAX_MATCH_CHARACTERS + 10))
     assert len(shown) >= 11
@@ -150,14 +153,14 @@ def test_unsupported_expressions_are_refused(pattern: str, problem: str) -> None
 
 @pytest.mark.parametrize("pattern", [r"(a+)+b", r"(a|a)*b", r"(a?){40}a{40}b", r"(.*.*.*)*x"])
 def test_expression_that_defeats_backtracking_takes_linear_time(pattern: str) -> None:
-    """`re` would take years."""
+    """`re` backtracks and would take years."""
     started = time.monotonic()
     assert run(["a" * 100] * 5, pattern)[1] is None
     assert time.monotonic() - started < 20
 
 
 def test_repeated_class_of_many_characters_is_compiled_once() -> None:
-    """`re` takes 30 ms for this class: its copies would take seconds, in which the server answers nobody."""
+    """`re` takes 30 ms for this class. 200 copies of it would block the event loop for seconds."""
     started = time.monotonic()
     compile_stop_regex("(?i)[\u0100-\uffff]{200}x")
     assert time.monotonic() - started < 2

@@ -1,4 +1,7 @@
-"""Stop strings in text that arrives in pieces: found at any cut, and never shown, not even in part."""
+"""Stop strings in text that arrives in pieces: found wherever the text is cut, and no part of them is shown.
+
+A stop string may end only in a piece that is `armed`: after `min_new_tokens`.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)
 
 
 def reference(pieces: list[tuple[str, bool]], stops: list[str], show_stop: bool) -> tuple[str, str | None]:
-    """The text to show and the stop string, by trying every end of the whole text in turn."""
+    """The text to show and the stop string: tries every end in the whole text, one after the other."""
     text = "".join(piece for piece, _ in pieces)
     armed = [armed for piece, armed in pieces for _ in piece]
     for end in range(1, len(text) + 1):

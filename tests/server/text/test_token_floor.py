@@ -1,4 +1,4 @@
-"""Lower bounds of token counts: never too high, close for text that cannot fit, and cheap."""
+"""Lower bounds of token counts: never too high, close to the count for text that is too long, and fast."""
 
 import functools
 import random
@@ -45,7 +45,7 @@ def smollm2() -> Tokenizer:
 
 @functools.cache
 def fallback_tokenizer(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
-    """Like Llama 2: spaces become blocks, characters without a token become bytes; merges of any length."""
+    """As in Llama 2: spaces become ▁, characters without a token become bytes, and merges may have any length."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab", "▁ab▁ab", "▁▁"]
     merges = [("a", "b"), ("▁", "ab"), ("▁ab", "▁ab"), ("▁", "▁")]
     model = models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, byte_fallback=True)
@@ -69,15 +69,15 @@ def test_bound_never_exceeds_the_number_of_tokens(kind: str, text: str, limit: i
 @given(first=texts, second=texts)
 @pytest.mark.parametrize("kind", ["smollm2", "fallback"])
 def test_cut_adds_few_tokens(kind: str, first: str, second: str, smollm2: Tokenizer) -> None:
-    """Half of the allowance; on real text it is one or two."""
+    """At most half of CUT_TOKENS; with real text one or two tokens."""
     tokenizer = smollm2 if kind == "smollm2" else fallback_tokenizer()
     whole, *parts = [len(tokenizer.encode(text, add_special_tokens=False)) for text in (first + second, first, second)]
     assert sum(parts) <= whole + CUT_TOKENS // 2
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_slices_of_text_without_spaces(smollm2: Tokenizer, seed: int) -> None:
-    """Text without spaces: the only word boundaries are the cuts."""
+def test_slices_of_text_without_word_boundaries(smollm2: Tokenizer, seed: int) -> None:
+    """One long word, or only spaces: slices cannot end at a word boundary."""
     alphabet = ["a", " ", "ab", "".join(map(chr, range(97, 123)))][seed]
     text = "".join(random.Random(seed).choices(alphabet, k=8 * SLICE_CHARACTERS))
     tokens = len(smollm2.encode(text))
@@ -96,8 +96,8 @@ def test_bound_uses_the_longest_token(smollm2: Tokenizer) -> None:
     assert smollm2.floor.above(piece * 101, 100) == 101
 
 
-def test_normalized_text_is_shorter() -> None:
-    """Three Korean characters become one, and nine bytes three. The bound uses the normalized text."""
+def test_bound_uses_the_normalized_text() -> None:
+    """NFC joins three Korean characters of nine bytes into one of three bytes."""
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     backend.pre_tokenizer, backend.normalizer = pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.NFC()
     floor = TokenFloor(backend, lambda _token: b"x")
@@ -107,7 +107,7 @@ def test_normalized_text_is_shorter() -> None:
 
 
 def dropping(change: str) -> TokenFloor:
-    """The fallback tokenizer, changed so that one token may hold any amount of text, or text may be dropped."""
+    """The bound of a tokenizer that may drop text, or whose tokens may hold any amount of text."""
     tokenizer = fallback_tokenizer(normalizers.Replace("b", "") if change == "deletes" else None)
     backend = tokenizer._backend
     if change == "strips":
@@ -124,13 +124,13 @@ def test_no_bound_when_the_tokenizer_may_drop_text(change: str) -> None:
     assert dropping(change).longest_token_bytes is None
 
 
-def test_bytes_that_no_token_has_do_not_count(smollm2: Tokenizer) -> None:
+def test_bytes_without_a_token_do_not_count(smollm2: Tokenizer) -> None:
     assert smollm2.encode("\x13" * 1000) == []
     assert smollm2.floor.above("\x13" * 100_000, 10) is None
 
 
 def test_text_that_cannot_fit_takes_little_memory() -> None:
-    """Texts of 4 MB; tokenizing all of one takes 350 to 900 MB."""
+    """The texts have 4 MB each. Tokenizing one takes 350 to 900 MB."""
     program = """
 import resource
 from pdserve.models.loading.catalog import locate_model

@@ -1,4 +1,4 @@
-"""Tokenizer against transformers' for the same files, chat templates, and streamed text."""
+"""The tokenizer compared with that of transformers for the same files, chat templates, and streamed text."""
 
 import json
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def test_smollm2_round_trip(smollm2: Tokenizer, text: str) -> None:
     assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
-def test_smollm2_token_ids_are_those_of_its_training(smollm2: Tokenizer) -> None:
-    """Single digits, special tokens as single ids, no BOS. The ids are pinned: a changed split changes them."""
+def test_smollm2_token_ids_are_unchanged(smollm2: Tokenizer) -> None:
+    """Digits are single tokens, special tokens single ids, and there is no BOS. Another pre-tokenizer has other ids."""
     assert smollm2.encode("<|im_start|>system\n") == [1, 9690, 198]
     assert smollm2.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     digits = smollm2.encode("45")
@@ -139,7 +139,7 @@ def test_template_is_found_in_each_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_requests_with_tools_have_the_template_named_tool_use(tmp_path: Path, in_files: bool) -> None:
+def test_requests_with_tools_use_the_template_named_tool_use(tmp_path: Path, in_files: bool) -> None:
     make_checkpoint(tmp_path)
     templates = {"default": "D{{ messages | length }}", "tool_use": "T{{ tools | tojson }}"}
     ours = reload(tmp_path, chat_template=[{"name": name, "template": text} for name, text in templates.items()])
@@ -222,14 +222,14 @@ def test_streamed_deltas_concatenate_to_the_decoded_whole(
 
 @pytest.fixture(scope="module")
 def broken(smollm2: Tokenizer) -> dict[bytes, int]:
-    """Tokens of a single byte of a longer character."""
+    """Tokens that are one byte of a longer character."""
     ids = {smollm2.token_bytes(token): token for token in range(smollm2.vocab_size)}
     return {bytes([byte]): ids[bytes([byte])] for byte in (0xE2, 0x82, 0xAC, 0xF0)}
 
 
 @settings(max_examples=50, deadline=None)
 @given(run=st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0"]), min_size=1, max_size=7), skip=st.booleans())
-def test_long_runs_of_broken_characters_stream_as_they_decode(
+def test_long_runs_of_invalid_utf8_stream_as_they_decode(
     smollm2: Tokenizer, broken: dict[bytes, int], run: list[bytes], skip: bool
 ) -> None:
     token_ids = [*smollm2.encode("a"), *(broken[byte] for byte in run * 40), *smollm2.encode(" z")]
@@ -242,7 +242,7 @@ def test_long_runs_of_broken_characters_stream_as_they_decode(
 def test_push_decodes_a_bounded_number_of_tokens(
     smollm2: Tokenizer, broken: dict[bytes, int], run: tuple[int | bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any length: end tokens after the end (ignore_eos), ids without a token (dummy weights), invalid characters."""
+    """With long runs of EOS (ignore_eos), of ids without a token (dummy weights) and of invalid UTF-8."""
     token_ids = [broken[item] if isinstance(item, bytes) else item for item in run] * (2000 // len(run))
     whole, decoded = smollm2.decode(token_ids), []
 
@@ -260,7 +260,7 @@ def test_push_decodes_a_bounded_number_of_tokens(
 
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
-    """As of Llama 2, Mistral and Gemma: token i is byte i, and a few words follow."""
+    """As in Llama 2, Mistral and Gemma: token i is byte i, followed by a few words."""
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "<unk>", *_WORDS]
     backend = Backend(
         models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
@@ -280,7 +280,7 @@ _WORDS = ["\N{LOWER ONE EIGHTH BLOCK}Hi", "\N{LOWER ONE EIGHTH BLOCK}", "a", "\N
 
 
 @pytest.mark.parametrize("text", ["你好", "🦀🦀", "a🦀é你", "🦀 Hi"])
-def test_characters_of_byte_tokens_stream_one_by_one(byte_fallback: Tokenizer, text: str) -> None:
+def test_characters_of_byte_tokens_stream_when_they_are_complete(byte_fallback: Tokenizer, text: str) -> None:
     """The first byte of a character must not change the characters before it."""
     stream, token_ids = TextStream(byte_fallback), list(text.encode())
     assert byte_fallback.decode(token_ids) == text
@@ -299,7 +299,7 @@ _RUNS = st.lists(
 
 
 _HI = 257
-"""The token of the first of _WORDS."""
+"""The token of the first word in _WORDS."""
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ _HI = 257
         ([_HI + 1], " Hi"),
         ([*"é".encode()[:1]], "Hi"),
     ],
-    ids=["nothing", "silent", "word", "word and silent", "byte", "space", "part of a character"],
+    ids=["nothing", "no token", "word", "word and no token", "byte", "space", "part of a character"],
 )
 def test_text_that_continues_another_keeps_its_first_space(
     byte_fallback: Tokenizer, before: list[int], expected: str
@@ -333,7 +333,7 @@ def test_streamed_byte_tokens_concatenate_to_the_decoded_whole(
     assert out + stream.finish() == byte_fallback.decode(token_ids)
 
 
-def test_bytes_of_no_character_are_replaced_alone(byte_fallback: Tokenizer) -> None:
+def test_invalid_bytes_are_replaced_and_valid_ones_kept(byte_fallback: Tokenizer) -> None:
     token_ids = [*"é".encode(), 0xFF, *"🦀".encode()[:3]]
     assert byte_fallback.decode(token_ids) == "é\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
 
@@ -369,7 +369,7 @@ def test_text_of_single_tokens(smollm2: Tokenizer) -> None:
 
 
 def test_bytes_of_sentencepiece_tokens() -> None:
-    """A leading space, which decoding a single token strips, and bytes outside the vocabulary."""
+    """A leading space, which decoding strips from a single token, and tokens of single bytes."""
     pieces = ["<unk>", "\N{LOWER ONE EIGHTH BLOCK}Hi", "<0xF0>", "<0xZZ>"]
     backend = Backend(
         models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], unk_token="<unk>")
@@ -381,8 +381,8 @@ def test_bytes_of_sentencepiece_tokens() -> None:
     assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b" Hi", b"\xf0", b"<0xZZ>"]
 
 
-def test_bytes_of_added_pieces_are_those_of_the_text() -> None:
-    """Gemma lists runs of spaces and of line ends among its added tokens. A grammar must know what they write."""
+def test_bytes_of_added_tokens_are_those_of_the_text() -> None:
+    """Gemma has runs of spaces and of line ends among its added tokens. Grammars need the text that they stand for."""
     block = "\N{LOWER ONE EIGHTH BLOCK}"
     vocabulary = {"<unk>": 0, "a": 1, block: 2, 2 * block: 3, "\n\n": 4}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[(block, block)], unk_token="<unk>"))
@@ -433,7 +433,7 @@ def test_damaged_gguf_tokenizer_is_reported_in_one_line(change: dict[str, Any], 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama-bpe", "gpt-2"])
 def test_other_gguf_pre_tokenizers_equal_the_originals(kind: str) -> None:
-    """Only the rules, with SmolLM2's vocabulary, against transformers' pre-tokenizers of those families."""
+    """Compares only the pre-tokenizers with those of transformers; the vocabulary is SmolLM2's."""
     file = GgufFile(locate_model("smollm2").path)
     file.metadata["tokenizer.ggml.pre"] = kind
     del file.metadata["tokenizer.ggml.add_bos_token"]

@@ -1,4 +1,4 @@
-"""`pdserve plan` for a load: flags, traces, fits, and which ratio it names."""
+"""`pdserve plan` for a load: flags, traces, fits of step times, and the ratio of servers that it recommends."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_ratios_are_parsed() -> None:
     assert parse_ratios("1:1, 2P:1D,2:1") == (Ratio(1, 1), Ratio(2, 1))
 
 
-def test_rates_survive_a_file(rates: Path) -> None:
+def test_rates_are_equal_after_writing_and_reading(rates: Path) -> None:
     assert read_pair(rates) == PAIR
 
 
@@ -163,7 +163,7 @@ def test_mooncake_trace_shares_prefixes_by_block(
     assert first[: 2 * BLOCK_TOKENS] == second[: 2 * BLOCK_TOKENS]
     assert first[2 * BLOCK_TOKENS] != second[2 * BLOCK_TOKENS]
     found = plan(capsys, rates, "--trace", str(trace), "--ratios", "1:1,2:1")
-    # the decode server has the two blocks cached and reads them itself, whole pages of them
+    # later prompts reuse the pages of the two shared blocks from the prefix cache of decode
     assert all(row["summary"]["ok"] == 3 for row in found["ratios"])
     assert found["ratios"][0]["summary"]["ttft_s"]["p50"] < 0.5 * found["ratios"][0]["summary"]["ttft_s"]["max"]
 
@@ -202,7 +202,7 @@ def record(started_s: float, arrivals: list[tuple[float, int]]) -> RequestRecord
     return RequestRecord(started_s, arrivals=arrivals)
 
 
-def test_step_time_is_that_of_all_tokens_when_some_arrive_together() -> None:
+def test_mean_step_time_is_right_when_tokens_arrive_together() -> None:
     # a step takes 0.1 s; the client sees two tokens at once, then three
     late = record(1.0, [(0.0, 1), (0.2, 3), (0.5, 6)])
     regular = record(1.1, [(0.1 * step, step + 1) for step in range(5)])
@@ -216,8 +216,8 @@ def prompt_record(started_s: float, seconds: float) -> RequestRecord:
     return RequestRecord(started_s, e2e_s=seconds, arrivals=[(seconds, 1)], timeline={"prefill": seconds / 2})
 
 
-def test_times_together_are_those_while_all_servers_compute() -> None:
-    # batches run together from 1.0 to 3.0; of the prompts, those that end too late or begin too early do not count
+def test_times_together_are_measured_while_all_servers_compute() -> None:
+    # both batches run from 1.0 to 3.0; prompts that begin earlier or end later do not count
     batches = [record(0.0, [(0.2 * step, step + 1) for step in range(5, 16)]), record(0.9, [(0.1, 1), (3.1, 16)])]
     prompts = [[prompt_record(0.5, 1.0), prompt_record(1.5, 1.0), prompt_record(2.5, 1.0)]]
     prompts.append([prompt_record(0.9, 0.2), prompt_record(1.1, 0.4), prompt_record(1.5, 1.6)])

@@ -46,7 +46,7 @@ def grammar_of(content: Format, after: ReasoningTags | None = None) -> Grammar:
 
 
 def accepted(compiler: GrammarCompiler, grammar: Grammar, text: str) -> str:
-    """How much of a text the grammar accepts; with a `.` at the end where it may end there."""
+    """The beginning of `text` that the grammar accepts; with a `.` after the whole text if the output may end there."""
     matcher = compiler.new_matcher(grammar)
     special = compiler.vocabulary.special
     at = 0
@@ -66,7 +66,7 @@ def calls_text(family: str) -> str:
 
 
 @pytest.mark.parametrize("family", OUTPUTS)
-def test_required_calls_are_what_the_family_writes(compiler: GrammarCompiler, family: str) -> None:
+def test_grammar_of_required_calls_accepts_the_format_of_the_family(compiler: GrammarCompiler, family: str) -> None:
     tags, text = FAMILIES[family].tags, calls_text(family)
     grammar = grammar_of(tags.calls([WEATHER, NOW], parallel=True))
     assert accepted(compiler, grammar, text) == text + "."
@@ -90,7 +90,7 @@ def test_values_match_their_schema(compiler: GrammarCompiler, family: str) -> No
 
 
 @pytest.mark.parametrize("family", OUTPUTS)
-def test_one_call_without_parallel_calls(compiler: GrammarCompiler, family: str) -> None:
+def test_grammar_allows_one_call_without_parallel_calls(compiler: GrammarCompiler, family: str) -> None:
     text = calls_text(family)
     grammar = grammar_of(FAMILIES[family].tags.calls([WEATHER, NOW], parallel=False))
     one = accepted(compiler, grammar, text)
@@ -126,10 +126,10 @@ def test_schema_that_cannot_be_enforced_is_lenient_unless_strict(compiler: Gramm
 
 @pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
 @pytest.mark.parametrize("schema", [{"enum": ["C", "F"]}, {"enum": ["C", None]}, {"type": ["string", "null"]}])
-def test_parser_reads_strings_as_the_grammar_writes_them(
+def test_parser_reads_strings_in_the_format_of_the_grammar(
     compiler: GrammarCompiler, family: str, schema: dict[str, Any]
 ) -> None:
-    """Of schemas that do not just say `"type": "string"`."""
+    """With schemas that allow strings in other ways than `"type": "string"`."""
     parameters = {"type": "object", "properties": {"unit": schema}, "required": ["unit"]}
     tags = FAMILIES[family].tags
     assert tags.arguments is not None
@@ -146,8 +146,8 @@ def test_parser_reads_strings_as_the_grammar_writes_them(
 
 
 @pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
-def test_string_ends_for_the_grammar_where_it_ends_for_the_parser(compiler: GrammarCompiler, family: str) -> None:
-    """At its closing tag, whatever stands before or after it: otherwise the model could not end its call."""
+def test_grammar_and_parser_end_a_string_at_the_same_place(compiler: GrammarCompiler, family: str) -> None:
+    """Both end it at the closing tag, whatever is around the tag. Otherwise the model could not end its call."""
     parameters = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
     tags = FAMILIES[family].tags
     assert tags.arguments is not None
@@ -184,7 +184,7 @@ def test_grammar_begins_after_the_reasoning(compiler: GrammarCompiler, kind: Any
     opened = Grammar(kind, text, ReasoningTags("<think>", "</think>", is_open=True))
     for output in (f"Hm {{}}.</think>\n\n{answer}", f"</think>{answer}"):
         assert accepted(compiler, opened, output) == output + "."
-    assert accepted(compiler, opened, "Hm.") == "Hm."[: len("Hm.")]
+    assert accepted(compiler, opened, "Hm.") == "Hm.", "the output must not end before the answer"
     assert not accepted(compiler, opened, answer).endswith(".")
     assert accepted(compiler, opened, "Hm.</think>\n!") == "Hm.</think>\n"
     closed = Grammar(kind, text, ReasoningTags("<think>", "</think>", is_open=False))

@@ -1,4 +1,4 @@
-"""Parsers of tool calls, with outputs as the families' chat templates write them."""
+"""Parsers of tool calls, with outputs in the format of each family's chat template."""
 
 import itertools
 import json
@@ -148,7 +148,7 @@ def test_calls_of_a_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in OUTPUTS if name != "pythonic"])
-def test_arguments_are_passed_on_while_they_arrive(family: str) -> None:
+def test_arguments_are_streamed(family: str) -> None:
     """The beginning of the city is sent before its end arrives, and nothing of the call is sent as content."""
     text = OUTPUTS[family]
     parser = FAMILIES[family].parser(TOOLS)
@@ -159,8 +159,8 @@ def test_arguments_are_passed_on_while_they_arrive(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", OUTPUTS)
-def test_plain_text_is_passed_on_at_once(family: str) -> None:
-    """Only white space, and what may be the beginning of a tag, waits for the next characters."""
+def test_plain_text_is_streamed_without_delay(family: str) -> None:
+    """Only white space and a possible beginning of a tag are held back."""
     parser, shown, sent = FAMILIES[family].parser(TOOLS), "", ""
     for character in "Use x < y, [1] and a tool.":
         sent += character
@@ -170,8 +170,8 @@ def test_plain_text_is_passed_on_at_once(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", OUTPUTS)
-def test_output_that_ends_early_has_no_more_than_the_whole(family: str) -> None:
-    """At every cut: no error, and calls and their arguments are a beginning of those of the whole output."""
+def test_truncated_output_has_a_prefix_of_the_arguments(family: str) -> None:
+    """For every length: no error, and the arguments are a prefix of those of the whole output."""
     whole = [event for event in parse(family, OUTPUTS[family]) if isinstance(event, CallArguments)]
     for cut in range(len(OUTPUTS[family])):
         events = parse(family, OUTPUTS[family][:cut])
@@ -225,7 +225,7 @@ def test_hermes_tolerates_what_models_write() -> None:
 
 
 def test_arguments_of_dsml_may_be_an_object() -> None:
-    """DeepSeek-V3.2 writes it at times; SGLang reads it, too."""
+    """DeepSeek-V3.2 sometimes writes one, and SGLang reads it too."""
     first = '<｜DSML｜invoke name="get_weather">\n{"days": 3}\n</｜DSML｜invoke>\n'
     second = '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
     events = parse("deepseek-v32", f"<｜DSML｜function_calls>\n{first}{second}</｜DSML｜function_calls>")
@@ -243,7 +243,7 @@ def test_arguments_of_dsml_may_be_an_object() -> None:
         ("qwen3-coder", "<function=now><parameter=a>{'b': 1e999}</parameter></function>", '{"a": "{\'b\': 1e999}"}'),
     ],
 )
-def test_arguments_can_be_written_as_json(family: str, text: str, arguments: str) -> None:
+def test_lone_surrogates_and_infinite_numbers_become_valid_json(family: str, text: str, arguments: str) -> None:
     events = parse(family, text)
     assert "".join(event.text for event in events if isinstance(event, CallArguments)) == arguments
 
@@ -273,7 +273,7 @@ STRING_OR_NULL: list[dict[str, Any]] = [
         ({"$ref": "#/$defs/Loop"}, "123", 123),
     ],
 )
-def test_value_that_may_be_a_string_is_one_unless_it_has_another_of_its_types(
+def test_value_is_a_string_unless_it_parses_as_another_type_of_its_schema(
     schema: dict[str, Any], text: str, value: object
 ) -> None:
     definitions = {"Text": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
@@ -286,11 +286,11 @@ def test_value_that_may_be_a_string_is_one_unless_it_has_another_of_its_types(
         assert calls_of([*parser.feed(output), *parser.finish()]) == [("now", {"a": value})]
 
 
-def test_name_can_be_written_as_json() -> None:
+def test_lone_surrogate_in_a_name_is_replaced() -> None:
     assert CallBegin(0, "a\ufffd") in parse("hermes", r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
 
 
-def test_names_of_pythonic_calls_need_not_be_names_of_python() -> None:
+def test_pythonic_calls_may_have_names_that_are_not_python_identifiers() -> None:
     tools: dict[str, dict[str, Any]] = {"get-fares.v2": {}, "now": {}}
     text = '[get-fares.v2(from="class = 1", to=\'a, in="b(c=1)"\', max-stops = 0, x={"is": "if=1"}), now()]'
     parser = FAMILIES["pythonic"].parser(tools)
@@ -312,7 +312,7 @@ def test_text_after_a_call_is_content() -> None:
     ("family", "call"),
     [("hermes", '<tool_call>{"name": "now"}'), ("deepseek-v3", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}")],
 )
-def test_text_after_a_call_without_its_closing_tag_is_passed_on(family: str, call: str) -> None:
+def test_text_after_a_call_without_its_closing_tag_is_content(family: str, call: str) -> None:
     parser = FAMILIES[family].parser(TOOLS)
     events = [event for piece in (call, *["text "] * 60) for event in parser.feed(piece)]
     assert calls_of(events) == [("now", {})]
@@ -337,7 +337,7 @@ def test_parser_takes_linear_time(family: str, beginning: str) -> None:
 
 
 def test_white_space_takes_linear_time() -> None:
-    """A model that repeats white space until the context is full: it may stand before a call, so it is held back."""
+    """A model may repeat white space until the context is full. It is held back, because a call may follow."""
     parser, started = FAMILIES["hermes"].parser(TOOLS), time.process_time()
     events = [event for piece in ("a", *[256 * " "] * 10_000) for event in parser.feed(piece)]
     assert content_of(events) == "a"
@@ -397,7 +397,7 @@ def test_reasoning_and_calls_do_not_depend_on_the_pieces(parts: list[str]) -> No
 
 
 def test_family_of_a_template() -> None:
-    """By a text that stands in the published template of each family."""
+    """Each family is recognised by a text of its published template."""
     templates = {
         "hermes": '{{- "\\n</tools>\\n\\nwithin <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <f>" }}',
         "qwen3-coder": "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}{{- '<parameter=' + name + '>\\n' }}",
@@ -420,7 +420,7 @@ def test_family_of_a_template() -> None:
     assert family_of_template("{% for message in messages %}{{ message.content }}{% endfor %}") is None
 
 
-def test_ids_of_calls() -> None:
+def test_call_ids_are_unique_and_have_the_format_of_the_family() -> None:
     assert FAMILIES["hermes"].new_id().startswith("call_")
     assert len({FAMILIES["hermes"].new_id() for _ in range(100)}) == 100
     mistral = FAMILIES["mistral"].new_id()

@@ -1,4 +1,4 @@
-"""Reasoning apart from content, and which style and state a chat template and a prompt stand for."""
+"""Reasoning and content of an output, the reasoning style of a chat template, and whether a prompt opens reasoning."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_reasoning_and_content(text: str, is_open: bool, reasoning: str, content
     assert parse(text, is_open=is_open) == merged(expected)
 
 
-def test_mistral_has_tags_of_its_own() -> None:
+def test_mistral_has_other_reasoning_tags() -> None:
     assert parse("[THINK]Hm.[/THINK]Yes.", style="mistral") == [Reasoning("Hm."), Content("Yes.")]
 
 
@@ -72,7 +72,7 @@ def test_gpt_oss_writes_reasoning_and_answer_to_channels(text: str, reasoning: s
     assert merged([*in_pieces, *parser.finish()]) == merged(expected)
 
 
-def test_both_are_passed_on_at_once() -> None:
+def test_reasoning_and_content_are_streamed_without_delay() -> None:
     parser = ReasoningParser(THINK, is_open=True)
     assert parser.feed("I wonder <") == [Reasoning("I wonder")]
     assert parser.is_open

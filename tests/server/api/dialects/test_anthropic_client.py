@@ -1,6 +1,7 @@
 """Anthropic's client calls /v1/messages: whole messages, streams, tools, thinking, token counts and errors."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +217,7 @@ async def test_replies_validate_against_their_models(server: RunningServer) -> N
         for block in answer.text.strip().split("\n\n"):
             name, data = block.split("\n")
             event = TypeAdapter(MessageEvent).validate_json(data.removeprefix("data: "))
+            assert event == json.loads(data.removeprefix("data: ")), "a field is not declared"
             assert name == f"event: {event['type']}"
 
 

@@ -150,6 +150,7 @@ async def test_replies_validate_against_their_models(server: RunningServer) -> N
         for block in answer.text.strip().split("\n\n"):
             name, data = block.split("\n")
             event = TypeAdapter(ResponseEvent).validate_json(data.removeprefix("data: "))
+            assert event == json.loads(data.removeprefix("data: ")), "a field is not declared"
             assert name == f"event: {event['type']}"
 
 

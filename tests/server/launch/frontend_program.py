@@ -1,4 +1,4 @@
-"""The frontend with a scripted leader, as a program: `main` takes the settings, the leader's program and behaviour."""
+"""The frontend with a scripted leader, as a program. Arguments: settings (JSON), program of the leader, behaviour."""
 
 import json
 import sys

@@ -52,7 +52,7 @@ def test_lines_have_the_name_of_the_child_and_no_colour_without_a_terminal(
     children: Children, console: Console
 ) -> None:
     children.start("prefill", python("import sys; print('one [b]'); print('two', file=sys.stderr); input()"), ENVIRON)
-    wait_until(lambda: "EOFError" in output(console), 30, "its last word")
+    wait_until(lambda: "EOFError" in output(console), 30, "the last line")
     assert output(console).splitlines()[:2] == ["[prefill] one [b]", "[prefill] two"]
 
 
@@ -66,7 +66,7 @@ def test_lines_have_the_name_of_the_child_and_no_colour_without_a_terminal(
         ("  decode: indented", "  decode: indented"),
     ],
 )
-def test_line_names_its_role_once(line: str, shown: str) -> None:
+def test_role_is_removed_from_the_line(line: str, shown: str) -> None:
     assert without_role(line, "decode") == shown
 
 
@@ -88,7 +88,7 @@ def test_killed_child_is_reported_with_its_signal(children: Children) -> None:
         children.check()
 
 
-def test_stop_kills_a_child_that_ignores_sigterm_and_its_descendants(children: Children, console: Console) -> None:
+def test_stop_kills_children_that_ignore_sigterm_and_all_descendants(children: Children, console: Console) -> None:
     deaf = children.start("deaf", python(IGNORES_TERM), ENVIRON)
     parent = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)
     wait_until(lambda: "started" in output(console) and "[parent]" in output(console), 30, "both have started")
@@ -102,7 +102,7 @@ def test_stop_kills_a_child_that_ignores_sigterm_and_its_descendants(children: C
     wait_until(lambda: all(map(gone, (deaf.process.pid, parent.process.pid, grandchild))), 10, "all have ended")
 
 
-def test_held_lines_are_printed_afterwards(children: Children, console: Console) -> None:
+def test_held_log_lines_are_printed_afterwards(children: Children, console: Console) -> None:
     with children.logs_held():
         child = children.start("decode", python("print('later')"), ENVIRON)
         child.process.wait()
@@ -131,7 +131,7 @@ def test_children_end_when_their_parent_is_killed() -> None:
     wait_until(lambda: gone(pid), 10, "the child has ended")
 
 
-def test_child_does_not_start_when_its_parent_has_ended() -> None:
+def test_child_exits_when_its_parent_has_already_exited() -> None:
     script = "from pdserve.server.launch.children import end_with_parent; end_with_parent(1); print('started')"
     result = subprocess.run(python(script), env=ENVIRON, capture_output=True, text=True, check=False)
     assert result.returncode == 1

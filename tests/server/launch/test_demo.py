@@ -91,7 +91,7 @@ def test_cumulative_text_is_printed_once(
         "a new stage": "0.0",
     }
     assert "12 prompt tokens, 5 new tokens" in console.file.getvalue()
-    assert "20 tokens/s" in console.file.getvalue(), "four tokens in 0.2 s: the first is prefill's"
+    assert "20 tokens/s" in console.file.getvalue(), "four tokens in 0.2 s: prefill samples the first one"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_printed_command_starts_the_same_pair(pair: RunningPair, monkeypatch: py
     assert up_command(ports) == "pdserve up --port=1 --prefill-port=2 --bootstrap-port=3"
 
 
-def test_model_without_weights_has_a_prompt(tmp_path: Path) -> None:
+def test_prompt_of_a_model_without_weights(tmp_path: Path) -> None:
     (write_byte_model(tmp_path) / "model.safetensors").unlink()
     config = DecodeConfig(model=str(tmp_path), load_format="dummy")
     assert chat_prompt(config, "Hi") == "user: Hi\nassistant: "

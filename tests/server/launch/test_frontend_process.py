@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[3]
 DIRECT: Any = {"trust_env": False, "verify": False}  # Any: httpx's keyword arguments differ in type
 AUTHORIZED = {"Authorization": "Bearer frontend-secret"}
 START_TIMEOUT_S = 60.0
-"""Of two Python processes on a machine that is busy with other tests."""
+"""For two Python processes on a machine that is busy with other tests."""
 PROGRAM = "tests.server.launch.frontend_program"
 
 
@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
-class RunningFront:
+class RunningFrontend:
     def __init__(
         self,
         process: ForkedProcess | subprocess.Popen[bytes],
@@ -100,7 +100,7 @@ class RunningFront:
         raise AssertionError(f"never {state}: {self.end()}")
 
     def wait_logged(self, text: str) -> None:
-        """Read without moving the file offset: the server writes at the same one."""
+        """Uses pread, which does not move the file offset: the server shares it."""
         number = self._stderr.fileno()
         wait_until(lambda: text.encode() in os.pread(number, os.fstat(number).st_size, 0), 10, f"logged {text!r}")
 
@@ -120,8 +120,8 @@ class RunningFront:
 @contextmanager
 def frontend(
     model: Path, temp: Path, behaviour: str, *, forked: bool = True, **config: object
-) -> Iterator[RunningFront]:
-    """Forked ones start sooner; the others also check that the frontend does not import torch."""
+) -> Iterator[RunningFrontend]:
+    """Run a frontend. A forked one starts sooner; one that is not forked also checks that it does not import torch."""
     port = free_port()
     settings = {"role": "decode", "model": str(model), "port": port, "api_key": "frontend-secret"} | config
     arguments = [json.dumps(settings), LEADER_PROGRAM, behaviour]
@@ -135,13 +135,13 @@ def frontend(
             command = [sys.executable, "-P", "-m", PROGRAM, *arguments]
             process = subprocess.Popen(command, env=env, stderr=stderr)
         try:
-            yield RunningFront(process, port, temp, stderr, "https" if "ssl_certfile" in config else "http")
+            yield RunningFrontend(process, port, temp, stderr, "https" if "ssl_certfile" in config else "http")
         finally:
             process.kill()
             process.wait()
 
 
-def generate(running: RunningFront) -> httpx.Response:
+def generate(running: RunningFrontend) -> httpx.Response:
     return httpx.post(f"{running.url}/generate", json={"text": "a"}, headers=AUTHORIZED, timeout=10, **DIRECT)
 
 
@@ -198,7 +198,7 @@ def test_serves_tls(model: Path, tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def check_terminal_clients(url: str, certificate: Path) -> None:
-    """Chat, top and bench trust the server with --cacert or --insecure, and not without them."""
+    """Chat, top and bench connect with --cacert or --insecure, and refuse the certificate otherwise."""
     key = {"PDSERVE_API_KEY": "frontend-secret"}
     for trust in (["--cacert", str(certificate)], ["--insecure"], ["-k"]):
         flags = argparse.ArgumentParser()
@@ -288,7 +288,7 @@ def test_busy_control_port_is_refused_before_the_model_is_loaded(model: Path, tm
 
 
 def test_frontend_waits_for_a_control_port_to_become_free() -> None:
-    """When a server is restarted at once, the leader of the previous one may still be ending."""
+    """After a restart, the leader of the previous server may still be stopping."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         threading.Timer(0.3, taken.close).start()

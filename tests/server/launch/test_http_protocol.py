@@ -1,4 +1,4 @@
-"""Clients that offer HTTP/2 or WebSocket get HTTP/1.1 responses; HTTP/1.0 clients get no chunks."""
+"""Clients that ask for HTTP/2 or WebSocket get HTTP/1.1 responses; HTTP/1.0 clients get no chunked responses."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from pdserve.server.launch.http_protocol import without_upgrade
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 
-# As Java's HttpClient and `curl --http2` write it.
+# As Java's HttpClient and `curl --http2` send it.
 HEAD = (
     "POST /generate HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: {length}\r\nHost: x\r\n"
     "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nUpgrade: h2c\r\n\r\n"
@@ -27,8 +27,8 @@ async def read_response(reader: asyncio.StreamReader) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
-async def test_offer_of_http2_is_ignored(decode: RunningServer, pause_s: float) -> None:
-    """Twice on one connection, with the body in the packet of the headers and in a later one."""
+async def test_upgrade_to_http2_is_ignored(decode: RunningServer, pause_s: float) -> None:
+    """Two requests on one connection, with the body right after the headers or a little later."""
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     for text in ("ab", "cd"):
         body = json.dumps({"text": text}).encode()
@@ -43,7 +43,7 @@ async def test_offer_of_http2_is_ignored(decode: RunningServer, pause_s: float) 
     writer.close()
 
 
-async def test_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None:
+async def test_upgrade_to_websocket_is_ignored(decode: RunningServer) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nupgrade: websocket\r\n\r\n")
     assert (await read_response(reader))[0] == "HTTP/1.1 200 OK"
@@ -51,7 +51,7 @@ async def test_offer_of_a_websocket_is_ignored(decode: RunningServer) -> None:
 
 
 async def test_stream_to_an_http_1_0_client_ends_with_the_connection(decode: RunningServer) -> None:
-    """nginx uses HTTP/1.0 by default, and so does `ab`. Pieces are sent as they arrive."""
+    """nginx and `ab` use HTTP/1.0 by default. Events are still sent one by one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     body = json.dumps({"text": "a", "stream": True}).encode()
     writer.write(b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -77,8 +77,8 @@ async def test_response_to_an_http_1_0_client_has_a_content_length(decode: Runni
 
 
 @pytest.mark.parametrize("head", ["POST /generate HTTP/1.0", "POST /generate HTTP/1.1\r\nConnection: close"])
-async def test_client_that_is_refused_while_it_sends_reads_the_response(decode: RunningServer, head: str) -> None:
-    """As nginx, urllib and others do: they read when they have sent the whole body."""
+async def test_client_that_is_refused_while_it_sends_can_read_the_response(decode: RunningServer, head: str) -> None:
+    """nginx, urllib and others read the response only after they have sent the whole body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
     size = 16 << 20
     writer.write(f"{head}\r\nContent-Length: {size}\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""`--model org/name`: the server starts with files of the Hub, and checks what it can before it downloads weights."""
+"""`--model org/name`: the server downloads a model from the Hub and checks its settings before the weights arrive."""
 
 import tempfile
 from pathlib import Path
@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_model_becomes_a_local_path_with_its_name_on_the_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_the_hub_becomes_a_local_path_and_keeps_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_of_this_process(root, root / "cache", monkeypatch):
         config = with_local_model(DecodeConfig(model=TINY, revision="v1"))
         named = with_local_model(DecodeConfig(model=TINY, served_model_name="mine"))

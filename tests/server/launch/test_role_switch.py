@@ -1,5 +1,5 @@
-"""`/role` of the frontend process: which switches are accepted, and what happens to process, port and requests. The
-leader is a scripted program.
+"""`/role` of the frontend process: which role switches are accepted, and their effect on the leader, the control port
+and running requests. The leader is a scripted program.
 """
 
 import os
@@ -30,7 +30,14 @@ from tests.cluster.servers import wait_until
 from tests.ports import free_port
 from tests.processes import gone
 from tests.server.http_harness import introduce, write_byte_model
-from tests.server.launch.test_frontend_process import AUTHORIZED, DIRECT, RunningFront, check_gone, frontend, generate
+from tests.server.launch.test_frontend_process import (
+    AUTHORIZED,
+    DIRECT,
+    RunningFrontend,
+    check_gone,
+    frontend,
+    generate,
+)
 from tests.server.scripted_leader import ScriptedLeader
 
 
@@ -39,21 +46,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_model(tmp_path_factory.mktemp("bytes"))
 
 
-def post_role(running: RunningFront, query: str = "", **body: Any) -> httpx.Response:
+def post_role(running: RunningFrontend, query: str = "", **body: Any) -> httpx.Response:
     return httpx.post(f"{running.url}/role{query}", json=body, headers=AUTHORIZED, timeout=60, **DIRECT)
 
 
-def generate_in_room(running: RunningFront, bootstrap_port: object) -> httpx.Response:
-    """As a router sends it that has chosen the prefill server of this control port."""
+def generate_in_room(running: RunningFrontend, bootstrap_port: object) -> httpx.Response:
+    """Send a request as a router does that has chosen the prefill server with this control port."""
     body = {"text": "a", "bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": 1}
     return httpx.post(f"{running.url}/generate", json=body, headers=AUTHORIZED, timeout=10, **DIRECT)
 
 
-def get(running: RunningFront, path: str) -> Any:
+def get(running: RunningFrontend, path: str) -> Any:
     return httpx.get(f"{running.url}{path}", headers=AUTHORIZED, timeout=10, **DIRECT).json()
 
 
-def role_metrics(running: RunningFront) -> dict[str, float]:
+def role_metrics(running: RunningFrontend) -> dict[str, float]:
     text = httpx.get(f"{running.url}/metrics", **DIRECT).text
     return {name: float(value) for name, value in re.findall(r"^(pdserve_role\S*) (\S+)$", text, re.MULTILINE)}
 
@@ -119,7 +126,7 @@ def test_prefill_server_becomes_decode_and_prefill_again(model: Path, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFrontend]:
     """A decode server whose role does not change in the tests."""
     with frontend(model, tmp_path_factory.mktemp("temp"), "serve") as running:
         running.wait_healthy()
@@ -160,14 +167,14 @@ def decode(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
         ),
     ],
 )
-def test_bad_bodies_are_refused_and_change_nothing(decode: RunningFront, body: dict[str, Any], message: str) -> None:
+def test_bad_bodies_are_refused_and_change_nothing(decode: RunningFrontend, body: dict[str, Any], message: str) -> None:
     leader = decode.leader_pid()
     refused = post_role(decode, **body)
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
     assert (get(decode, "/role")["switch"], decode.leader_pid()) == (None, leader)
 
 
-def test_control_port_in_use_is_refused_before_the_drain(decode: RunningFront) -> None:
+def test_control_port_in_use_is_refused_before_the_drain(decode: RunningFrontend) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         refused = post_role(decode, role="prefill", settings={"bootstrap_port": port})
@@ -178,7 +185,7 @@ def test_control_port_in_use_is_refused_before_the_drain(decode: RunningFront) -
     assert get(decode, "/role")["state"] == "ready"
 
 
-def test_role_needs_the_api_key(decode: RunningFront) -> None:
+def test_role_needs_the_api_key(decode: RunningFrontend) -> None:
     for method in ("GET", "POST"):
         refused = httpx.request(method, f"{decode.url}/role", json={"role": "prefill"}, **DIRECT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "unauthorized")
@@ -210,7 +217,7 @@ def test_role_changes_without_an_api_key_only_from_this_machine(
         check_may_switch(request, DecodeConfig())
 
 
-def test_server_that_is_not_idle_switches_only_with_drain(model: Path, tmp_path: Path) -> None:
+def test_busy_server_switches_only_with_drain(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "slow") as running:
         running.wait_healthy()
         with ThreadPoolExecutor() as pool:
@@ -253,7 +260,7 @@ def test_former_role_is_restored_when_the_new_leader_cannot_start(
         }
 
 
-def test_server_is_unavailable_during_a_switch_and_a_signal_ends_it(model: Path, tmp_path: Path) -> None:
+def test_server_is_unavailable_during_a_switch_and_stops_on_a_signal(model: Path, tmp_path: Path) -> None:
     with frontend(
         model, tmp_path, "prefill=idle,decode=loading", role="prefill", bootstrap_port=free_port()
     ) as running:
@@ -297,7 +304,7 @@ def test_signals_end_the_server_during_the_drain_of_a_switch(model: Path, tmp_pa
         wait_until(lambda: gone(leader), 5, "the leader has gone")
 
 
-def test_starting_server_refuses(model: Path, tmp_path: Path) -> None:
+def test_role_switch_is_refused_while_the_server_starts(model: Path, tmp_path: Path) -> None:
     with frontend(model, tmp_path, "loading") as running:
         running.wait_state("starting")
         refused = post_role(running, role="prefill")
@@ -333,7 +340,7 @@ def test_serve_command_has_a_fixed_role(monkeypatch: pytest.MonkeyPatch) -> None
         ),
     ],
 )
-async def test_server_with_a_fixed_role_refuses(
+async def test_server_with_a_fixed_role_refuses_a_switch(
     model: Path, config: AnyServerConfig, fixed_role: str | None, reason: str
 ) -> None:
     leader = Leader(config, Metrics(), ())

@@ -1,4 +1,4 @@
-"""A copy of a signal is not a second one."""
+"""Signals of the frontend: a copy of a signal is ignored."""
 
 import signal
 import time
@@ -10,8 +10,8 @@ from pdserve.server.launch.frontend import Frontend
 from pdserve.server.launch.signals import COPY_S
 
 
-def test_frontend_takes_a_copy_of_a_signal_for_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` sends SIGTERM twice. As a second signal, it would end the drain at once."""
+def test_copy_of_a_signal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends SIGTERM twice. A second signal would end the drain at once."""
     now = Mock(return_value=100.0)
     monkeypatch.setattr(time, "monotonic", now)
     frontend = Frontend(Mock(), Mock(), (), None)
@@ -22,6 +22,6 @@ def test_frontend_takes_a_copy_of_a_signal_for_the_same_one(monkeypatch: pytest.
 
     assert received(signal.SIGTERM) == 1
     assert received(signal.SIGTERM) == 1
-    assert received(signal.SIGINT) == 2, "another signal is from somebody else"
+    assert received(signal.SIGINT) == 2, "a different signal is not a copy"
     now.return_value += 2 * COPY_S
     assert received(signal.SIGTERM) == 3

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused before anything starts, in one line that names working values."""
+"""Settings that cannot work are refused before anything starts, in one line that names valid values."""
 
 import importlib.util
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_dp_attention_divides_experts_and_not_heads(dense: ModelSource, sparse: 
 
 
 @pytest.mark.parametrize("whole_experts", [False, True])
-def test_ranks_report_the_same_problem(
+def test_startup_checks_agree_with_the_ranks(
     dense: ModelSource, sparse: ModelSource, tmp_path: Path, whole_experts: bool
 ) -> None:
     odd = make_checkpoint(tmp_path / "odd", num_attention_heads=12, hidden_size=96, num_key_value_heads=3)
@@ -146,4 +146,4 @@ def test_ranks_report_the_same_problem(
                 can = False
             assert fits == can, (source.name, tp)
             verdicts.append(fits)
-    assert 10 < sum(verdicts) < len(verdicts) - 10, "both happen"
+    assert 10 < sum(verdicts) < len(verdicts) - 10, "some tp fit and some do not"

@@ -1,4 +1,4 @@
-"""The flags of `pdserve store`, and of a store that `pdserve up` starts."""
+"""The flags of `pdserve store`, and those of a store that `pdserve up` starts."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from pdserve.transfer.store.client import StoreError, connect
 
 
 @pytest.mark.parametrize(("text", "size"), [("512MiB", 512 << 20), ("8GiB", 8 << 30), ("1.5GiB", 3 << 29)])
-def test_memory(text: str, size: int) -> None:
+def test_memory_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_memory(text, "--memory") == size
 
 
@@ -50,7 +50,7 @@ def test_wrong_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, port: str) -> None:
-    """Mooncake would wait, or listen on another port."""
+    """Mooncake would hang, or listen on another port."""
     assert main(["store", flag, port]) == 2
     assert capsys.readouterr().err == f"pdserve: error: {flag} must be between 1 and 65535, got {port}\n"
 
@@ -66,22 +66,22 @@ def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, po
         (["--memory", "1000TiB"], "--memory 1000TiB: this machine has "),
     ],
 )
-def test_settings_with_which_no_server_could_use_the_store_are_refused(
+def test_unusable_store_settings_are_refused(
     capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    """Mooncake would wait for minutes, or lend memory at an address that is none."""
+    """Mooncake would hang for minutes, or register memory at an address that servers cannot reach."""
     assert main(["store", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"pdserve: error: {message}")
 
 
-def test_name_that_no_host_can_have_is_refused() -> None:
+def test_invalid_host_name_is_refused() -> None:
     with pytest.raises(StartupError, match=r"^host a\.\.b is not an address of this machine: "):
         check_port("a..b", 50051, "--port")
     with pytest.raises(StoreError, match=r"^no server of mooncake://a\.\.b:1 answers "):
         connect("mooncake://a..b:1", "127.0.0.1", segment_bytes=0)
 
 
-def test_size_starts_a_store_and_a_url_does_not() -> None:
+def test_up_starts_a_store_for_a_size_but_not_for_a_url() -> None:
     flags: dict[str, str | bool] = {"kv_store": "256MiB"}
     store = take_local_store(flags)
     assert store is not None

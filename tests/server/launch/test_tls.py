@@ -23,7 +23,7 @@ from pdserve.server.launch.up import banner, base_url, server_environ
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate with its key, encrypted and not, the key of another one, and a text file."""
+    """A certificate, its key with and without a password, the key of another certificate, and a text file."""
     directory = tmp_path_factory.mktemp("certificates")
     authority = trustme.CA()
     certificate = authority.issue_cert("server.example.com")
@@ -42,7 +42,7 @@ def config_of(files: Path, cert: str = "cert.pem", key: str = "key.pem", passwor
     return DecodeConfig(ssl_certfile=str(files / cert), ssl_keyfile=str(files / key), ssl_keyfile_password=secret)
 
 
-def test_fitting_files_are_accepted(files: Path) -> None:
+def test_matching_certificate_and_key_are_accepted(files: Path) -> None:
     check_tls(DecodeConfig())
     check_tls(config_of(files))
     check_tls(config_of(files, key="encrypted.pem", password="open sesame"))
@@ -61,18 +61,18 @@ def test_fitting_files_are_accepted(files: Path) -> None:
         ({"key": "encrypted.pem", "password": "x" * 2000}, "password cannot be longer"),
     ],
 )
-def test_files_that_do_not_work_are_refused(files: Path, given: dict[str, str], problem: str) -> None:
+def test_unusable_certificates_and_keys_are_refused(files: Path, given: dict[str, str], problem: str) -> None:
     with pytest.raises(StartupError, match=problem):
         check_tls(config_of(files, **given))
 
 
 @pytest.mark.parametrize(("given", "missing"), [("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile")])
-def test_certificate_and_key_belong_together(given: str, missing: str) -> None:
+def test_certificate_needs_a_key_and_a_key_needs_a_certificate(given: str, missing: str) -> None:
     with pytest.raises(ValidationError, match=f"{given} needs {missing}"):
         DecodeConfig.model_validate({given: "a.pem"})
 
 
-def test_pair_speaks_tls_on_both_ports(files: Path) -> None:
+def test_both_servers_of_a_pair_use_tls(files: Path) -> None:
     flags = {"ssl_certfile": str(files / "cert.pem"), "ssl_keyfile": str(files / "encrypted.pem")}
     pair = load_pair_config(None, flags, {"PDSERVE_SSL_KEYFILE_PASSWORD": "open sesame"})
     for server in pair:

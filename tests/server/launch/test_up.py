@@ -1,4 +1,4 @@
-"""`pdserve up` with scripted servers: readiness, the banner, signals, and a server that dies.
+"""`pdserve up` with fake servers: readiness, the banner, signals, and a server that exits.
 
 The children are small HTTP servers; tests/cluster uses the real ones. Everything else is product code in its own
 process.
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = "tests.server.launch.up_program"
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT / ".dev"), "PYTHONUNBUFFERED": "1"}
 
-# A fake server: `starting` for the first probes, then healthy; it generates on the second try; GET /die ends it.
+# A fake server. The first probes of /health fail, and the first one of /health_generate; GET /die ends it.
 SERVER = """
 import collections, http.server, os, sys
 role, port, unready = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -63,7 +63,9 @@ def ports() -> list[int]:
 
 @pytest.fixture
 def up(ports: list[int], request: pytest.FixtureRequest) -> Iterator[RunningUp]:
-    """`run_up` in its own process; the parameter is the number of probes before prefill is healthy."""
+    """`run_up` in its own process. The parameter is the number of probes before prefill is healthy. If it is -N,
+    prefill exits at once with status N.
+    """
     arguments = [SERVER, *map(str, ports), str(getattr(request, "param", 2))]
     reader, writer = os.pipe()
     with os.fdopen(reader) as output, Path(os.devnull).open("rb") as null:
@@ -123,7 +125,7 @@ def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: RunningUp, 
 
 
 @pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])
-def test_up_ends_with_the_reason_when_a_server_cannot_start(up: RunningUp, code: int, ports: list[int]) -> None:
+def test_up_exits_with_the_reason_when_a_server_cannot_start(up: RunningUp, code: int, ports: list[int]) -> None:
     """The exit code is 2 when the settings are wrong."""
     lines = read_until(up, "prefill ended with exit code ")
     assert lines[-1].endswith("its last line: pdserve: error: no such model")
@@ -132,7 +134,7 @@ def test_up_ends_with_the_reason_when_a_server_cannot_start(up: RunningUp, code:
 
 
 @pytest.mark.parametrize("up", [1_000_000], indirect=True)
-def test_signal_ends_up_while_it_waits(up: RunningUp, ports: list[int]) -> None:
+def test_signal_stops_up_while_it_waits(up: RunningUp, ports: list[int]) -> None:
     read_until(up, "waiting for prefill (starting)")
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(timeout=10) == 0

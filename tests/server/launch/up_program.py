@@ -1,4 +1,4 @@
-"""`pdserve up` with fake servers, as a program: `main` takes the program of the servers, three ports, and the number of
+"""`pdserve up` with fake servers, as a program. Arguments: the program of the servers, three ports, and the number of
 probes before prefill is healthy.
 """
 

@@ -1,4 +1,4 @@
-"""Request bodies of arbitrary JSON: a call, or an error of the client. Never another exception."""
+"""Request bodies of arbitrary JSON: parsing one works or raises ClientError, never another exception."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ VALUES = st.recursive(
 
 
 def bodies(model: type[Body], base: dict[str, object]) -> st.SearchStrategy[dict[str, object]]:
-    """A valid body with some of the fields of a model, and unknown ones, replaced."""
+    """A valid body in which some fields of the model are replaced and unknown fields are added."""
     names = sorted(model.model_fields)
     sampling = st.dictionaries(st.sampled_from(sorted(NativeSampling.model_fields)), VALUES, max_size=3)
     fields = st.dictionaries(st.sampled_from(names) | st.text(max_size=5), VALUES | sampling, max_size=4)
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Parse, st.SearchStrategy[dict[str, object]]]] = {
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=examples(150, 50), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_parsed_or_refused(case: str, tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_body_is_parsed_or_refused(case: str, tokenizer: Tokenizer, data: st.DataObject) -> None:
     parse, strategy = CASES[case]
     body = json.dumps(data.draw(strategy)).encode()
     with contextlib.suppress(ClientError):
@@ -63,7 +63,7 @@ def test_parsed_or_refused(case: str, tokenizer: Tokenizer, data: st.DataObject)
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=examples(50, 25), suppress_health_check=[HealthCheck.too_slow])
 @given(body=st.binary(max_size=60))
-def test_bytes_that_are_no_object_are_refused(case: str, tokenizer: Tokenizer, body: bytes) -> None:
+def test_random_bytes_are_refused(case: str, tokenizer: Tokenizer, body: bytes) -> None:
     parse, _ = CASES[case]
     with pytest.raises(ClientError):
         parse(body, LIMITS, tokenizer)

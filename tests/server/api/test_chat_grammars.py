@@ -1,4 +1,4 @@
-"""Which grammar a chat has: by tool_choice, strict functions, response_format, and the reasoning before it."""
+"""The grammar of a chat: from tool_choice, strict functions and response_format, with reasoning before it."""
 
 import json
 from typing import Any
@@ -42,7 +42,7 @@ def names(tags: list[dict[str, Any]]) -> list[str]:
     return [json.loads(tag["begin"].removeprefix("<tool_call>\n") + "0}")["name"] for tag in tags]
 
 
-def test_no_grammar_where_the_model_decides() -> None:
+def test_chat_without_required_calls_or_a_format_has_no_grammar() -> None:
     assert grammar_of(tools=[NOW]) is None
     assert grammar_of(tools=[NOW], tool_choice="auto") is None
     assert grammar_of(tools=[ADD], tool_choice="none") is None
@@ -83,7 +83,7 @@ def test_output_is_a_call_or_matches_the_format(body: dict[str, Any], answer: di
     assert (found["type"], names(found["elements"][0]["tags"]), found["elements"][1]) == ("or", ["now"], answer)
 
 
-def test_grammars_that_cannot_be_combined() -> None:
+def test_grammars_that_cannot_be_combined_are_refused() -> None:
     with pytest.raises(FieldError, match="ebnf cannot be combined with tools"):
         grammar_of(tools=[NOW], ebnf="root ::= a")
     with pytest.raises(FieldError, match="regex cannot be combined with a tool_choice that requires a call"):
@@ -120,8 +120,10 @@ def test_reasoning_before_a_grammar() -> None:
         ("Let me look.", {"tools": [NOW], "tool_choice": "required"}, None),
     ],
 )
-def test_begun_json_and_calls_are_not_continued(begun: str, body: dict[str, Any], problem: str | None) -> None:
-    """The grammar begins, and calls are found, in the output, not in what the client has begun."""
+def test_json_and_calls_that_have_begun_are_not_continued(
+    begun: str, body: dict[str, Any], problem: str | None
+) -> None:
+    """Grammars and parsers of calls see only the output, not the message that it continues."""
     if problem is None:
         grammar_of(THINKING, begun=begun, **body)
     else:

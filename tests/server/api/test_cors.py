@@ -1,4 +1,4 @@
-"""CORS: web pages of the given origins may call the server, others may not."""
+"""CORS: web pages of the configured origins may call the server, others may not."""
 
 import pytest
 from pydantic import SecretStr, ValidationError
@@ -11,7 +11,7 @@ PAGE = "https://app.example.com"
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-own"}
 
 
-async def test_named_origin_may_call(tokenizer: Tokenizer) -> None:
+async def test_configured_origin_may_call(tokenizer: Tokenizer) -> None:
     config = DecodeConfig(cors_origin=(PAGE, "http://localhost:3000"), api_key=SecretStr("key"))
     async with running_server(tokenizer, config) as server:
         for origin in config.cors_origin:
@@ -24,7 +24,7 @@ async def test_named_origin_may_call(tokenizer: Tokenizer) -> None:
             assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_other_origins_may_not(tokenizer: Tokenizer) -> None:
+async def test_other_origins_may_not_call(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(cors_origin=(PAGE,))) as server:
         other = {"Origin": "https://example.org"}
         asked = await server.http.options("/generate", headers={**other, **PREFLIGHT})
@@ -33,7 +33,7 @@ async def test_other_origins_may_not(tokenizer: Tokenizer) -> None:
             assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_off_by_default(decode: RunningServer) -> None:
+async def test_cors_is_off_by_default(decode: RunningServer) -> None:
     answer = await decode.http.get("/health", headers={"Origin": PAGE})
     assert not [name for name in answer.headers if name.startswith("access-control")]
     assert (await decode.http.options("/generate", headers={"Origin": PAGE, **PREFLIGHT})).status_code == 405

@@ -45,15 +45,15 @@ def test_sampling_defaults_are_read_from_the_checkpoint(tmp_path: Path, caplog: 
     assert recommended(tmp_path, {"eos_token_id": 5}) == NEUTRAL_SAMPLING
 
 
-def test_sampling_defaults_are_neutral_without_a_recommendation(tmp_path: Path) -> None:
+def test_sampling_defaults_are_neutral_without_a_generation_config(tmp_path: Path) -> None:
     assert read_default_sampling(locate_model(str(write_byte_model(tmp_path)))) == NEUTRAL_SAMPLING
 
 
-def test_embedded_model_has_the_recommendation_of_its_authors() -> None:
+def test_embedded_model_has_the_sampling_defaults_of_its_authors() -> None:
     assert read_default_sampling(locate_model("smollm2")) == SamplingParams(temperature=0.2, top_p=0.9)
 
 
-def test_invalid_recommendation_is_a_startup_error(tmp_path: Path) -> None:
+def test_invalid_sampling_default_is_a_startup_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"generation_config\.json: top_p must be above 0.*--sampling-defaults"):
         recommended(tmp_path, {"top_p": 0})
 
@@ -67,7 +67,7 @@ def test_invalid_recommendation_is_a_startup_error(tmp_path: Path) -> None:
         ({"top_k": 5, "repetition_penalty": 1}, {"top_k": 5, "repetition_penalty": 1.0}),
     ],
 )
-async def test_request_fields_override_the_recommendation(
+async def test_request_fields_override_the_sampling_defaults(
     tokenizer: Tokenizer, given: dict[str, float], expected: dict[str, float | None]
 ) -> None:
     default = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)

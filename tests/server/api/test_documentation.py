@@ -1,4 +1,4 @@
-"""/openapi.json and /docs: every route is described, and what the server replies validates against the description."""
+"""/openapi.json and /docs: every route is described, and replies of the server match the description."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def check(type_: Any, value: object) -> None:
-    """Validation drops fields that the type does not declare, so nothing may be missing afterwards."""
+    """Validation drops fields that the type does not declare, so the result must equal the value."""
     validated = TypeAdapter(type_).validate_python(value)
     assert msgspec.json.decode(msgspec.json.encode(validated)) == value
 

@@ -1,4 +1,4 @@
-"""How an output ends and what is said about it: matched stops, stop regexes, aborts, token ids, running usage."""
+"""How an output ends: matched stops, stop expressions and aborts; token ids, prompt logprobs and continuous usage."""
 
 import asyncio
 from typing import Any
@@ -47,7 +47,7 @@ async def stop_early(server: RunningServer, data: bytes) -> None:
 async def test_matched_stop_condition(
     decode: RunningServer, path: str, stream: bool, stop: dict[str, object], data: bytes, shown: str, matched: str
 ) -> None:
-    """As SGLang's tests of matched_stop check it; vLLM's name is stop_reason."""
+    """As in SGLang's tests of `matched_stop`. vLLM's name for it is `stop_reason`."""
     asking = post(decode, path, stream=stream, **stop)
     await decode.leader.expect(Submit)
     await stop_early(decode, data)
@@ -103,9 +103,7 @@ async def test_stop_regex_of_generate(decode: RunningServer) -> None:
         ("a" * 257, "stop_regex must have 1 to 256 characters, got 257"),
     ],
 )
-async def test_stop_regex_that_cannot_be_followed_is_refused(
-    decode: RunningServer, value: object, problem: str
-) -> None:
+async def test_invalid_stop_regex_is_refused(decode: RunningServer, value: object, problem: str) -> None:
     answer = await decode.http.post("/v1/completions", json={"prompt": "a", "stop_regex": value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop_regex")
     assert answer.json()["error"]["message"].startswith(problem)
@@ -170,7 +168,7 @@ async def test_streamed_token_ids_and_usage_add_up(decode: RunningServer, path: 
 
 @ROUTES
 async def test_prompt_logprobs(decode: RunningServer, path: str) -> None:
-    """In vLLM's shape, beside log-probabilities of the output, with fewer alternatives."""
+    """In vLLM's format, together with log-probabilities of the output that have fewer alternatives."""
     wanted: dict[str, object] = {"logprobs": 0} if path == "/v1/completions" else {"logprobs": True}
     asking = post(decode, path, prompt_logprobs=2, **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
@@ -194,7 +192,7 @@ async def test_prompt_logprobs(decode: RunningServer, path: str) -> None:
         assert choice["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-async def test_prompt_logprobs_alone_do_not_show_those_of_the_output(decode: RunningServer) -> None:
+async def test_prompt_logprobs_alone_return_none_for_the_output(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt_logprobs=0)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=0, start=0)
     await decode.leader.send(Prefilled("r", 0, (TokenLogprob(97, None), TokenLogprob(98, -1.0))))

@@ -115,7 +115,7 @@ async def test_stop_string_split_over_tokens_is_not_streamed(decode: RunningServ
     assert all("one\ntwo ".startswith(event["text"]) for event in events)
     assert {event["text"] for event in events if event["meta_info"]["completion_tokens"] == 4} <= {"one"}
     assert events[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": "é!"}
-    assert "error" not in events[-1], "the output was complete when the request failed"
+    assert "error" not in events[-1], "the output was already complete when the request failed"
 
 
 async def test_stream_is_cumulative_and_ends_with_done(decode: RunningServer) -> None:
@@ -337,7 +337,7 @@ async def test_body_over_the_limit_is_refused(tokenizer: Tokenizer, chunked: boo
         ("/tokenize", "messages"),
     ],
 )
-async def test_text_that_cannot_fit_is_not_tokenized(
+async def test_text_that_is_too_long_is_not_tokenized(
     decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
     def encode(_tokenizer: Tokenizer, text: str, **_options: bool) -> list[int]:
@@ -354,10 +354,12 @@ async def test_text_that_cannot_fit_is_not_tokenized(
 @pytest.mark.parametrize(
     ("path", "field"), [("/generate", "text"), ("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")]
 )
-async def test_text_with_a_token_that_the_model_does_not_have_is_refused(
+async def test_text_with_a_token_outside_the_vocabulary_is_refused(
     decode: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, field: str
 ) -> None:
-    """Tokenizers of fine-tuned models may have one more, such as [PAD]. It would fail the requests of a whole step."""
+    """Tokenizers of fine-tuned models may have more tokens than the model, such as [PAD]. Such a token would fail all
+    requests of a step.
+    """
     monkeypatch.setattr(Tokenizer, "encode", lambda *_arguments, **_options: [65, VOCAB_SIZE, 66])
     body = {"messages": [{"role": "user", "content": "[PAD]"}]} if field == "messages" else {field: "[PAD]"}
     response = await decode.http.post(path, json=body)

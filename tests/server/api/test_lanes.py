@@ -1,4 +1,4 @@
-"""Long bodies delay only other long bodies."""
+"""Lanes: long request bodies are parsed in separate threads and delay only other long bodies."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ class Client:
 
 
 class Held:
-    """A `parse` that blocks until it is released, and records its bodies."""
+    """A `parse` function that blocks until it is released and records the sizes of bodies."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)

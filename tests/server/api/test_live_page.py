@@ -1,4 +1,4 @@
-"""`/`: the files of the live page are served with types and a strict policy, and read only what /server_info has."""
+"""`/`: files of the live page have a content type and a strict CSP, and scripts use only fields of /server_info."""
 
 import re
 from html.parser import HTMLParser
@@ -22,7 +22,7 @@ SCRIPTS = "\n".join(path.read_text() for path in sorted(FOLDER.glob("*.js")))
 
 
 class Page(HTMLParser):
-    """The ids, the classes and the referenced files of index.html; inline scripts and styles are errors."""
+    """The ids and the referenced files of index.html; inline scripts and styles are errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        assert "style" not in given, f"the policy refuses inline styles: {tag}"
-        assert not [name for name in given if name.startswith("on")], f"the policy refuses inline scripts: {tag}"
+        assert "style" not in given, f"the CSP refuses inline styles: {tag}"
+        assert not [name for name in given if name.startswith("on")], f"the CSP refuses inline scripts: {tag}"
         if (name := given.get("id")) is not None:
             assert name not in self.ids, f"{name} is used twice"
             self.ids.add(name)
@@ -64,7 +64,7 @@ async def test_unknown_files_are_not_found(decode: RunningServer) -> None:
         assert (await decode.http.get(path)).status_code == 404, path
 
 
-async def test_page_needs_no_key_and_its_data_does(tokenizer: Tokenizer) -> None:
+async def test_page_needs_no_api_key_but_its_data_does(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr("key"))) as server:
         for path in ("/", "/page/main.js"):
             assert (await server.http.get(path)).status_code == 200
@@ -72,7 +72,7 @@ async def test_page_needs_no_key_and_its_data_does(tokenizer: Tokenizer) -> None
         assert "/page/{name}" not in (await server.http.get("/openapi.json")).json()["paths"]
 
 
-def test_page_refers_to_no_other_host() -> None:
+def test_page_loads_nothing_from_other_hosts() -> None:
     for path in FOLDER.iterdir():
         addresses = re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", path.read_text())
         assert [address for address in addresses if "www.w3.org" not in address] == [], path.name

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of SGLang and OpenAI, whole and in streams."""
+"""Log-probabilities in the formats of SGLang and OpenAI, in whole responses and in streams."""
 
 import asyncio
 from typing import Any
@@ -19,7 +19,7 @@ def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[http
 
 
 def scored(rid: str, data: bytes | list[int], top: int = 0) -> Tokens:
-    """Tokens whose log-probability is minus a hundredth of their id; the alternatives are ids 65, 66, ..."""
+    """Tokens with the log-probability -id / 100. The alternatives are the ids 65, 66, ..."""
     alternatives = tuple((65 + rank, -1.0 - rank) for rank in range(top))
     return Tokens(rid, tuple(data), tuple(TokenLogprob(token, -token / 100, alternatives) for token in data))
 
@@ -77,7 +77,7 @@ async def test_streamed_logprobs_are_cumulative_and_end_at_a_stop_string(decode:
         assert [entry[1] for entry in metas[-1]["output_token_logprobs"]] == list(b"AB!")
 
 
-async def test_completion(decode: RunningServer) -> None:
+async def test_completion_has_columns_of_logprobs(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt="a", rid="c", logprobs=2)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2)
     await decode.leader.send(
@@ -108,7 +108,7 @@ async def test_completion_stream_concatenates_to_the_whole(decode: RunningServer
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat(decode: RunningServer, stream: bool) -> None:
+async def test_chat_has_an_entry_per_token(decode: RunningServer, stream: bool) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     asking = post(
         decode, "/v1/chat/completions", messages=messages, rid="c", logprobs=True, top_logprobs=1, stream=stream

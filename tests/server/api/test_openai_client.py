@@ -43,7 +43,7 @@ async def client_of(
 
 
 def scored(tokens: Iterable[int]) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of minus a hundredth of the token's id, each its own best alternative."""
+    """Log-probabilities of -id / 100; the only alternative is the token itself."""
     return tuple(TokenLogprob(token, -token / 100, ((token, -token / 100),)) for token in tokens)
 
 
@@ -76,7 +76,7 @@ async def test_chat(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
 
 
 async def test_stream_helper_assembles_chunks(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
-    """The helper checks that chunks are consistent: roles, indices, log-probabilities, ends, usage."""
+    """The helper checks that chunks are consistent: roles, indices, log-probabilities, finish reasons, usage."""
 
     async def ask() -> openai.types.chat.ParsedChatCompletion[None]:
         async with client.chat.completions.stream(
@@ -110,7 +110,7 @@ async def test_stream_helper_assembles_chunks(decode: RunningServer, client: ope
 
 
 async def test_echo_returns_logprobs_of_the_prompt(decode: RunningServer, client: openai.AsyncOpenAI) -> None:
-    """As lm-evaluation-harness does: the response has the prompt's log-probabilities and one more token."""
+    """A request of lm-evaluation-harness: it needs the log-probabilities of the prompt and generates one token."""
     asking = asyncio.create_task(
         client.completions.create(model="any", prompt="ab", max_tokens=1, temperature=0, logprobs=1, echo=True)
     )
@@ -162,7 +162,9 @@ async def test_unknown_routes_raise_not_found_with_a_hint(decode: RunningServer,
             await without_v1.chat.completions.create(model="any", messages=[])
     for path in ("/generate/", "/v1/completions//"):
         response = await decode.http.post(path, json={"text": "a"})
-        assert response.status_code == 404, "no redirect, which clients of POST do not follow and curl does not show"
+        assert response.status_code == 404, (
+            "not a redirect: clients do not follow it with POST, and curl does not show it"
+        )
         assert response.json()["error"]["message"].endswith(f"did you mean {path.rstrip('/')}?")
 
 
@@ -177,7 +179,7 @@ async def test_bad_request_error_names_the_field(client: openai.AsyncOpenAI) -> 
 
 
 async def test_too_long_prompt_raises_context_length_exceeded(client: openai.AsyncOpenAI) -> None:
-    """Clients that shorten their history look for the code, or for OpenAI's wording."""
+    """Clients that then shorten their history look for this code or for OpenAI's wording."""
     with pytest.raises(openai.BadRequestError, match="this model's maximum context length is 400 tokens") as caught:
         await client.completions.create(model="any", prompt="a" * 401)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
@@ -201,7 +203,7 @@ async def test_overload_raises_rate_limit_error(decode: RunningServer, client: o
 
 
 async def test_client_does_not_retry_after_a_deadline(decode: RunningServer) -> None:
-    """By default the client retries every 5xx, but a request that took too long would take too long again."""
+    """By default the client retries after every 5xx. A request that took too long would take too long again."""
     async with client_of(decode, max_retries=2) as patient:
         asking = asyncio.create_task(patient.completions.create(model="any", prompt="a"))
         submit = await decode.leader.expect(Submit)

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions over a real socket, in the shapes that OpenAI's clients expect."""
+"""/v1/completions and /v1/chat/completions over a real socket, in the formats that OpenAI's clients expect."""
 
 import asyncio
 import json
@@ -65,8 +65,8 @@ async def test_completion_stream_sends_deltas(decode: RunningServer) -> None:
     assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
 
 
-async def test_output_that_continues_a_text_keeps_its_first_space(tmp_path: Path) -> None:
-    """Decoders of Llama 2 and Mistral drop the space before a text: before an answer, not before a continuation."""
+async def test_continuation_keeps_its_first_space(tmp_path: Path) -> None:
+    """Decoders of Llama 2 and Mistral strip the first space of a text. Answers are stripped, continuations are not."""
     path = str(write_byte_model(tmp_path) / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(path)
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
@@ -148,7 +148,7 @@ async def test_response_header_has_the_rid_if_it_is_ascii(
 
 @pytest.mark.parametrize("name", ["no_stop_trim", "include_stop_str_in_output"])
 async def test_stop_string_is_shown_on_request(decode: RunningServer, name: str) -> None:
-    """With SGLang's and with vLLM's name of the field."""
+    """The field has one name in SGLang and another in vLLM."""
     asking = post(decode, "/v1/completions", prompt="a", rid="c", stop="!", **{name: True})
     await decode.leader.expect(Submit)
     await decode.leader.send(Tokens("c", tuple(b"Hi! more")))
@@ -283,7 +283,9 @@ async def test_failure_mid_stream_is_an_error_event(decode: RunningServer) -> No
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 500}]}, "messages"),
     ],
 )
-async def test_refused(decode: RunningServer, path: str, body: dict[str, object], field: str) -> None:
+async def test_error_names_the_invalid_field(
+    decode: RunningServer, path: str, body: dict[str, object], field: str
+) -> None:
     response = await decode.http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == field
@@ -371,7 +373,7 @@ def tokenizer_with(template: str, directory: Path) -> Tokenizer:
         ("/v1/messages", {"messages": HELLO, "max_tokens": 9, "output_config": {"effort": "low"}}),
     ],
 )
-async def test_reasoning_effort_is_a_variable_of_the_template(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+async def test_reasoning_effort_reaches_the_template(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
     template = "effort {{ reasoning_effort | default('medium') }}\n" + CHAT_TEMPLATE
     async with running_server(tokenizer_with(template, tmp_path)) as server:
         assert await prompt_of(server, path, **body) == "effort low\nuser: Hello\nassistant: "
@@ -379,7 +381,7 @@ async def test_reasoning_effort_is_a_variable_of_the_template(tmp_path: Path, pa
         assert await prompt_of(server, path, **body, **kwargs) == "effort high\nuser: Hello\nassistant: "
 
 
-async def test_effort_of_messages_counts_as_in_their_prompt(tmp_path: Path) -> None:
+async def test_count_tokens_includes_the_reasoning_effort(tmp_path: Path) -> None:
     body = {"messages": HELLO, "output_config": {"effort": "low"}}
     async with running_server(tokenizer_with("{{ reasoning_effort }}\n" + CHAT_TEMPLATE, tmp_path)) as server:
         counting = await post(server, "/v1/messages/count_tokens", **body)
@@ -403,7 +405,7 @@ async def test_random_seed_and_effort_without_a_template_are_accepted(
 
 
 async def test_developer_is_system_unless_the_template_has_it(tmp_path: Path) -> None:
-    """Qwen's templates have branches for the roles they know and write nothing for others."""
+    """Qwen's templates write nothing for roles that they do not know."""
     messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
     known = "{{% for m in messages if m.role in [{}] %}}{{{{ m.role }}}}: {{{{ m.content }}}}\n{{% endfor %}}"
     for roles, first in (("'system', 'user'", "system"), ("'developer', 'system', 'user'", "developer")):

@@ -85,7 +85,7 @@ def test_failure_after_a_stop_string_is_ignored(tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_follow_the_tokens(tokenizer: Tokenizer) -> None:
-    """They end with the token that completes the stop string, and have the text position of each token."""
+    """They end with the token that completes the stop string. Each token has its offset in the text."""
     output = make_output(tokenizer, TextRules(stop_strings=("!",)), LogprobParams(start=0))
     data = list("é!x".encode())
     entries = [TokenLogprob(token, -float(token)) for token in data]

@@ -1,6 +1,6 @@
-"""The live page in a headless Chromium (`make test-page`): light and dark, idle and with work, wide and on a phone.
+"""The live page in headless Chromium (`make test-page`): light and dark, idle and busy, on a desktop and on a phone.
 
-Needs PDSERVE_CHROMIUM, the program. Screenshots go to PDSERVE_SCREENSHOTS, if it is set.
+PDSERVE_CHROMIUM is the path of the program. Screenshots are written to the folder PDSERVE_SCREENSHOTS, if it is set.
 """
 
 import asyncio
@@ -103,12 +103,16 @@ async def test_page_shows_a_server_with_and_without_work(tokenizer: Tokenizer, t
         await report_until(server, browser, "document.querySelector('[data-key=running] strong').textContent === '12'")
         await browser.wait_for("document.querySelectorAll('#recent tr:not(.empty)').length === 6")
         assert await browser.evaluate("document.querySelectorAll('#recent .bad-text').length") == 1
-        assert await browser.evaluate("document.getElementById('main').offsetHeight") == height, "the layout jumps"
+        assert await browser.evaluate("document.getElementById('main').offsetHeight") == height, (
+            "the layout must not jump"
+        )
         await shoot(browser, "busy-dark")
         await browser.colours("light")
         await shoot(browser, "busy-light")
         await browser.resize(390, 1400)
-        assert await browser.evaluate("document.documentElement.scrollWidth") == 390, "wider than a phone"
+        assert await browser.evaluate("document.documentElement.scrollWidth") == 390, (
+            "the page must not be wider than a phone"
+        )
         await shoot(browser, "busy-phone")
         assert browser.errors == []
 
@@ -167,7 +171,7 @@ async def test_chat_box_shows_reasoning_before_the_answer(tokenizer: Tokenizer, 
         assert browser.errors == []
 
 
-async def test_locked_server_asks_for_its_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_page_asks_for_the_api_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert CHROMIUM is not None
     config = DecodeConfig(api_key=SecretStr("key"))
     async with running_server(tokenizer, config) as server, chromium(CHROMIUM, tmp_path) as browser:

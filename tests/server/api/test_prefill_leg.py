@@ -35,18 +35,18 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), WRONG)
-async def test_prefill_and_decode_refuse_a_body_alike(
+async def test_prefill_and_decode_refuse_a_body_with_the_same_error(
     decode: RunningServer, prefill: RunningServer, path: str, body: dict[str, Any]
 ) -> None:
     decoded, prefilled = [await server.http.post(path, json=ROOM | body) for server in (decode, prefill)]
     assert decoded.status_code == prefilled.status_code == 400
-    # the two differ when the pool is the limit: decode's holds prompt and output, prefill's only prompts
+    # messages differ when the pool is the limit: on decode it holds prompt and output, on prefill only prompts
     assert decoded.json()["error"] | {"message": ""} == prefilled.json()["error"] | {"message": ""}
 
 
 @pytest.mark.parametrize("path", GOOD)
 async def test_prefill_responds_at_once_without_the_engine(prefill: RunningServer, path: str) -> None:
-    """Whether or not a decode server requests the room: the decode server responds to the client."""
+    """It does not wait for a decode server to request the room: the decode server answers the client."""
     response = await prefill.http.post(path, json=ROOM | GOOD[path])
     assert response.status_code == 200
     answer = response.json()
@@ -91,7 +91,7 @@ async def test_echo_with_logprobs_is_accepted_on_prefill(prefill: RunningServer)
 async def test_output_length_is_not_limited_by_the_pool_of_prefill(
     decode: RunningServer, prefill: RunningServer
 ) -> None:
-    """Both pools hold 400 tokens of the model's 512. On prefill this limits only prompts."""
+    """Both pools hold 400 tokens, less than the context of 512. On prefill this limits only prompts."""
     body = ROOM | {"text": "a" * 300, "sampling_params": {"max_new_tokens": 200}}
     assert (await decode.http.post("/generate", json=body)).status_code == 400
     assert (await prefill.http.post("/generate", json=body)).status_code == 200

@@ -15,7 +15,7 @@ BODY = b'{"prompt": "ab"}'
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "X-GZIP", "identity", ""])
-async def test_body_is_inflated(decode: RunningServer, encoding: str) -> None:
+async def test_gzip_body_is_decompressed(decode: RunningServer, encoding: str) -> None:
     content = gzip.compress(BODY) if "gzip" in encoding.lower() else BODY
     answer = await decode.http.post("/tokenize", content=content, headers={"Content-Encoding": encoding})
     assert (answer.status_code, answer.json()["tokens"]) == (200, [97, 98])
@@ -27,7 +27,7 @@ async def test_body_of_several_gzip_members(decode: RunningServer) -> None:
     assert answer.json()["tokens"] == [97, 98]
 
 
-async def test_long_body_is_inflated_in_pieces(decode: RunningServer) -> None:
+async def test_long_gzip_body_is_decompressed_in_pieces(decode: RunningServer) -> None:
     text = "ab" * (PIECE_BYTES // 4)
     content = gzip.compress(b'{"tokens": [97], "ignored": "%b"}' % (text * 4).encode())
     assert len(content) < PIECE_BYTES / 100
@@ -35,11 +35,11 @@ async def test_long_body_is_inflated_in_pieces(decode: RunningServer) -> None:
     assert (answer.status_code, answer.text) == (200, '{"text":"a"}')
 
 
-async def test_inflated_body_is_bounded(tokenizer: Tokenizer) -> None:
+async def test_size_of_a_decompressed_body_is_limited(tokenizer: Tokenizer) -> None:
     async with running_server(tokenizer, DecodeConfig(max_body_bytes=4096)) as server:
         for size, status in ((4096, 200), (4097, 413), (64 << 20, 413)):
             padded = BODY + b" " * (size - len(BODY))
-            content = gzip.compress(padded, 9)[: 4096 if status == 413 else None]  # a bomb need not be complete
+            content = gzip.compress(padded, 9)[: 4096 if status == 413 else None]  # refused before it is complete
             answer = await server.http.post("/tokenize", content=content, headers=GZIP)
             assert answer.status_code == status, size
         assert answer.json()["error"]["message"] == "the inflated body is over 4096 bytes (max_body_bytes)"
@@ -54,7 +54,7 @@ async def test_inflated_body_is_bounded(tokenizer: Tokenizer) -> None:
         (gzip.compress(BODY) + b"x", "incorrect header check|it ends too early"),
         (b"", "the body is empty"),
     ],
-    ids=("plain", "zlib", "cut", "longer", "empty"),  # not the content, which has the time in it
+    ids=("plain", "zlib", "cut", "longer", "empty"),  # gzip data has a timestamp, so it cannot be an id
 )
 async def test_invalid_gzip_is_refused(decode: RunningServer, content: bytes, problem: str) -> None:
     answer = await decode.http.post("/tokenize", content=content, headers=GZIP)

@@ -1,4 +1,4 @@
-"""Several samples of a prompt (`n`): one Submit, a list in the response, and one failure fails the whole call."""
+"""Several samples of a prompt (`n`): one Submit, a list in the response, and one failed sample fails the whole call."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ def post(server: RunningServer, path: str, **body: object) -> "asyncio.Task[http
 
 
 async def answer(server: RunningServer, **texts: str) -> None:
-    """Tokens and end of each request, in this order."""
+    """Send tokens and Finished of each request, in this order."""
     for rid, text in texts.items():
         await server.leader.send(Tokens(rid, tuple(text.encode())), make_finished(rid, len(text)))
 
@@ -78,7 +78,7 @@ async def test_overload_fails_the_whole_call(decode: RunningServer, stream: bool
 
 
 @pytest.mark.parametrize("rid", [["x", "x_1"], ["x", "x"]])
-async def test_sample_ids_in_use_are_refused(decode: RunningServer, rid: list[str]) -> None:
+async def test_duplicate_sample_ids_are_refused(decode: RunningServer, rid: list[str]) -> None:
     refused = await decode.http.post("/generate", json={"text": ["a", "b"], "rid": rid, "sampling_params": {"n": 2}})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "duplicate_rid")
     await decode.leader.expect_nothing(for_s=0.05)
@@ -139,7 +139,7 @@ async def test_openai_chat_stream_sends_the_role_of_every_choice(decode: Running
         assert choices[-1]["finish_reason"] == "length"
 
 
-async def test_list_may_have_a_room_for_every_sample(decode: RunningServer, prefill: RunningServer) -> None:
+async def test_request_may_have_a_room_for_every_sample(decode: RunningServer, prefill: RunningServer) -> None:
     """Prefill and decode use the first room of a routed chat with n = 2: there is one transfer."""
     routed: dict[str, object] = {"messages": [{"role": "user", "content": "Hello"}], "n": 2, "rid": "c"}
     routed |= {"bootstrap_host": ["p1", "p1"], "bootstrap_port": [9000, 9000], "bootstrap_room": [7, 8]}

@@ -39,7 +39,7 @@ def ask_without_reading(server: RunningServer, stream: bool) -> socket.socket:
 
 
 async def send_much(server: RunningServer, messages: int) -> None:
-    """About half a megabyte of JSON per event, which every later event repeats: more than socket buffers hold."""
+    """Half a megabyte of JSON per message. Stream events repeat all earlier ones: more than socket buffers hold."""
     top = tuple((65 + rank, -1.23456789) for rank in range(20))
     tokens = Tokens("r", tuple(b"x" * 1000), tuple(TokenLogprob(120, -0.5, top) for _ in range(1000)))
     for _ in range(messages):
@@ -55,7 +55,7 @@ async def test_unread_stream_is_cancelled(decode: RunningServer) -> None:
 
 
 async def test_unread_response_is_dropped(decode: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Not streamed: the request has ended, and the connection must not hold the response forever."""
+    """Without a stream, the request has ended, and the connection must not keep the response forever."""
     with ask_without_reading(decode, stream=False) as client:
         await decode.leader.expect(Submit)
         await send_much(decode, 16)
@@ -69,7 +69,7 @@ async def test_unread_response_is_dropped(decode: RunningServer, caplog: pytest.
 
 
 async def test_slow_reader_gets_the_whole_response(decode: RunningServer) -> None:
-    """It reads for several times `patience_s`, but never pauses that long."""
+    """Reading takes several times `patience_s`, but no pause is that long."""
     with ask_without_reading(decode, stream=True) as client:
         await decode.leader.expect(Submit)
         await send_much(decode, 4)
@@ -103,7 +103,7 @@ async def connect(server: RunningServer) -> tuple[asyncio.StreamReader, asyncio.
 async def test_connection_with_an_incomplete_request_is_closed(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """On a new connection and on a reused one. A request that continues in time gets its response."""
+    """On a new and on a reused connection. A request that is completed in time gets its response."""
     monkeypatch.setattr(PatientHttpProtocol, "header_timeout_s", 0.6)
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
@@ -131,7 +131,7 @@ async def test_connection_with_an_incomplete_request_is_closed(
 @pytest.mark.parametrize("end", [b"", b"\r\n"], ids=["unfinished", "whole"])
 @pytest.mark.parametrize("path", [b"/health", b"/health?" + b"y" * 70_000], ids=["headers", "path"])
 async def test_headers_over_the_limit_are_refused(tokenizer: Tokenizer, path: bytes, end: bytes) -> None:
-    """Also when they arrive complete in one piece: 100,000 bytes used to pass."""
+    """Also when all headers arrive at once."""
     async with running_server(tokenizer) as server:
         reader, writer = await connect(server)
         writer.write(b"GET %s HTTP/1.1\r\n" % path + b"X: %s\r\n" % (b"y" * 8192) * 9 + end)

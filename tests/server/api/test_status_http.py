@@ -84,7 +84,7 @@ REFUSED = PeerStatus("p:1", "connecting", detail="connection refused")
 async def test_health_warns_when_no_prefill_server_is_paired(
     tokenizer: Tokenizer, config: AnyServerConfig, peers: tuple[PeerStatus, ...], warning: str | None
 ) -> None:
-    """The status stays 200: restarting decode does not bring back a prefill server."""
+    """The status stays 200, because a restart of decode would not bring back a prefill server."""
     async with running_server(tokenizer, config) as server:
         await server.report(msgspec.structs.replace(make_status(), peers=peers))
         response = await server.http.get("/health")
@@ -210,7 +210,7 @@ async def test_routes_require_the_api_key(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("key", ["l\u00e0", "k\u0085", "k\u00a0", "k\u00c5"])
 async def test_api_key_may_end_in_any_byte(tokenizer: Tokenizer, key: str) -> None:
-    """Headers are latin-1, in which the last byte of these keys is white space for str.strip(): 0xA0, 0x85."""
+    """Headers are decoded as latin-1. There the last byte of some of these keys is white space: 0xA0, 0x85."""
     async with running_server(tokenizer, DecodeConfig(api_key=SecretStr(key))) as server:
         for padding in (b"", b" ", b"  "):
             headers = [(b"Authorization", b"Bearer " + padding + key.encode())]
@@ -277,7 +277,7 @@ async def test_metrics_count_requests_and_tokens(decode: RunningServer) -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 async def test_every_metric_has_samples(tokenizer: Tokenizer, ready: bool) -> None:
-    """An empty metric family with labels would have none, and differ from the same family of another server."""
+    """A family without samples has no labels. sglang-router fails if it has labels on another server."""
     async with running_server(tokenizer, ready=ready) as server:
         text = (await server.http.get("/metrics")).text
     families = list(text_string_to_metric_families(text))
@@ -285,7 +285,7 @@ async def test_every_metric_has_samples(tokenizer: Tokenizer, ready: bool) -> No
     assert [family.name for family in families if not family.samples] == []
 
 
-async def test_two_decode_servers_of_one_host_are_two_peers(prefill: RunningServer) -> None:
+async def test_two_decode_servers_on_one_host_are_two_peers(prefill: RunningServer) -> None:
     peers = tuple(PeerStatus("10.0.0.5", "paired", instance, round_trip_ms=1.0) for instance in ("d1", "d2"))
     await prefill.report(msgspec.structs.replace(make_status(), peers=peers))
     text = (await prefill.http.get("/metrics")).text
@@ -293,8 +293,8 @@ async def test_two_decode_servers_of_one_host_are_two_peers(prefill: RunningServ
         assert f'pdserve_peer_paired{{endpoint="10.0.0.5",instance_id="{instance}"}} 1.0' in text
 
 
-async def test_version_fails_until_models_is_available(tokenizer: Tokenizer) -> None:
-    """Routers take a server that has `/version` alone for vLLM, permanently."""
+async def test_version_is_unavailable_until_models_is_available(tokenizer: Tokenizer) -> None:
+    """A router that gets an answer from `/version` but not from `/v1/models` treats the server as vLLM from then on."""
     async with running_server(tokenizer, ready=False) as server:
         for path in ("/v1/models", "/version"):
             assert (await server.http.get(path)).status_code == 503

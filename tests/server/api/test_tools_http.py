@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if m.reasoning_content %} ~{{ m.reasoning_content }}~{% endif %}{{ '\n' }}{% endfor %}"
     "assistant: {% if enable_thinking %}<think>\n{% endif %}"
 )
-"""With Hermes calls, and reasoning that the prompt opens."""
+"""A template with calls in Hermes format. With `enable_thinking`, the prompt opens reasoning."""
 
 
 def byte_tokenizer(directory: Path, template: str) -> Tokenizer:
@@ -59,7 +59,7 @@ def post(server: RunningServer, **body: object) -> "asyncio.Task[httpx.Response]
 
 
 async def answer(server: RunningServer, text: str, **body: object) -> tuple[str, Any]:
-    """The prompt and the reply of a chat whose output is `text`; for a stream its events, a token in each message."""
+    """Send a chat and generate `text`, one token per message. Returns the prompt, and the reply or stream events."""
     asking = post(server, **body)
     submit = await server.leader.expect(Submit)
     for token in text.encode():
@@ -87,7 +87,7 @@ async def test_calls_of_a_whole_reply(server: RunningServer) -> None:
     assert len({call["id"] for call in calls}) == 2
 
 
-async def test_content_is_null_beside_calls_only(server: RunningServer) -> None:
+async def test_content_is_null_only_beside_calls(server: RunningServer) -> None:
     _, reply = await answer(server, CALL, tools=[WEATHER])
     assert reply["choices"][0]["message"]["content"] is None
     _, reply = await answer(server, "", tools=[WEATHER])
@@ -144,7 +144,7 @@ async def test_one_call_without_parallel_tool_calls(server: RunningServer) -> No
     assert len(reply["choices"][0]["message"]["tool_calls"]) == 1
 
 
-async def test_call_that_is_cut_off_ends_with_length(server: RunningServer) -> None:
+async def test_truncated_call_ends_with_length(server: RunningServer) -> None:
     asking = post(server, tools=[WEATHER])
     submit = await server.leader.expect(Submit)
     await server.leader.send(Tokens(submit.rid, tuple(CALL[:58].encode())), make_finished(submit.rid, 58))
@@ -174,7 +174,7 @@ async def test_history_is_passed_to_the_template(server: RunningServer) -> None:
     )
 
 
-async def test_lone_surrogate_in_earlier_arguments(server: RunningServer) -> None:
+async def test_lone_surrogate_in_earlier_arguments_is_replaced(server: RunningServer) -> None:
     function = {"name": "f", "arguments": json.dumps({"emoji": "\ud83d\ude00", "half": "\ud83d"})}
     call = {"id": "c", "type": "function", "function": function}
     prompt, _ = await answer(server, "Hi", messages=[*ASK, {"role": "assistant", "tool_calls": [call]}])
@@ -212,7 +212,7 @@ def logprob(token: int) -> TokenLogprob:
 
 
 async def test_log_probabilities_are_complete_in_a_stream_with_calls(server: RunningServer) -> None:
-    """Also those of tokens whose text is in no delta."""
+    """Also log-probabilities of tokens whose text is in no delta."""
     asking = asyncio.create_task(collect(server, tools=[WEATHER], stream=True, logprobs=True))
     submit = await server.leader.expect(Submit)
     text = f"I look.\n{CALL}"
@@ -226,7 +226,7 @@ async def test_log_probabilities_are_complete_in_a_stream_with_calls(server: Run
 
 
 async def test_template_without_tools_gets_them_as_text(decode: RunningServer) -> None:
-    """Its model is asked to write Hermes calls."""
+    """The system message describes the tools and asks for calls in Hermes format."""
     called = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -275,14 +275,14 @@ async def test_template_without_tools_gets_them_as_text(decode: RunningServer) -
         ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", "must be a string"),
     ],
 )
-async def test_refused_tools(server: RunningServer, body: dict[str, Any], param: str, message: str) -> None:
+async def test_invalid_tools_are_refused(server: RunningServer, body: dict[str, Any], param: str, message: str) -> None:
     response = await server.http.post("/v1/chat/completions", json={"messages": ASK, **body})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
     assert message in response.json()["error"]["message"]
 
 
-async def test_tools_are_refused_where_no_parser_is_known(tmp_path: Path, tools_tokenizer: Tokenizer) -> None:
+async def test_tools_are_refused_without_a_tool_parser(tmp_path: Path, tools_tokenizer: Tokenizer) -> None:
     unknown = byte_tokenizer(tmp_path, "{% if tools %}{{ tools }}{% endif %}{{ messages[0].content }}")
     none = DecodeConfig(tool_parser="none", reasoning_parser="none")
     for tokenizer, config in ((unknown, None), (tools_tokenizer, none)):

@@ -1,4 +1,4 @@
-"""Wrong /generate bodies: the status, and the field, limit and value in the error."""
+"""Invalid /generate bodies: the error names the field, the limit and the value. Valid ones: what the leader gets."""
 
 import asyncio
 import dataclasses
@@ -189,7 +189,7 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("body", "field", "words"), REFUSED)
-async def test_wrong_field_is_refused_with_its_name_limit_and_value(
+async def test_invalid_field_is_refused_with_its_name_limit_and_value(
     server: RunningServer, body: object, field: str | None, words: tuple[str, ...]
 ) -> None:
     response = await server.http.post("/generate", json=body)
@@ -364,8 +364,8 @@ async def test_timeout_s_takes_precedence_over_timeout(server: RunningServer) ->
     assert (await submitted(server, {"text": "a", "timeout": 9, "timeout_s": 1})).timeout_s == 1.0
 
 
-async def test_answers_to_chats_may_be_as_long_as_fits() -> None:
-    """As in vLLM and SGLang: the answers of models that reason have many thousand tokens."""
+async def test_default_length_of_a_chat_is_what_fits() -> None:
+    """The default of max_tokens is all that fits, as in vLLM and SGLang: reasoning models write thousands of tokens."""
     limits = Limits.of(DecodeConfig(), make_ready(max_total_tokens=4000), NEUTRAL_SAMPLING)
     limits = dataclasses.replace(limits, max_total_tokens=4000, max_new_tokens=3500)
     messages = [{"role": "user", "content": "hello"}]
@@ -393,7 +393,7 @@ async def test_requests_without_a_seed_get_different_seeds(server: RunningServer
 
 
 async def test_integral_floats_are_accepted_as_integers(server: RunningServer) -> None:
-    """Languages with one number type write them in JSON; SGLang and OpenAI accept them."""
+    """Languages with a single number type write 3.0 for 3; SGLang and OpenAI accept it."""
     params = {"max_new_tokens": 3.0, "min_new_tokens": 1.0, "top_k": 5.0, "seed": 7.0, "n": 1.0}
     body = {"text": "a", "priority": 2.0, "lora_path": "", "sampling_params": params}
     asking = asyncio.create_task(server.http.post("/generate", json=body))

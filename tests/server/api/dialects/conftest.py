@@ -1,5 +1,6 @@
-"""A decode server whose model writes calls of tools as Hermes and reasoning as Qwen3. The variables
-of its template are those of Qwen3 and DeepSeek."""
+"""A decode server with tool calls in Hermes format and reasoning in Qwen3 format. Its template has the variables of
+Qwen3 and DeepSeek.
+"""
 
 import json
 from collections.abc import AsyncIterator

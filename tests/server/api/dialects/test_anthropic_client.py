@@ -13,7 +13,7 @@ from pdserve.server.api.anthropic.models import MessageEvent, MessageReply
 from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import EOS, make_finished
 
-if TYPE_CHECKING:  # importing it takes two seconds of CPU time, which only the worker that runs this file needs
+if TYPE_CHECKING:  # the import takes 2 s of CPU time; only the worker that runs this file pays for it
     import anthropic
 
 WEATHER: Any = {

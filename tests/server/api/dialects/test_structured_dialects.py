@@ -1,4 +1,4 @@
-"""Structured output in the spellings of /v1/responses and /v1/messages, and what a prefill server says to them."""
+"""Structured output in the formats of /v1/responses and /v1/messages, and these routes on a prefill server."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def test_schema_becomes_a_grammar(tools_tokenizer: Tokenizer, path: str, body: d
     assert call.submits[0].sampling.grammar == ENFORCED
 
 
-async def test_prefill_server_answers_at_once(tools_tokenizer: Tokenizer) -> None:
+async def test_prefill_server_responds_without_the_engine(tools_tokenizer: Tokenizer) -> None:
     async with running_server(tools_tokenizer, PrefillConfig()) as prefill:
         for path, body in (
             ("/v1/responses", {"input": "a"}),

@@ -122,8 +122,9 @@ def test_only_prefill_reaches_the_kv_ports_of_decode() -> None:
     for role, policy in policies.items():
         labels = deployment(role)["spec"]["template"]["metadata"]["labels"]
         assert policy["podSelector"]["matchLabels"].items() <= labels.items()
-    (kv,) = [rule for rule in policies["decode"]["ingress"] if rule["ports"][0].get("endPort")]
-    assert (kv["ports"][0]["port"], kv["ports"][0]["endPort"]) == (15000, 17000)
+    http, kv = policies["decode"]["ingress"]
+    assert [(port["port"], port.get("endPort")) for port in http["ports"]] == [(8200, None)]
+    assert [(port["port"], port.get("endPort")) for port in kv["ports"]] == [(15000, 17000)]
     (source,) = kv["from"]
     prefill = deployment("prefill")["spec"]["template"]["metadata"]["labels"]
     assert source["podSelector"]["matchLabels"].items() <= prefill.items()

@@ -116,7 +116,9 @@ async def running_server(
     ready: bool = True,
     default_sampling: SamplingParams = NEUTRAL_SAMPLING,
 ) -> AsyncIterator[RunningServer]:
-    """A server without a leader process. When the block ends, open requests fail and their handlers must end."""
+    """A server without a leader process. When the block ends, open requests fail, their handlers must end, and
+    LeaderClient.run() must not have failed.
+    """
     config = config or DecodeConfig(bootstrap_allow=("p1",))
     metrics = Metrics()
     client = LeaderClient(metrics, config, watch=Watch(lambda: 0.0))  # the scripted leader may be silent
@@ -140,9 +142,10 @@ async def running_server(
         client.fail_all("end of the test")
         await stop_http(server)
         receiving.cancel()
-        await asyncio.gather(receiving, return_exceptions=True)
+        (ended,) = await asyncio.gather(receiving, return_exceptions=True)
         leader.close()
         client.close()
+        assert isinstance(ended, asyncio.CancelledError), f"LeaderClient.run() has failed: {ended!r}"
 
 
 async def introduce(leader: ScriptedLeader, client: LeaderClient) -> None:

@@ -46,23 +46,19 @@ class CacheListener(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class CachedPage:
     """One cached page and its tokens."""
 
     tokens: tuple[int, ...]
     page: KvPage
-    parent: "_Node | None"
-    children: "dict[tuple[int, ...], _Node]" = field(default_factory=dict)
+    parent: "CachedPage | None"
+    children: "dict[tuple[int, ...], CachedPage]" = field(default_factory=dict)
     hash: bytes = b""
     """Hash of the page and all pages before it; empty while there is no listener."""
-    cached: bool = True
+    cached: bool = False
     """If False, `page` is a placeholder: only later pages are cached."""
     removed: bool = False
     """It is not in the tree any more."""
-
-
-CachedPage = _Node
-"""A page in the tree, for `PrefixCache.holds`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +66,7 @@ class InsertedPrefix:
     """How many pages of a sequence are in the tree, so that `insert` continues there. The sequence holds its pages."""
 
     pages: int = 0
-    node: _Node | None = None
+    node: CachedPage | None = None
     flushes: int = 0
     complete: bool = False
     """Another page with the same prefix is cached: the rest is not added."""
@@ -87,8 +83,8 @@ class PrefixCache:
         self._page_size = page_size
         self._window = window
         self._enabled = enabled
-        self._roots: dict[tuple[int, ...], _Node] = {}
-        self._nodes: dict[KvPage, _Node] = {}
+        self._roots: dict[tuple[int, ...], CachedPage] = {}
+        self._nodes: dict[KvPage, CachedPage] = {}
         self._flushes = 0
         self._listeners: tuple[CacheListener, ...] = ()
         pages.on_evict = self._evicted
@@ -177,7 +173,7 @@ class PrefixCache:
         end = len(tokens) if end is None else min(end, len(tokens))
         if not self._enabled or inserted.complete or end // self._page_size <= freed:
             return
-        added: list[_Node] = []
+        added: list[CachedPage] = []
         keys = self._keys(tokens, end, inserted.pages)
         for key, page in zip(keys, itertools.islice(pages, inserted.pages, None), strict=False):
             held = inserted.pages >= freed
@@ -197,12 +193,12 @@ class PrefixCache:
             inserted.pages += 1
         self._report(added, inserted.pages - len(added))
 
-    def _child(self, parent: _Node | None, key: tuple[int, ...], page: KvPage) -> _Node:
+    def _child(self, parent: CachedPage | None, key: tuple[int, ...], page: KvPage) -> CachedPage:
         """The node of a page, which is made without a cached page if there is none."""
         children = self._roots if parent is None else parent.children
         node = children.get(key)
         if node is None:
-            node = children[key] = _Node(key, page, parent, cached=False)
+            node = children[key] = CachedPage(key, page, parent)
             if self._listeners:
                 node.hash = page_hash(parent.hash if parent is not None else ROOT, key)
         return node
@@ -246,7 +242,7 @@ class PrefixCache:
             listener.removed(node.hash)
         self._prune(node)
 
-    def _prune(self, node: _Node | None) -> None:
+    def _prune(self, node: CachedPage | None) -> None:
         """Remove a node without a page, and such nodes before it, if no later page is cached."""
         while node is not None and not node.cached and not node.children:
             node.removed = True
@@ -254,7 +250,7 @@ class PrefixCache:
             del siblings[node.tokens]
             node = node.parent
 
-    def _report(self, added: list[_Node], first: int) -> None:
+    def _report(self, added: list[CachedPage], first: int) -> None:
         """Report new pages, each of which is the parent of the next."""
         if not added or not self._listeners:
             return

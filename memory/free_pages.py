@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
 PageT = TypeVar("PageT", bound=int)
+"""KvPage or HotPage (index_spaces.py)."""
 
 
 class FreePages(Generic[PageT]):

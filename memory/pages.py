@@ -13,14 +13,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from ..configs.arithmetic import ceil_div
 from ..configs.errors import PdserveError
-from .free_pages import FreePages
-
-PageT = TypeVar("PageT", bound=int)
-"""KvPage or HotPage (index_spaces.py)."""
+from .free_pages import FreePages, PageT
 
 
 def pages_for(tokens: int, page_size: int) -> int:
@@ -95,7 +92,6 @@ class PageAllocator(Generic[PageT]):
         self._grants: set[PageGrant[PageT]] = set()
         self._unit_pages = 0
         self._loans: set[PageGrant[PageT]] = set()
-        self._lent = 0
         self._shortfalls: list[int] = []
 
     @property
@@ -106,12 +102,12 @@ class PageAllocator(Generic[PageT]):
     @property
     def held(self) -> int:
         """Pages that grants hold, without lent pages."""
-        return self.num_pages - len(self._free) - len(self._idle) - self._lent
+        return self.num_pages - len(self._free) - len(self._idle) - self.lent
 
     @property
     def lent(self) -> int:
         """Pages that are lent as hot pages."""
-        return self._lent
+        return sum(len(loan.pages) for loan in self._loans)
 
     def grant(
         self, owner: str, pages: int, reserve: int = 0, shared: Sequence[PageT] = (), freed: int = 0
@@ -160,9 +156,7 @@ class PageAllocator(Generic[PageT]):
         self._grants.remove(grant)
         self._reserved -= grant.reserved
         grant.reserved = 0
-        if grant in self._loans:
-            self._loans.remove(grant)
-            self._lent -= len(grant.pages)
+        self._loans.discard(grant)
         # last page first: eviction then takes a page before the earlier pages of its prefix
         for page in reversed(grant.held):
             self._let_go(page)
@@ -215,7 +209,6 @@ class PageAllocator(Generic[PageT]):
             self._holders[page] = 1
         self._grants.add(grant)
         self._loans.add(grant)
-        self._lent += len(grant.pages)
         return grant
 
     def take_shortfalls(self) -> list[int]:
@@ -253,8 +246,6 @@ class PageAllocator(Generic[PageT]):
             )
         if self.available < 0:
             raise PageLeakError(f"{self._reserved} pages are reserved, more than are free or idle")
-        if self._lent != sum(len(loan.pages) for loan in self._loans):
-            raise PageLeakError(f"{self._lent} pages are lent, but the loans hold another number: {self._names()}")
         if idle and self._grants:
             raise PageLeakError(f"idle, but pages are held by {self._names()}")
 

@@ -33,13 +33,13 @@ class PartialPage(NamedTuple):
 
 
 class CacheListener(Protocol):
-    """Follows the content of a cache. Pages are named by their chained hashes (page_hashes.py)."""
+    """Follows the content of a cache, or of the KV store. Pages are named by their chained hashes (page_hashes.py)."""
 
     def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
         """Pages were added, in order, behind `parent`: pages number `first`, `first` + 1, ... of a sequence."""
 
-    def removed(self, page: bytes) -> None:
-        """A page was evicted."""
+    def removed(self, pages: list[bytes]) -> None:
+        """Pages were evicted."""
 
     def cleared(self) -> None:
         """All pages were removed."""
@@ -239,7 +239,7 @@ class PrefixCache:
         assert self._window is not None or not node.children, f"page {page} was evicted before its children"
         node.cached = False
         for listener in self._listeners:
-            listener.removed(node.hash)
+            listener.removed([node.hash])
         self._prune(node)
 
     def _prune(self, node: CachedPage | None) -> None:

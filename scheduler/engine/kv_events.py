@@ -54,17 +54,11 @@ class CacheEvents:
         self._medium = medium
 
     def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:  # noqa: ARG002
-        self.stored_pages(parent, hashes, tokens)
-
-    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
         self._queue.append(
             (self._dp_rank, ["BlockStored", hashes, parent, tokens, self._page_size, None, self._medium])
         )
 
-    def removed(self, page: bytes) -> None:
-        self.removed_pages([page])
-
-    def removed_pages(self, pages: list[bytes]) -> None:
+    def removed(self, pages: list[bytes]) -> None:
         self._queue.append((self._dp_rank, ["BlockRemoved", pages, self._medium]))
 
     def cleared(self) -> None:

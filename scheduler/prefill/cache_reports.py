@@ -73,15 +73,15 @@ class CacheReports:
             else:
                 self._added.add(page)
 
-    def removed(self, page: bytes) -> None:
-        short = short_hash(page)
-        if short not in self._cached:
-            return  # not reported: only every `_stride`-th page is
-        self._cached.remove(short)
-        if short in self._added:
-            self._added.remove(short)
-        else:
-            self._removed.add(short)
+    def removed(self, pages: list[bytes]) -> None:
+        for page in map(short_hash, pages):
+            if page not in self._cached:
+                continue  # not reported: only every `_stride`-th page is
+            self._cached.remove(page)
+            if page in self._added:
+                self._added.remove(page)
+            else:
+                self._removed.add(page)
 
     def cleared(self) -> None:
         for pages in (self._cached, self._added, self._removed):

@@ -6,24 +6,13 @@ and with all others when the store fails.
 
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
 
 from ...memory.page_hashes import ROOT
-from ...memory.prefix_cache import CachedPage
+from ...memory.prefix_cache import CachedPage, CacheListener
 from ...transfer.store.blocks import BLOCK_TOKENS
 
 MOST_BLOCKS = 1 << 17
 """Blocks that are remembered; those that were not used for the longest time are forgotten. About 4 million tokens."""
-
-
-class StoreListener(Protocol):
-    """Follows what is expected in the store, as pages with the hashes of the prefix cache (memory/page_hashes.py)."""
-
-    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
-        """Pages are in the store, in order, behind `parent`."""
-
-    def removed_pages(self, pages: list[bytes]) -> None:
-        """Pages are not expected there any more."""
 
 
 class StoredBlocks:
@@ -34,7 +23,7 @@ class StoredBlocks:
         self._blocks: dict[bytes, tuple[bytes, ...]] = {}
         """For each block: the reported pages that have tokens in it. Some may have been removed since."""
         self._reported: set[bytes] = set()
-        self._listener: StoreListener | None = None
+        self._listener: CacheListener | None = None
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -42,7 +31,7 @@ class StoredBlocks:
     def __contains__(self, block: bytes) -> bool:
         return block in self._blocks
 
-    def listen(self, listener: StoreListener) -> None:
+    def listen(self, listener: CacheListener) -> None:
         """Report pages that are written from now on. The prefix cache needs a listener too, because their hashes come
         from it.
         """
@@ -63,24 +52,24 @@ class StoredBlocks:
         if self._listener is None:
             return
         size = self._page_size
-        new: list[CachedPage] = []
+        new: list[int] = []  # numbers of adjacent pages to report
         for number in range(first * BLOCK_TOKENS // size, len(blocks) * BLOCK_TOKENS // size):
-            page, parent = path[number], path[number - 1] if number else None
+            page = path[number]
             of_page = blocks[number * size // BLOCK_TOKENS : ((number + 1) * size - 1) // BLOCK_TOKENS + 1]
             if page.hash in self._reported or not all(block in self._blocks for block in of_page):
                 continue
-            if parent is not None and parent.hash not in self._reported:
+            if number and path[number - 1].hash not in self._reported:
                 continue  # subscribers keep a tree of pages, and could not place one without its parent
-            if new and new[-1] is not parent:
-                self._report(new)
+            if new and new[-1] != number - 1:
+                self._report(path, new)
                 new = []
             for block in of_page:
                 if page.hash not in self._blocks[block]:
                     self._blocks[block] += (page.hash,)
             self._reported.add(page.hash)
-            new.append(page)
+            new.append(number)
         if new:
-            self._report(new)
+            self._report(path, new)
 
     def lost(self, blocks: Sequence[bytes]) -> None:
         """These blocks are not in the store, or cannot be used because one before them is not there."""
@@ -100,14 +89,14 @@ class StoredBlocks:
             self._blocks = dict.fromkeys(self._blocks, ())
             self._remove(list(self._reported))
 
-    def _report(self, pages: list[CachedPage]) -> None:
-        """Report pages, each of which is the parent of the next."""
+    def _report(self, path: Sequence[CachedPage], numbers: Sequence[int]) -> None:
+        """Report these adjacent pages of a sequence."""
         assert self._listener is not None, "pages are reported without a listener"
-        above = pages[0].parent
+        first, pages = numbers[0], [path[number] for number in numbers]
         hashes, tokens = [page.hash for page in pages], [page.tokens for page in pages]
-        self._listener.stored_pages(above.hash if above is not None else ROOT, hashes, tokens)
+        self._listener.stored(path[first - 1].hash if first else ROOT, first, hashes, tokens)
 
     def _remove(self, pages: list[bytes]) -> None:
         self._reported.difference_update(pages)
         if pages and self._listener is not None:
-            self._listener.removed_pages(pages)
+            self._listener.removed(pages)

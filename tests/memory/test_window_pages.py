@@ -43,8 +43,8 @@ class Listener:
         assert not self.cached.intersection(numbers), "a page was reported twice"
         self.cached.update(numbers)
 
-    def removed(self, page: bytes) -> None:
-        self.cached.remove(HASHES.index(page))
+    def removed(self, pages: list[bytes]) -> None:
+        self.cached.difference_update(map(HASHES.index, pages))
 
     def cleared(self) -> None:
         self.cached.clear()

@@ -92,13 +92,15 @@ class StoringCache(BusyCache):
         missing = (number for number, page in enumerate(pages) if page not in self._in_store)
         return cached + next(missing, len(pages)) * PAGE
 
-    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
+    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
         self._in_store |= set(hashes)
-        self._events.stored_pages(parent, hashes, tokens)
+        self._events.stored(parent, first, hashes, tokens)
 
-    def removed_pages(self, pages: list[bytes]) -> None:
+    def removed(self, pages: list[bytes]) -> None:
         self._in_store -= set(pages)
-        self._events.removed_pages(pages)
+        self._events.removed(pages)
+
+    def cleared(self) -> None: ...
 
 
 class Follower:

@@ -20,31 +20,35 @@ ROOM = 400
 """Tokens of the longest sequence."""
 
 
-class View:
-    """The pages that a subscriber knows. It also listens to the prefix cache, so that the cache hashes its pages."""
+class Listener:
+    """Ignores all events. A prefix cache with a listener hashes its pages."""
+
+    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None: ...
+
+    def removed(self, pages: list[bytes]) -> None: ...
+
+    def cleared(self) -> None: ...
+
+
+class View(Listener):
+    """The pages that a subscriber knows."""
 
     def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}
         """The parent of each page."""
         self.removals = 0
 
-    def stored_pages(self, parent: bytes, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
+    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:
         assert len(hashes) == len(tokens)
-        assert parent == ROOT or parent in self.pages
+        assert parent == ROOT if first == 0 else parent in self.pages
         for page in hashes:
             assert page not in self.pages
             self.pages[page], parent = parent, page
 
-    def removed_pages(self, pages: list[bytes]) -> None:
+    def removed(self, pages: list[bytes]) -> None:
         self.removals += len(pages)
         for page in pages:
             del self.pages[page]
-
-    def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None: ...
-
-    def removed(self, page: bytes) -> None: ...
-
-    def cleared(self) -> None: ...
 
 
 class Server:
@@ -58,7 +62,7 @@ class Server:
         limits = StoreLimits(MODEL, page_size, ranks=2, timeout_s=1.0)
         self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, collections.Counter(), self.outbox)
         self.view = View()
-        self.cache.listen(self.view)
+        self.cache.listen(Listener())
         self.store.stored.listen(self.view)
         self.values: set[bytes] = set()
         self.full = False

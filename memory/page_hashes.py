@@ -5,7 +5,7 @@ They are equal in every process and on every host, so servers can compare what t
 
 import hashlib
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,8 @@ def short_hash(page: bytes) -> int:
     return int.from_bytes(page[:8], "little")
 
 
-def pack_hashes(hashes: Collection[int]) -> bytes:
-    """Short hashes as little-endian 64-bit integers."""
-    return struct.pack(f"<{len(hashes)}Q", *hashes)
-
-
 def pack_short_hashes(pages: Iterable[bytes]) -> bytes:
-    """Pack the short hashes of pages: as `pack_hashes` of `short_hash`, but faster."""
+    """The short hashes of pages as little-endian 64-bit integers."""
     return b"".join([page[:8] for page in pages])
 
 

@@ -6,7 +6,7 @@ A decode server that asks for it gets the whole content once, and the changes a 
 from collections.abc import Collection
 
 from ...configs.arithmetic import ceil_div
-from ...memory.page_hashes import pack_hashes, short_hash
+from ...memory.page_hashes import pack_short_hashes
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.protocol.messages import CachedPrefixes, InstanceId
 from ..messages.effects import Outbox, SendToPeer
@@ -32,9 +32,9 @@ class CacheReports:
         self._outbox = outbox
         self._listens = False
         self._peers: set[InstanceId] = set()
-        self._cached: set[int] = set()
-        self._added: set[int] = set()
-        self._removed: set[int] = set()
+        self._cached: set[bytes] = set()
+        self._added: set[bytes] = set()
+        self._removed: set[bytes] = set()
         self._reset = False
         self._due_at = 0.0
 
@@ -66,7 +66,7 @@ class CacheReports:
 
     def stored(self, parent: bytes, first: int, hashes: list[bytes], tokens: list[tuple[int, ...]]) -> None:  # noqa: ARG002
         skipped = -(first + 1) % self._stride
-        for page in map(short_hash, hashes[skipped :: self._stride]):
+        for page in hashes[skipped :: self._stride]:
             self._cached.add(page)
             if page in self._removed:
                 self._removed.remove(page)
@@ -74,7 +74,7 @@ class CacheReports:
                 self._added.add(page)
 
     def removed(self, pages: list[bytes]) -> None:
-        for page in map(short_hash, pages):
+        for page in pages:
             if page not in self._cached:
                 continue  # not reported: only every `_stride`-th page is
             self._cached.remove(page)
@@ -89,7 +89,7 @@ class CacheReports:
         self._reset = True
 
     def _send(
-        self, peers: Collection[InstanceId], added: Collection[int], removed: Collection[int], *, reset: bool
+        self, peers: Collection[InstanceId], added: Collection[bytes], removed: Collection[bytes], *, reset: bool
     ) -> None:
         """Send a report, in messages of limited size: removed pages first, then added ones. No page is in both."""
         parts = [(b"", part) for part in _parts(removed)] + [(part, b"") for part in _parts(added)]
@@ -101,6 +101,6 @@ class CacheReports:
                 self._outbox.append(SendToPeer(instance, message))
 
 
-def _parts(hashes: Collection[int]) -> list[bytes]:
-    packed, size = pack_hashes(hashes), 8 * HASHES_PER_MESSAGE
+def _parts(hashes: Collection[bytes]) -> list[bytes]:
+    packed, size = pack_short_hashes(hashes), 8 * HASHES_PER_MESSAGE
     return [packed[start : start + size] for start in range(0, len(packed), size)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pdserve.configs.arithmetic import ceil_div
 from pdserve.configs.sampling import SamplingParams
-from pdserve.memory.page_hashes import pack_hashes, page_hashes, short_hash
+from pdserve.memory.page_hashes import pack_short_hashes, page_hashes
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
@@ -132,7 +132,7 @@ class TimedSimulator(Simulator):
         self.submitted.add(rid)
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
         hashes = {
-            size: pack_hashes([*map(short_hash, page_hashes(prompt, size))])
+            size: pack_short_hashes(page_hashes(prompt, size))
             for size in self.decode.dispatcher.peers.hashed_page_sizes
         }
         submit = Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows, page_hashes=hashes)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from pdserve.configs.sampling import SamplingParams
-from pdserve.memory.page_hashes import pack_hashes, page_hashes, short_hash
+from pdserve.memory.page_hashes import page_hashes, short_hash, unpack_hashes
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.server.engine.prompt_hashes import SLICE_TOKENS, hash_prompts
 
@@ -18,8 +18,8 @@ def submit(tokens: int, endpoint: str | None = None) -> Submit:
 def test_slices_have_the_hashes_of_the_whole_prompt(tokens: int) -> None:
     sizes = (16, 48, 2 * SLICE_TOKENS)
     (hashed,) = asyncio.run(hash_prompts([submit(tokens)], sizes))
-    expected = {size: pack_hashes([*map(short_hash, page_hashes(range(tokens), size))]) for size in sizes}
-    assert hashed.page_hashes == expected
+    expected = {size: tuple(map(short_hash, page_hashes(range(tokens), size))) for size in sizes}
+    assert {size: unpack_hashes(packed) for size, packed in hashed.page_hashes.items()} == expected
 
 
 def test_prompt_with_a_given_prefill_server_is_not_hashed() -> None:

@@ -60,20 +60,19 @@ class SendJob:
 
     `runs` may be a function, which is called on the sender's thread because planning takes milliseconds; a PlanError
     fails the job. `ready` is called there before the first byte is read, and may wait (for example, for a CUDA event).
-    `pools` is one of the sender's PoolPairs, by default its first. A job has no time limit while it makes progress.
+    `pools` is one of the sender's PoolPairs. A job has no time limit while it makes progress.
     """
 
     key: TransferKey
     runs: CopyRuns | Callable[[], CopyRuns]
+    pools: PoolPair
     ready: Callable[[], None] | None = None
-    pools: PoolPair | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendResult:
     """The result of a job. `ok`: all bytes are in the peer's memory. Otherwise `reason` is readable text."""
 
-    key: TransferKey
     ok: bool
     reason: str | None
     cancelled: bool
@@ -174,7 +173,6 @@ class PeerSender:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
         self._routed = RoutedEngine(routes, pools, local or LocalTransport("auto", "127.0.0.1"), on_routed)
-        self._default_pools = pools[0]
         self._window = window
         self._on_result = on_result
         self._device = device
@@ -191,12 +189,8 @@ class PeerSender:
         atexit.register(self.close)
 
     @property
-    def transport(self) -> Transport:
-        """The transport in use. May be read from another thread, like `session`."""
-        return self._routed.transport
-
-    @property
     def session(self) -> str:
+        """The address of the peer over the route in use. May be read from another thread."""
         return self._routed.session
 
     def submit(self, job: SendJob) -> None:
@@ -213,17 +207,15 @@ class PeerSender:
             self._queue.append(pending)
             self._changed.notify_all()
 
-    def cancel(self, key: TransferKey) -> bool:
+    def cancel(self, key: TransferKey) -> None:
         """Stop the jobs of a transfer: issue no more writes, wait for those in flight, then report each job as usual.
-
-        True: at least one result of this transfer is pending. False: all have been passed to `on_result`, or the last
-        one is being passed right now. Jobs submitted later are not affected.
+        Jobs submitted later are not affected.
         """
-        return self._cancel(lambda job: job.key == key)
+        self._cancel(lambda job: job.key == key)
 
-    def cancel_job(self, job: SendJob) -> bool:
+    def cancel_job(self, job: SendJob) -> None:
         """Stop one job, as cancel() stops all jobs of a transfer."""
-        return self._cancel(lambda other: other is job)
+        self._cancel(lambda other: other is job)
 
     def stalled_s(self) -> float:
         """Time since the last progress; 0 without jobs."""
@@ -249,12 +241,10 @@ class PeerSender:
             self._thread.join()
         atexit.unregister(self.close)
 
-    def _cancel(self, wanted: Callable[[SendJob], bool]) -> bool:
+    def _cancel(self, wanted: Callable[[SendJob], bool]) -> None:
         with self._changed:
-            found = [pending for pending in self._unreported if wanted(pending.job)]
-            for pending in found:
-                pending.cancelled = True
-            return bool(found)
+            for pending in self._unreported:
+                pending.cancelled |= wanted(pending.job)
 
     def _work(self) -> None:
         use_own_stream(self._device)
@@ -325,12 +315,12 @@ class PeerSender:
             return
         if len(runs):
             engine = self._routed.open()
-            pieces = runs.split(MAX_WRITE_BYTES if self.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+            pieces = runs.split(MAX_WRITE_BYTES if self._routed.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
             self._write(pending, pieces, engine)
 
     def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
         """Keep a window of writes in flight until all have ended; after a cancellation, until those in flight have."""
-        pools = pending.job.pools or self._default_pools
+        pools = pending.job.pools
         waiting = zip(
             (pieces.source + pools.source.addr).tolist(),
             (pieces.destination + pools.destination.base_address).tolist(),
@@ -373,8 +363,7 @@ class PeerSender:
         return runs
 
     def _check_bounds(self, job: SendJob, runs: CopyRuns) -> None:
-        pools = job.pools or self._default_pools
-        check_bounds(runs, pools.source.length, pools.destination.size_bytes)
+        check_bounds(runs, job.pools.source.length, job.pools.destination.size_bytes)
 
     def _collect(self, pending: _Pending, engine: SendEngine) -> bool:
         """Remove the finished writes from `in_flight`. Returns whether there were any."""
@@ -410,18 +399,16 @@ class PeerSender:
 
     def _finish(self, pending: _Pending, reason: str | None, late_writes: bool) -> None:
         """Report a job. A job that was cancelled and is not complete counts as cancelled, not as failed."""
-        job = pending.job
         complete = reason is None and pending.bytes_written == pending.total_bytes
         cancelled = pending.cancelled and not complete
         result = SendResult(
-            key=job.key,
             ok=complete,
             reason="cancelled" if cancelled and reason is None else reason,
             cancelled=cancelled,
             late_writes=late_writes,
             bytes_written=pending.bytes_written,
             writes=pending.writes,
-            job=job,
+            job=pending.job,
         )
         with self._changed:
             self._unreported.remove(pending)

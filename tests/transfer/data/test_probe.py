@@ -37,10 +37,6 @@ def pool_of(receiver: Receiver) -> Pool:
     return Pool(ROW, base, POOL_BYTES, "host", probe_address=base + POOL_BYTES, probe_bytes=PROBE_BYTES)
 
 
-def job(number: int = 1) -> SendJob:
-    return SendJob(TransferKey(number, 1), CopyRuns(*(np.array([value]) for value in (0, 0, POOL_BYTES))))
-
-
 class TestProbe:
     """With real engines between two processes."""
 
@@ -119,12 +115,14 @@ class Routed:
     """A sender of random bytes, with its results and the routes that it chose."""
 
     sender: PeerSender
+    pools: PoolPair
     source: torch.Tensor
     results: "queue.SimpleQueue[SendResult]"
     routes: "queue.SimpleQueue[tuple[Transport, dict[Transport, str]]]"
 
     def send(self) -> SendResult:
-        self.sender.submit(job())
+        runs = CopyRuns(*(np.array([value]) for value in (0, 0, POOL_BYTES)))
+        self.sender.submit(SendJob(TransferKey(1, 1), runs, self.pools))
         return self.results.get(timeout=10)
 
 
@@ -136,15 +134,16 @@ def start() -> Iterator[Callable[..., Routed]]:
         source = torch.randint(1, 256, (POOL_BYTES + PROBE_BYTES,), dtype=torch.uint8)
         results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
         taken: queue.SimpleQueue[tuple[Transport, dict[Transport, str]]] = queue.SimpleQueue()
+        pools = PoolPair(Region(source.data_ptr(), len(source)), pool, source[POOL_BYTES:])
         sender = PeerSender(
             routes,
-            [PoolPair(Region(source.data_ptr(), len(source)), pool, source[POOL_BYTES:])],
+            [pools],
             window=4,
             on_result=results.put,
             on_routed=lambda transport, dropped: taken.put((transport, dict(dropped))),
         )
         started.append(sender)
-        return Routed(sender, source, results, taken)
+        return Routed(sender, pools, source, results, taken)
 
     yield start
     for sender in started:
@@ -172,7 +171,7 @@ def test_dead_peer_drops_no_transport(receiver: Receiver, start: Callable[..., R
     result = routed.send()
     assert not result.ok
     assert "refuses connections" in str(result.reason)
-    assert routed.sender.transport == "rdma"
+    assert routed.sender._routed.transport == "rdma"
     assert routed.routes.empty()
 
 

@@ -5,7 +5,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -57,12 +57,16 @@ class Harness:
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, receiver.size_bytes, "uint8")
         target = Pool(row, receiver.base_address, receiver.size_bytes, "host")
+        self.pools = PoolPair(Region(self.source.ctypes.data, self.source.nbytes), target)
         self.sender = PeerSender(
             [KvRoute("tcp", receiver.session)],
-            [PoolPair(Region(self.source.ctypes.data, self.source.nbytes), target)],
+            [self.pools],
             window=window,
             on_result=self.results.put,
         )
+
+    def submit(self, key: TransferKey, runs: CopyRuns, ready: Callable[[], None] | None = None) -> None:
+        self.sender.submit(SendJob(key, runs, self.pools, ready))
 
     def result(self, timeout_s: float = 10.0) -> SendResult:
         return self.results.get(timeout=timeout_s)
@@ -108,7 +112,7 @@ def test_scattered_runs_land_exactly(harness: Harness) -> None:
     gaps = lengths + rng.integers(0, 50, 300)
     to_starts = np.cumsum(gaps) - gaps
     lengths = np.minimum(lengths, harness.source.nbytes - from_starts)
-    harness.sender.submit(SendJob(key(1), copies(from_starts, to_starts, lengths)))
+    harness.submit(key(1), copies(from_starts, to_starts, lengths))
     result = harness.result()
     assert (result.ok, result.reason, result.late_writes, result.writes) == (True, None, False, 300)
     assert result.bytes_written == lengths.sum()
@@ -120,8 +124,8 @@ def test_scattered_runs_land_exactly(harness: Harness) -> None:
 
 def test_long_run_is_split_and_5000_short_runs_are_written(harness: Harness) -> None:
     short = np.arange(5000, dtype=np.int64)
-    harness.sender.submit(SendJob(key(1), copies([0], [0], [8 * MIB])))
-    harness.sender.submit(SendJob(key(2), copies(short * 512, 16 * MIB + short * 1024, np.full(5000, 512))))
+    harness.submit(key(1), copies([0], [0], [8 * MIB]))
+    harness.submit(key(2), copies(short * 512, 16 * MIB + short * 1024, np.full(5000, 512)))
     long_result, short_result = harness.result(), harness.result(30)
     assert long_result.ok
     assert long_result.writes == 8 * MIB // sender_module.MAX_WRITE_BYTES
@@ -141,13 +145,13 @@ def test_jobs_run_in_order_and_wait_for_ready_on_the_senders_thread(harness: Har
         threads.append(threading.current_thread())
         assert gate.wait(5)
 
-    harness.sender.submit(SendJob(key(1), copies([0], [0], [4096]), ready=ready))
-    harness.sender.submit(SendJob(key(2), copies([0], [8192], [4096])))
+    harness.submit(key(1), copies([0], [0], [4096]), ready=ready)
+    harness.submit(key(2), copies([0], [8192], [4096]))
     wait_until(lambda: harness.sender.stalled_s() > 0.03)
     assert harness.results.empty()
     assert not harness.receiver.pool[:16384].any()
     gate.set()
-    assert [harness.result().key, harness.result().key] == [key(1), key(2)]
+    assert [harness.result().job.key, harness.result().job.key] == [key(1), key(2)]
     assert threads[0] is not threading.current_thread()
     assert harness.sender.stalled_s() == 0.0
 
@@ -156,8 +160,8 @@ def test_failure_of_ready_fails_only_its_job(harness: Harness) -> None:
     def ready() -> None:
         raise RuntimeError("the forward pass failed")
 
-    harness.sender.submit(SendJob(key(1), copies([0], [0], [4096]), ready=ready))
-    harness.sender.submit(SendJob(key(2), copies([0], [4096], [4096])))
+    harness.submit(key(1), copies([0], [0], [4096]), ready=ready)
+    harness.submit(key(2), copies([0], [4096], [4096]))
     failed, good = harness.result(), harness.result()
     assert (failed.ok, failed.late_writes, failed.writes) == (False, False, 0)
     assert failed.reason is not None
@@ -168,25 +172,25 @@ def test_failure_of_ready_fails_only_its_job(harness: Harness) -> None:
 
 def test_an_empty_job_needs_no_peer(harness: Harness) -> None:
     harness.receiver.kill()
-    harness.sender.submit(SendJob(key(1), copies([], [], [])))
+    harness.submit(key(1), copies([], [], []))
     assert harness.result().ok
 
 
 def test_copies_outside_a_pool_are_refused_before_anything_is_written(harness: Harness) -> None:
     with pytest.raises(PlanError, match="exceeds the destination pool"):
-        harness.sender.submit(SendJob(key(1), copies([0, 0], [0, POOL_BYTES - 10], [4096, 4096])))
+        harness.submit(key(1), copies([0, 0], [0, POOL_BYTES - 10], [4096, 4096]))
     with pytest.raises(PlanError, match="exceeds the source pool"):
-        harness.sender.submit(SendJob(key(1), copies([8 * MIB - 10], [0], [4096])))
-    harness.sender.submit(SendJob(key(2), copies([0], [POOL_BYTES - 4096], [4096])))
-    assert harness.result().key == key(2)
+        harness.submit(key(1), copies([8 * MIB - 10], [0], [4096]))
+    harness.submit(key(2), copies([0], [POOL_BYTES - 4096], [4096]))
+    assert harness.result().job.key == key(2)
     assert not harness.receiver.pool[:-4096].any()
 
 
 def test_peer_killed_in_the_middle_fails_running_and_queued_jobs(harness: Harness) -> None:
     pool = harness.receiver.pool
-    harness.sender.submit(SendJob(key(1), fill(4 * MIB, POOL_BYTES)))
+    harness.submit(key(1), fill(4 * MIB, POOL_BYTES))
     for number in range(2, 12):
-        harness.sender.submit(SendJob(key(number), fill(4096, 8192)))
+        harness.submit(key(number), fill(4096, 8192))
     wait_until(lambda: pool[16 * MIB])
     harness.receiver.kill()
     killed_at = time.monotonic()
@@ -196,7 +200,7 @@ def test_peer_killed_in_the_middle_fails_running_and_queued_jobs(harness: Harnes
     assert first.reason is not None
     assert harness.receiver.session in first.reason
     others = [harness.result() for _ in range(10)]
-    assert [result.key for result in others] == [key(number) for number in range(2, 12)]
+    assert [result.job.key for result in others] == [key(number) for number in range(2, 12)]
     assert not any(result.ok or result.late_writes for result in others)
     assert others[-1].reason is not None
     assert "refuses connections" in others[-1].reason
@@ -208,13 +212,13 @@ def test_peer_stopped_before_the_connection_fails_jobs_fast_and_works_when_it_co
     started = time.monotonic()
     harness = Harness(receiver)
     for number in range(5):
-        harness.sender.submit(SendJob(key(number), fill(4096, 8192)))
+        harness.submit(key(number), fill(4096, 8192))
     results = [harness.result() for _ in range(5)]
     assert time.monotonic() - started < 3.0  # a pre-flight of 1 s at start, and one for all five jobs
     assert not any(result.ok or result.late_writes or result.writes for result in results)
     assert all(result.reason and "does not answer" in result.reason for result in results)
     receiver.resume()
-    harness.sender.submit(SendJob(key(9), fill(4096, 8192)))
+    harness.submit(key(9), fill(4096, 8192))
     assert harness.result().ok
     assert (receiver.pool[4096:8192] == harness.source[:4096]).all()
     harness.close()
@@ -222,7 +226,7 @@ def test_peer_stopped_before_the_connection_fails_jobs_fast_and_works_when_it_co
 
 def test_peer_stopped_in_the_middle_never_receives_reused_source_memory(harness: Harness) -> None:
     pool = harness.receiver.pool
-    harness.sender.submit(SendJob(key(1), fill(4 * MIB, POOL_BYTES)))
+    harness.submit(key(1), fill(4 * MIB, POOL_BYTES))
     wait_until(lambda: pool[16 * MIB])
     harness.receiver.stop()
     stopped_at = time.monotonic()
@@ -240,7 +244,7 @@ def test_peer_stopped_in_the_middle_never_receives_reused_source_memory(harness:
     time.sleep(0.5)
     assert all(((part == unlike) | (part == original)).all() for part in parts)
     harness.source[: 4 * MIB] = original
-    harness.sender.submit(SendJob(key(2), fill(4 * MIB, 32 * MIB)))
+    harness.submit(key(2), fill(4 * MIB, 32 * MIB))
     assert harness.result().ok
     assert (pool[: 32 * MIB] == np.resize(original, 32 * MIB)).all()
 
@@ -259,25 +263,25 @@ def test_stop_of_this_process_within_a_check_is_not_a_stall_of_the_peer(
             harness.receiver.resume()
         return before
 
-    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
+    harness.submit(key(1), fill(4096, 8192))
     assert harness.result().ok, "it has connected"
     harness.receiver.stop()
     monkeypatch.setattr(SendEngine, "delivered_bytes", slow_delivered_bytes)
-    harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
+    harness.submit(key(2), fill(4096, 8192))
     result = harness.result()
     assert stopped.is_set(), "no check was delayed"
     assert (result.ok, result.reason, result.late_writes) == (True, None, False)
 
 
 def test_a_peer_restarted_elsewhere_works_with_a_new_sender(harness: Harness) -> None:
-    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
+    harness.submit(key(1), fill(4096, 8192))
     assert harness.result().ok
     harness.receiver.kill()
-    harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
+    harness.submit(key(2), fill(4096, 8192))
     assert not harness.result().ok
     with Receiver(POOL_BYTES) as replacement:
         other = Harness(replacement)
-        other.sender.submit(SendJob(key(3), fill(4 * MIB, 8 * MIB)))
+        other.submit(key(3), fill(4 * MIB, 8 * MIB))
         assert other.result().ok
         assert (replacement.pool[4 * MIB : 8 * MIB] == other.source[: 4 * MIB]).all()
         other.close()
@@ -285,46 +289,44 @@ def test_a_peer_restarted_elsewhere_works_with_a_new_sender(harness: Harness) ->
 
 def test_cancelling_stops_a_transfer_and_lets_the_next_one_through(harness: Harness) -> None:
     pool = harness.receiver.pool
-    assert not harness.sender.cancel(key(1))
-    harness.sender.submit(SendJob(key(1), fill(256 << 10, POOL_BYTES)))
-    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
-    harness.sender.submit(SendJob(key(2), copies([0], [0], [4096])))
+    harness.submit(key(1), fill(256 << 10, POOL_BYTES))
+    harness.submit(key(1), fill(4096, 8192))
+    harness.submit(key(2), copies([0], [0], [4096]))
     wait_until(lambda: pool[8 * MIB])
-    assert harness.sender.cancel(key(1))
+    harness.sender.cancel(key(1))
     first, second, third = harness.result(), harness.result(), harness.result()
-    assert (first.key, first.ok, first.cancelled, first.late_writes) == (key(1), False, True, False)
+    assert (first.job.key, first.ok, first.cancelled, first.late_writes) == (key(1), False, True, False)
     assert 0 < first.bytes_written < POOL_BYTES
-    assert (second.key, second.ok, second.cancelled, second.writes) == (key(1), False, True, 0)
-    assert (third.key, third.ok) == (key(2), True)
+    assert (second.job.key, second.ok, second.cancelled, second.writes) == (key(1), False, True, 0)
+    assert (third.job.key, third.ok) == (key(2), True)
     landed = np.count_nonzero(pool[4096:])
     assert landed == first.bytes_written - 4096, "a cancelled job reports exactly what it wrote"
     settled = pool.copy()
     harness.source[:] = 0
     time.sleep(0.2)
     assert (pool == settled).all(), "nothing is read from the source after the result"
-    assert not harness.sender.cancel(key(1))
 
 
 def test_closing_while_busy_reports_every_job_once(receiver: Receiver) -> None:
     harness = Harness(receiver)
     for number in range(6):
-        harness.sender.submit(SendJob(key(number), fill(256 << 10, POOL_BYTES)))
+        harness.submit(key(number), fill(256 << 10, POOL_BYTES))
     wait_until(lambda: receiver.pool[8 * MIB])
     started = time.monotonic()
     harness.sender.close()
     assert time.monotonic() - started < 1
     results = [harness.results.get_nowait() for _ in range(6)]
-    assert sorted(result.key.transfer_id for result in results) == list(range(6))
+    assert sorted(result.job.key.transfer_id for result in results) == list(range(6))
     assert not any(result.ok for result in results)
     assert all(result.cancelled and not result.late_writes for result in results)
     with pytest.raises(RuntimeError, match="closed"):
-        harness.sender.submit(SendJob(key(7), fill(4096, 8192)))
+        harness.submit(key(7), fill(4096, 8192))
     harness.close()
 
 
 def test_closing_with_a_hung_peer_is_bounded(receiver: Receiver) -> None:
     harness = Harness(receiver)
-    harness.sender.submit(SendJob(key(1), fill(4 * MIB, POOL_BYTES)))
+    harness.submit(key(1), fill(4 * MIB, POOL_BYTES))
     wait_until(lambda: receiver.pool[8 * MIB])
     receiver.stop()
     started = time.monotonic()
@@ -347,8 +349,8 @@ def test_an_exception_in_the_callback_does_not_end_the_thread(
             raise RuntimeError("boom")
 
     harness.sender._on_result = fail_once
-    harness.sender.submit(SendJob(key(1), fill(4096, 8192)))
-    harness.sender.submit(SendJob(key(2), fill(4096, 8192)))
+    harness.submit(key(1), fill(4096, 8192))
+    harness.submit(key(2), fill(4096, 8192))
     wait_until(lambda: len(seen) == 2)
     assert [result.ok for result in seen] == [True, True]
     assert "boom" in caplog.text
@@ -388,7 +390,7 @@ def slow(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 def test_slow_network_does_not_fail_the_job(slow: tuple[Harness, MooncakeProxy]) -> None:
     harness, _ = slow
     before = time.monotonic()
-    harness.sender.submit(SendJob(key(1), copies([0, 0], [0, 8 * MIB], [8 * MIB, 8 * MIB])))
+    harness.submit(key(1), copies([0, 0], [0, 8 * MIB], [8 * MIB, 8 * MIB]))
     wait_until(lambda: harness.receiver.pool[: 16 * MIB].any())
     worst_s = 0.0
     while harness.results.empty():
@@ -404,7 +406,7 @@ def test_slow_network_does_not_fail_the_job(slow: tuple[Harness, MooncakeProxy])
 
 def test_stalled_network_is_detected_after_slow_progress(slow: tuple[Harness, MooncakeProxy]) -> None:
     harness, proxy = slow
-    harness.sender.submit(SendJob(key(1), copies([0], [0], [8 * MIB])))
+    harness.submit(key(1), copies([0], [0], [8 * MIB]))
     wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())
     time.sleep(1.5)
     assert harness.results.empty()
@@ -420,11 +422,11 @@ def test_stalled_network_is_detected_after_slow_progress(slow: tuple[Harness, Mo
 @pytest.mark.parametrize("how", ["cancel", "close"])
 def test_cancelled_job_on_a_slow_network_ends_in_bounded_time(slow: tuple[Harness, MooncakeProxy], how: str) -> None:
     harness, _ = slow
-    harness.sender.submit(SendJob(key(1), fill(8 * MIB, 64 * MIB)))
+    harness.submit(key(1), fill(8 * MIB, 64 * MIB))
     wait_until(lambda: harness.receiver.pool[: 8 * MIB].any())
     before = time.monotonic()
     if how == "cancel":
-        assert harness.sender.cancel(key(1))
+        harness.sender.cancel(key(1))
     else:
         harness.sender.close()
     result = harness.result()

@@ -91,9 +91,10 @@ class StagedPair:
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, RING_BYTES, "uint8")
         target = Pool(row, process.base_address, RING_BYTES, "host")
+        self.pools = PoolPair(Region(self.buffer.data_ptr(), RING_BYTES), target)
         self.peer = PeerSender(
             [KvRoute("tcp", process.session)],
-            [PoolPair(Region(self.buffer.data_ptr(), RING_BYTES), target)],
+            [self.pools],
             window=4,
             on_result=self.results.put,
         )
@@ -128,7 +129,7 @@ class StagedPair:
                     heads=range(2),
                 )
                 run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
-                self.peer.submit(SendJob(part.key, run))
+                self.peer.submit(SendJob(part.key, run, self.pools))
                 self.writes.append(self.results.get(timeout=10))
                 assert self.writes[-1].ok, self.writes[-1].reason
                 self.sends.part_written(PartWritten(DECODE, part, ok=True), 0.0)

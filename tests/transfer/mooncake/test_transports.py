@@ -314,8 +314,8 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         local=LocalTransport("auto", "10.0.0.1", ("mlx5_0",)),
     )
     runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
-    sender.submit(SendJob(TransferKey(1, 0), runs))
-    sender.submit(SendJob(TransferKey(1, 0), runs, pools=second))
+    sender.submit(SendJob(TransferKey(1, 0), runs, first))
+    sender.submit(SendJob(TransferKey(1, 0), runs, second))
     assert results.get(timeout=5).ok
     assert results.get(timeout=5).ok
     sender.close()
@@ -326,9 +326,9 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
 def test_source_memory_that_cannot_be_registered_fails_the_job(engines: list[RecordingEngine]) -> None:
     results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
     RecordingEngine.registers = -1
-    pools = [PoolPair(Region(4096, 100), DEVICE)]
-    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], pools, window=4, on_result=results.put)
-    sender.submit(SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30]))))
+    pools = PoolPair(Region(4096, 100), DEVICE)
+    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], [pools], window=4, on_result=results.put)
+    sender.submit(SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30])), pools))
     result = results.get(timeout=5)
     sender.close()
     assert engines[0].written == []

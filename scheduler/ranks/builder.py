@@ -12,6 +12,7 @@ from ...configs.errors import StartupError
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...kernels.hisparse.slot_tables import table_bytes
+from ...kernels.staging.kv_stage import warm_up_kv_stage
 from ...memory.auto_settings import KvShare, auto_chunk_size, auto_kv_share, auto_running_requests
 from ...memory.device import free_memory_bytes
 from ...memory.hisparse.cache import HiSparseCache
@@ -26,7 +27,6 @@ from ...models.loading.catalog import ModelSource
 from ...models.loading.gguf_weights import keeps_blocks
 from ...models.runner import ModelRunner, resolve_dtype
 from ...models.sampling.sampler import TokenMasks
-from ...transfer.data.part_writer import warm_up_gather
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
 from ..messages.step import Draw, StepRow, tokens_of
 from .cache_size import STAGED_RANKS, hisparse_pages, plain_pages, staging_bytes
@@ -211,8 +211,8 @@ class RankBuilder:
         return staging_bytes(self._config, self._source.config, runner.kv_token_bytes)
 
     def _prepare_staging(self, runner: ModelRunner, cache: KvCache) -> None:
-        """Log the memory of staging, and compile the gather kernel of prefill; on decode the PartScatterer compiles its
-        own.
+        """Log the memory of staging, and compile the gather kernel of prefill: its PartWriters are created at pairing,
+        shortly before requests. On decode the PartScatterer compiles its own.
         """
         size = self._staging_bytes(runner)
         if not size:
@@ -233,7 +233,7 @@ class RankBuilder:
                 RING_TOKENS,
                 MAX_PART_BYTES // MIB,
             )
-            warm_up_gather(cache.pools[0].data)
+            warm_up_kv_stage(cache.pools[0].data)
 
     @property
     def _sharers(self) -> int:

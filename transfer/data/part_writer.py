@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...kernels.backends.streams import use_own_stream
-from ...kernels.staging.kv_stage import kv_gather, warm_up_kv_stage
+from ...kernels.staging.kv_stage import kv_gather
 from ..mooncake.sockets import Region
 from ..plan.copy_runs import CopyRuns
 from ..plan.ring import aligned
@@ -41,11 +41,6 @@ class PartJob(SendJob):
 def gather_bytes(part_bytes: int) -> int:
     """The size of StageBuffers for parts of at most `part_bytes`."""
     return BUFFERS * aligned(part_bytes)
-
-
-def warm_up_gather(pool: torch.Tensor) -> None:
-    """Compile the kernel of PartWriter at start: a PartWriter is created at pairing, shortly before requests."""
-    warm_up_kv_stage(pool)
 
 
 class StageBuffers:

@@ -11,7 +11,7 @@ from ...configs.errors import StartupError
 from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine
 from ..mooncake.library import Transport
 from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
-from ..mooncake.transports import KvRoute, LocalTransport, remedy
+from ..mooncake.transports import REMEDIES, KvRoute, LocalTransport
 from ..protocol.messages import Pool
 from .probe import probe
 
@@ -118,7 +118,7 @@ class RoutedEngine:
                 self.transport,
                 route.transport,
                 reason,
-                remedy(route.transport),
+                REMEDIES.get(route.transport, ""),
             )
 
     def close(self) -> None:

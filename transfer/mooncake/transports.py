@@ -27,11 +27,12 @@ from .sockets import Region
 log = logging.getLogger(__name__)
 
 
-_REMEDIES: dict[Transport, str] = {
+REMEDIES: dict[Transport, str] = {
     "nvlink": "CUDA IPC needs both servers in one PID namespace (containers: pid: host and ipc: host) and each other's "
     "GPUs visible (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
     "rdma": "check that the HCAs reach each other (ib_device, ib_gid_index) and, for KV on GPUs, nvidia-peermem",
 }
+"""What to check if a transport does not work."""
 
 
 class KvRoute(NamedTuple):
@@ -124,11 +125,6 @@ def possible_routes(local: LocalTransport, destination: Rank, pool: Pool, *, on_
     if local.setting in ("auto", "tcp") or not routes:
         routes.append(KvRoute("tcp", destination.session))
     return tuple(routes)
-
-
-def remedy(transport: Transport) -> str:
-    """What to check if this transport does not work."""
-    return _REMEDIES.get(transport, "")
 
 
 def describe_transport_mismatch(setting: TransportSetting, prefill: Rank, decode: Rank) -> str | None:

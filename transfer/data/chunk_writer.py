@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 
 from ...configs.schema import PrefillConfig
@@ -27,7 +26,7 @@ from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
 from ..mooncake.transports import KvRoute, drop_unusable_rdma, possible_routes, resolve_transport
 from ..plan.copy_regions import CopyRegion
-from ..plan.copy_runs import CopyRuns, expand_runs, expand_token_runs
+from ..plan.copy_runs import NO_RUNS, CopyRuns, expand_runs, expand_token_runs
 from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
 from ..protocol.checksum import add_sums, block_sum
 from ..protocol.messages import Hello, InstanceId, KvPath, TransferKey, Welcome
@@ -39,7 +38,6 @@ from .sender import PeerSender, SendJob, SendResult
 
 log = logging.getLogger(__name__)
 
-NO_RUNS: Final = CopyRuns(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
 MIB: Final = 1 << 20
 GONE: Final = "the decode server is gone"
 SLOW_KV_S: Final = 30.0

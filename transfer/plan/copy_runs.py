@@ -188,7 +188,7 @@ class _Cells:
 def _copies(cells: _Cells, segments: _Segments, whole: Bools) -> CopyRuns:
     """Convert segments to copies; `whole` marks those that are copied as whole pages (equal page sizes only)."""
     if not (len(cells.layers) and len(cells.heads)):
-        return CopyRuns(_EMPTY, _EMPTY, _EMPTY)
+        return NO_RUNS
     pages = _copy_pages(cells, segments.select(whole))
     rows = _copy_rows(cells, segments.select(~whole))
     return _merge(*(np.concatenate(columns) for columns in zip(pages, rows, strict=True)))
@@ -278,3 +278,4 @@ def _indices(name: str, values: ArrayLike, needed: int) -> Int64s:
 
 
 _EMPTY: Int64s = np.empty(0, dtype=np.int64)
+NO_RUNS = CopyRuns(_EMPTY, _EMPTY, _EMPTY)

@@ -422,6 +422,6 @@ class DecodeControl(PeerControl[_Connection, Welcome]):
                 detail=self._reachability.reason(endpoint.name) or endpoint.detail,
             )
             if endpoint.connection is None
-            else endpoint.connection.snapshot(endpoint.name)
+            else endpoint.connection.snapshot()
             for endpoint in self._endpoints.values()
         ]

@@ -227,4 +227,4 @@ class PrefillControl(PeerControl[_Route, Hello]):
         self._noise.warning("a connection to the control port was closed: %s", reason)
 
     def _take_snapshot(self) -> list[PeerSnapshot]:
-        return [route.snapshot(route.name) for route in self._routes.values()]
+        return [route.snapshot() for route in self._routes.values()]

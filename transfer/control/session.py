@@ -77,10 +77,10 @@ class Session:
     def __str__(self) -> str:
         return self.name if self.instance is None else f"{self.name} ({self.instance})"
 
-    def snapshot(self, endpoint: str) -> PeerSnapshot:
+    def snapshot(self) -> PeerSnapshot:
         """The session for /server_info."""
         return PeerSnapshot(
-            endpoint=endpoint,
+            endpoint=self.name,
             state=_PUBLIC_STATES[self.state],
             instance=self.instance,
             detail=self.detail,

@@ -9,7 +9,7 @@ import math
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from .events import PeerSnapshot, describe_absence
 
@@ -98,7 +98,7 @@ class Reachability:
 
     def report(self, peers: Sequence[PeerSnapshot], now: float) -> dict[str, str] | None:
         """Log the reasons while no peer is paired. Returns all reasons if one has changed."""
-        reasons = absence_reasons(peers)
+        reasons = {peer.endpoint: peer.detail for peer in peers if peer.state != "paired" and peer.detail is not None}
         if any(peer.state == "paired" for peer in peers):
             self._absent_since, self._log_at = None, -math.inf
         elif reasons:
@@ -121,8 +121,3 @@ class Reachability:
                 self._reasons.pop(endpoint, None)
             else:
                 self._reasons[endpoint] = reason
-
-
-def absence_reasons(peers: Iterable[PeerSnapshot]) -> dict[str, str]:
-    """The reason for each endpoint without a paired server."""
-    return {peer.endpoint: peer.detail for peer in peers if peer.state != "paired" and peer.detail is not None}

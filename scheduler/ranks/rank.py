@@ -123,9 +123,9 @@ class RankEngine:
             on_done=lambda copy, seconds: report(CopyDone(rank, copy, seconds)),
             on_failed=lambda reason: report(RankFailed(rank, reason)),
         )
-        self._pools = [LocalPool(pool, layout_of(pool), pool.data) for pool in self._executor.cache.pools]
+        self._pools = [LocalPool(pool, layout_of(pool)) for pool in self._executor.cache.pools]
         shard = self._parallel.shard.attention
-        self._store = open_store(config, source.config, shard, rank, self._executor.cache, report)
+        self._store = open_store(config, source.config, shard, rank, self._pools, self._device, report)
         self._writes: PrefillTransfers | None = None
         self._arrivals: DecodeTransfers | None = None
         match config:

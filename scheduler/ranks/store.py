@@ -15,16 +15,16 @@ import torch
 
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
-from ...memory.kv_pool import KvCache
 from ...models.config.model import ModelConfig
 from ...models.config.sharding import Shard
+from ...transfer.data.local_pool import LocalPool
+from ...transfer.protocol.layout import KvLayout
 from ...transfer.store.agent import CORRUPT, FOUND, Item
 from ...transfer.store.blocks import BLOCK_TOKENS, PoolShard, read_plans
 from ...transfer.store.channel import MOST_ITEMS, AgentChannel, Channel, NoReplyError
 from ...transfer.store.client import StoreError
-from ...transfer.store.staged_cells import StagedCells, StorePool
+from ...transfer.store.staged_cells import StagedCells
 from ..messages.ranks import RankReport, StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
-from .transfers.announcement import layout_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RankStore:
     def __init__(
         self,
         rank: int,
-        pools: Sequence[StorePool],
+        pools: Sequence[LocalPool],
         shards: Sequence[PoolShard],
         device: torch.device,
         *,
@@ -280,29 +280,29 @@ def open_store(
     model: ModelConfig,
     shard: Shard,
     rank: int,
-    cache: KvCache,
+    pools: Sequence[LocalPool],
+    device: torch.device,
     report: Callable[[RankReport], None],
 ) -> RankStore | None:
     """The store of a rank; None if none is configured."""
     url = config.kv_store
     if url is None:
         return None
-    pools = [StorePool(pool, layout_of(pool)) for pool in cache.pools]
-    shards = [pool_shard(pool, model, shard) for pool in pools]
+    shards = [pool_shard(pool.layout, model, shard) for pool in pools]
     return RankStore(
         rank,
         pools,
         shards,
-        cache.device,
+        device,
         report=report,
         open_channel=lambda size_bytes: AgentChannel(url, config.public_host, size_bytes),
         loads=isinstance(config, PrefillConfig) or config.local_prefill != "never",
     )
 
 
-def pool_shard(pool: StorePool, model: ModelConfig, shard: Shard) -> PoolShard:
+def pool_shard(layout: KvLayout, model: ModelConfig, shard: Shard) -> PoolShard:
     """How a pool of a rank is cut into cells, and whether this rank writes them."""
-    heads = model.num_kv_heads if "k" in pool.layout.kind else 1
+    heads = model.num_kv_heads if "k" in layout.kind else 1
     replicas = max(1, shard.tp_size // heads)
     dsa = model.dsa
 
@@ -312,7 +312,7 @@ def pool_shard(pool: StorePool, model: ModelConfig, shard: Shard) -> PoolShard:
         of_stages = [Shard(stage=stage, stages=stages) for stage in range(stages)]
         if dsa is None:
             return [of.layers(model.num_layers) for of in of_stages]
-        indexer = "indexer" in pool.layout.kind
+        indexer = "indexer" in layout.kind
         return [dsa.stage_indexers(of) if indexer else dsa.stage_layers(of) for of in of_stages]
 
-    return PoolShard(pool.layout, stage_layers, writes=shard.tp_rank % replicas == 0)
+    return PoolShard(layout, stage_layers, writes=shard.tp_rank % replicas == 0)

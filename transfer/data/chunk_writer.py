@@ -332,11 +332,14 @@ class ChunkWriter:
         writers: dict[int, PartWriter] = {}
         try:
             for plan in plans:
-                rank, data = plan.region.destination, plan.source.data
+                rank, source = plan.region.destination, plan.source
                 if plan.staged and rank not in writers:
-                    assert data is not None, "_make_buffers() has checked it"
                     writers[rank] = PartWriter(
-                        data, plan.source.layout, buffers[rank], senders[plan.routes], on_written=self._on_part_written
+                        source.memory.data,
+                        source.layout,
+                        buffers[rank],
+                        senders[plan.routes],
+                        on_written=self._on_part_written,
                     )
         except BaseException:
             for writer in writers.values():
@@ -376,9 +379,8 @@ class ChunkWriter:
             largest[one.region.destination] = max(one, other, key=lambda each: each.part_bytes)
         if not largest:
             return {}
-        data = self._pools[STAGED_KIND].data
-        assert data is not None, "the pool of staged KV has no tensor"
-        buffers = {rank: StageBuffers(one.part_bytes, one.ring, data.device) for rank, one in largest.items()}
+        device = self._pools[STAGED_KIND].memory.data.device
+        buffers = {rank: StageBuffers(one.part_bytes, one.ring, device) for rank, one in largest.items()}
         total = sum(len(buffer.data) for buffer in buffers.values())
         log.info("rank %d stages KV for decode ranks %s: %.1f MiB of buffers", self._rank, [*buffers], total / MIB)
         return buffers

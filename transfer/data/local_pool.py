@@ -32,15 +32,17 @@ class KvMemory(RegisteredMemory, Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def data(self) -> torch.Tensor:
+        """`[page, layer, plane, head, token, dim]`, if the pool can be staged."""
+
     def read_tokens(self, pages: Sequence[int], start: int, end: int) -> list[torch.Tensor]: ...
+
+    def write_tokens(self, pages: Sequence[int], start: int, planes: Sequence[torch.Tensor]) -> None: ...
 
 
 class LocalPool(NamedTuple):
-    """A pool of this rank: its memory and its layout.
-
-    `data` is the pool as `[page, layer, plane, head, token, dim]`; only staging needs it.
-    """
+    """A pool of this rank: its memory and its layout."""
 
     memory: KvMemory
     layout: KvLayout
-    data: torch.Tensor | None = None

@@ -2,29 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
-from ..protocol.layout import KvLayout
+from ..data.local_pool import LocalPool
 from .agent import Item
 from .blocks import BLOCK_TOKENS, Cell, CellKind, ReadPlan
 from .codec import HEADER_BYTES, slot_bytes
-
-
-class TokenMemory(Protocol):
-    """A KV pool (`memory/kv_pool.py`): rows by page and token."""
-
-    def read_tokens(self, pages: Sequence[int], start: int, end: int) -> list[torch.Tensor]: ...
-
-    def write_tokens(self, pages: Sequence[int], start: int, planes: Sequence[torch.Tensor]) -> None: ...
-
-
-class StorePool(NamedTuple):
-    """A pool of this rank, as the store uses it."""
-
-    memory: TokenMemory
-    layout: KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +42,7 @@ def _groups(plan: ReadPlan) -> list[_Group]:
 class StagedCells:
     """The cells of a plan in staging memory: block i of a batch has its slots at the same place in every batch."""
 
-    def __init__(self, pools: Sequence[StorePool], plan: ReadPlan, memory: torch.Tensor) -> None:
+    def __init__(self, pools: Sequence[LocalPool], plan: ReadPlan, memory: torch.Tensor) -> None:
         self._pools = pools
         self._memory = memory
         self._groups = _groups(plan)

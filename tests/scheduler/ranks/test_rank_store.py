@@ -14,8 +14,8 @@ from pdserve.models.config.sharding import Shard
 from pdserve.scheduler.messages.ranks import RankReport, StoreLoad, StoreLoaded, StorePing, StoreWrite, StoreWritten
 from pdserve.scheduler.ranks.store import RankStore
 from pdserve.scheduler.ranks.transfers.announcement import layout_of
+from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.store.blocks import BLOCK_TOKENS, PoolShard
-from pdserve.transfer.store.staged_cells import StorePool
 from tests.transfer.store.fake_store import FakeChannel, FakeStore
 
 LAYERS, HEADS, BLOCKS = 6, 4, 5
@@ -75,7 +75,7 @@ class Rank:
             self.channels.append(FakeChannel(store, min(size_bytes, 2 * LAYERS * HEADS * BLOCK_TOKENS * 200)))
             return self.channels[-1]
 
-        pools = [StorePool(pool, layout_of(pool)) for pool in self.pools]
+        pools = [LocalPool(pool, layout_of(pool)) for pool in self.pools]
         shards = [PoolShard(pool.layout, stage_layers, writes=writes) for pool in pools]
         self.store = RankStore(0, pools, shards, CPU, report=self.reports.put, open_channel=open_channel)
 

@@ -59,7 +59,7 @@ class StagedRank:
         self.parts: queue.SimpleQueue[PartWritten] = queue.SimpleQueue()
         self.writer = ChunkWriter(
             1,
-            [LocalPool(self.source, HALF, self.source.data)],
+            [LocalPool(self.source, HALF)],
             PrefillConfig(),
             local_rank=0,
             on_written=self.chunks.put,

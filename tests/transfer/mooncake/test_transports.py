@@ -58,13 +58,13 @@ class Memory:
     """A pool of bytes, declared to be on a GPU or not."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
-        self.data = np.zeros(LAYOUT.size_bytes + PROBE_BYTES, dtype=np.uint8)
-        self.probe = torch.from_numpy(self.data[LAYOUT.size_bytes :])
+        self.data = torch.zeros(LAYOUT.size_bytes + PROBE_BYTES, dtype=torch.uint8)
+        self.probe = self.data[LAYOUT.size_bytes :]
         self.on_gpu = on_gpu
 
     @property
     def base_address(self) -> int:
-        return int(self.data.ctypes.data)
+        return self.data.data_ptr()
 
     @property
     def size_bytes(self) -> int:
@@ -72,9 +72,12 @@ class Memory:
 
     @property
     def registered_bytes(self) -> int:
-        return self.data.nbytes
+        return len(self.data)
 
     def read_tokens(self, pages: object, start: int, end: int) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def write_tokens(self, pages: object, start: int, planes: object) -> None:
         raise NotImplementedError
 
 

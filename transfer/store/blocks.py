@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..protocol.layout import KvLayout
+from ..protocol.layout import KvLayout, Plane
 
 BLOCK_TOKENS = 32
 """Tokens of a block. A cell of a typical model is then about 0.5 MiB, which the store moves at its full rate."""
@@ -24,20 +24,15 @@ USUAL_STAGES = (1, 2, 3, 4, 8)
 class CellKind:
     """The pool of a cell: what a row is. Cells of two servers correspond if these are equal."""
 
-    planes: tuple[tuple[str, int], ...]
-    """Name and bytes of a token in one head, by plane."""
+    planes: tuple[Plane, ...]
     dtype: str
 
-    @staticmethod
-    def of(layout: KvLayout) -> "CellKind":
-        return CellKind(tuple((plane.name, plane.token_bytes) for plane in layout.planes), layout.dtype)
-
     def __str__(self) -> str:
-        return "+".join(f"{name}:{size}" for name, size in self.planes) + f".{self.dtype}"
+        return "+".join(f"{plane.name}:{plane.token_bytes}" for plane in self.planes) + f".{self.dtype}"
 
     def size_bytes(self, layers: range) -> int:
         """Bytes of a cell with these layers."""
-        return len(layers) * BLOCK_TOKENS * sum(size for _, size in self.planes)
+        return len(layers) * BLOCK_TOKENS * sum(plane.token_bytes for plane in self.planes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +64,13 @@ class PoolShard:
     writes: bool = True
 
     @property
+    def kind(self) -> CellKind:
+        return CellKind(self.layout.planes, self.layout.dtype)
+
+    @property
     def cells(self) -> list[Cell]:
         """The cells that this rank writes."""
-        kind = CellKind.of(self.layout)
-        return [Cell(kind, self.layout.layers, head) for head in self.layout.heads]
+        return [Cell(self.kind, self.layout.layers, head) for head in self.layout.heads]
 
 
 ReadPlan = tuple[tuple[int, Cell], ...]
@@ -90,8 +88,8 @@ def read_plans(pools: Sequence[PoolShard]) -> list[ReadPlan]:
 
 
 def _cells(index: int, pool: PoolShard, stages: int) -> Iterator[tuple[int, Cell]]:
-    kind, own = CellKind.of(pool.layout), pool.layout.layers
+    own = pool.layout.layers
     for head in pool.layout.heads:
         for layers in pool.stage_layers(stages):
             if layers.start < own.stop and own.start < layers.stop:
-                yield index, Cell(kind, layers, head)
+                yield index, Cell(pool.kind, layers, head)

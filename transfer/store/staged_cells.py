@@ -116,7 +116,7 @@ class StagedCells:
     def _planes(self, group: _Group, at: int, count: int) -> list[torch.Tensor]:
         """A view `[block, head, layer, token, byte]` of each plane of a group."""
         views, offset = [], at + HEADER_BYTES
-        for _, size in group.kind.planes:
+        for size in (plane.token_bytes for plane in group.kind.planes):
             shape = (count, len(group.heads), len(group.layers), BLOCK_TOKENS, size)
             strides = (group.block_bytes, group.slot_bytes, BLOCK_TOKENS * size, size, 1)
             views.append(self._memory.as_strided(shape, strides, offset))

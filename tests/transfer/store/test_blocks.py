@@ -24,15 +24,15 @@ def test_key_does_not_depend_on_page_size_or_tensor_parallelism() -> None:
 
 
 def test_key_depends_on_block_planes_dtype_layers_and_head() -> None:
-    kind = CellKind((("k", 8), ("v", 8)), "float32")
+    kind = CellKind((Plane("k", 8), Plane("v", 8)), "float32")
     keys = {
         Cell(kind, range(6), 0).key(b"\1"),
         Cell(kind, range(6), 0).key(b"\2"),
         Cell(kind, range(6), 1).key(b"\1"),
         Cell(kind, range(3), 0).key(b"\1"),
-        Cell(CellKind((("k", 8), ("v", 8)), "bfloat16"), range(6), 0).key(b"\1"),
-        Cell(CellKind((("k", 16), ("v", 16)), "float32"), range(6), 0).key(b"\1"),
-        Cell(CellKind((("latent", 16),), "float32"), range(6), 0).key(b"\1"),
+        Cell(CellKind((Plane("k", 8), Plane("v", 8)), "bfloat16"), range(6), 0).key(b"\1"),
+        Cell(CellKind((Plane("k", 16), Plane("v", 16)), "float32"), range(6), 0).key(b"\1"),
+        Cell(CellKind((Plane("latent", 16),), "float32"), range(6), 0).key(b"\1"),
     }
     assert len(keys) == 7
 

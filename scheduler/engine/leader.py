@@ -181,8 +181,7 @@ class Leader:
         return self._peer_infos[engine :: self._config.dp_size]
 
     def _rank_group(self, engine: int) -> RankGroup:
-        dp_size = self._config.dp_size
-        return RankGroup(self._ranks, range(engine, self._config.world_size, dp_size), all_ranks=dp_size == 1)
+        return RankGroup(self._ranks, range(engine, self._config.world_size, self._config.dp_size))
 
     def _serve_decode(self, config: DecodeConfig) -> None:
         limits = DecodeLimits.of(

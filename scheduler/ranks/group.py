@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
@@ -148,10 +148,9 @@ class RankGroup:
     the same page ids.
     """
 
-    def __init__(self, ranks: Ranks, numbers: Sequence[int], *, all_ranks: bool) -> None:
+    def __init__(self, ranks: Ranks, numbers: Iterable[int]) -> None:
         self._ranks = ranks
-        self._to = None if all_ranks else tuple(numbers)
-        self.numbers = numbers
+        self.numbers = tuple(numbers)
 
     @property
     def size(self) -> int:
@@ -159,7 +158,7 @@ class RankGroup:
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
         """Send a command to all ranks of this scheduler. Commands that name a rank go to that rank only."""
-        self._ranks.tell(command, self._to)
+        self._ranks.tell(command, self.numbers)
 
 
 class _LocalRank:

@@ -87,7 +87,7 @@ class JointServer:
         engines = [
             DecodeEngine(
                 scheduler,
-                RankGroup(ranks, [number], all_ranks=False),
+                RankGroup(ranks, [number]),
                 control=Mock(),
                 hello=Mock(),
                 verify_kv=False,

@@ -150,11 +150,11 @@ def test_steps_of_data_parallel_ranks_reach_only_their_rank(connect: Connect) ->
     hub.wait(2)
     ranks: Any = SimpleNamespace(tell=lambda command, to: hub.hub.tell(command, to))
     for number in (1, 2):
-        RankGroup(ranks, [number], all_ranks=False).tell(RunStep(number, (row,)))
+        RankGroup(ranks, [number]).tell(RunStep(number, (row,)))
     for number, socket in sockets.items():
         step = next_step(socket)
         assert (step.command_id, step.rows[0].kept, step.rows[0].new_pages) == (number, 0, pages)
-    RankGroup(ranks, [0, 1], all_ranks=False).tell(StopRank())
+    RankGroup(ranks, [0, 1]).tell(StopRank())
     while (command := sockets[1].recv()) != msgspec.msgpack.encode(StopRank()):
         assert b"LeaderAlive" in command
     while sockets[2].poll(100):

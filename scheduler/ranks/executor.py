@@ -51,10 +51,6 @@ class PendingStep:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._done.record(torch.cuda.current_stream(self._device))
 
-    @property
-    def sampled(self) -> bool:
-        return self._sample is None
-
     def sample(self) -> None:
         """Sample the tokens, if that has not happened. `finish` raises its error."""
         sample, self._sample = self._sample, None

@@ -321,7 +321,7 @@ class RankEngine:
         The device may still be computing the logits.
         """
         following = next((pending for pending in self._pending if pending.is_step), None)
-        if following is not None and not following.step.sampled:
+        if following is not None:
             following.step.sample()
 
     def _step_failed(self, command_id: int, error: Exception) -> None:

@@ -117,9 +117,10 @@ class RankEngine:
         self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._parallel.check()
+        retract_gib = config.retract_memory_gib if isinstance(config, DecodeConfig) else 0
         self._mover = PageMover(
             self._executor.cache,
-            PageStore.allocate(self._executor.cache, _retract_bytes(config)),
+            PageStore.allocate(self._executor.cache, int(retract_gib * GIB)),
             on_done=lambda copy, seconds: report(CopyDone(rank, copy, seconds)),
             on_failed=lambda reason: report(RankFailed(rank, reason)),
         )
@@ -395,10 +396,6 @@ class RankEngine:
             hot_pages=hot.hot.num_pages if hot is not None else None,
             hot_rows=hot.tables.hot_rows if hot is not None else None,
         )
-
-
-def _retract_bytes(config: AnyServerConfig) -> int:
-    return int(config.retract_memory_gib * GIB) if isinstance(config, DecodeConfig) else 0
 
 
 def next_command(

@@ -322,10 +322,10 @@ class DecodeScheduler:
 
     def copy_done(self, number: int, seconds: float, now: float) -> None:
         """All ranks have completed a background copy, which took `seconds`. Its owner may have ended meanwhile."""
-        copy = self.memory.copies.numbered(number)
+        copy = self.memory.copies.end(number)
         if copy.tokens and copy.grant is not None:
             self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
-        self.memory.copy_done(number)
+        self.memory.release_copy(copy)
         if copy.kind == "save":
             self.rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner

@@ -68,9 +68,6 @@ class BackgroundCopies:
         self._in_flight[copy.number] = self._of_owner[owner] = copy
         return copy
 
-    def numbered(self, number: int) -> Copy:
-        return self._in_flight[number]
-
     def of(self, owner: CopyOwner) -> Copy | None:
         """The copy of this owner that is in flight."""
         return self._of_owner.get(owner)

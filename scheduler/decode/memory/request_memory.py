@@ -235,9 +235,8 @@ class RequestMemory:
         """Drop the saved KV of a request."""
         self._outbox.append(DropPages(request.rid))
 
-    def copy_done(self, number: int) -> Copy:
-        """All ranks have made a copy: release what it held."""
-        copy = self.copies.end(number)
+    def release_copy(self, copy: Copy) -> None:
+        """Release what a copy held that has ended."""
         if copy.grant is not None:
             self._commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
@@ -253,7 +252,6 @@ class RequestMemory:
                     buffer = self.hot.of(owner.key.transfer_id) if not owner.given_up else None
             if buffer is not None:
                 buffer.loading = buffer.unsaved = False
-        return copy
 
     def close_hot(self, request: Request) -> None:
         """Release its hot buffer, if it has one. Its KV stays in its pages."""

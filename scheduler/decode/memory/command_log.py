@@ -16,18 +16,14 @@ class CommandLog:
 
     def __init__(self, pages: PageAllocator[KvPage]) -> None:
         self._pages = pages
-        self._issued = 0
+        self.issued = 0
+        """The `command_id` of the last command that was sent."""
         self._completed = 0
         self._pending: collections.deque[tuple[int, PageGrant[KvPage]]] = collections.deque()
 
     def __len__(self) -> int:
         """Commands in flight."""
-        return self._issued - self._completed
-
-    @property
-    def issued(self) -> int:
-        """The `command_id` of the last command that was sent."""
-        return self._issued
+        return self.issued - self._completed
 
     def is_done(self, command_id: int) -> bool:
         """Whether all ranks have completed this command."""
@@ -40,19 +36,19 @@ class CommandLog:
 
     def next_id(self) -> int:
         """The `command_id` of a command that is about to be sent."""
-        self._issued += 1
-        return self._issued
+        self.issued += 1
+        return self.issued
 
     def completed(self, command_id: int) -> None:
         """All ranks have completed this command, and so every earlier one, reported or not."""
-        assert command_id <= self._issued, f"command {command_id} is done, but only {self._issued} were sent"
+        assert command_id <= self.issued, f"command {command_id} is done, but only {self.issued} were sent"
         self._completed = max(self._completed, command_id)
         while self._pending and self._pending[0][0] <= self._completed:
             self._pages.release(self._pending.popleft()[1])
 
     def release(self, grant: PageGrant[KvPage]) -> None:
         """Release a grant when all commands sent so far are done."""
-        if self._issued > self._completed:
-            self._pending.append((self._issued, grant))
+        if self.issued > self._completed:
+            self._pending.append((self.issued, grant))
         else:
             self._pages.release(grant)

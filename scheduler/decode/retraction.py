@@ -30,9 +30,6 @@ class Retractions:
         self._dispatcher = dispatcher
         self.queue = WaitingQueue()
 
-    def __len__(self) -> int:
-        return len(self.queue)
-
     # -- retract -----------------------------------------------------------------------------------------------
 
     def make_room(self, request: Request, now: float) -> bool:

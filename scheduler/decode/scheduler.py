@@ -384,7 +384,7 @@ class DecodeScheduler:
             "quarantined_pages": self.dispatcher.remote.quarantine.pages,
             "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
             "cached_pages": len(self.cache),
-            "saved_requests": len(self.retracted),
+            "saved_requests": len(self.retracted.queue),
             **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 

@@ -105,7 +105,7 @@ class ChunkQueue(Generic[T]):
             self._owed = min(budget, self._owed + budget // 2)
             kept = self._slice(first, first.scheduled, self._owed) - first.scheduled
             leading = [prompt for prompt in self._queue if prompt.priority == first.priority]
-            shortest_first = sorted(leading, key=_left)
+            shortest_first = sorted(leading, key=lambda prompt: prompt.prompt_tokens - prompt.scheduled)
             budget = kept + self._fill(ends, shortest_first, budget - kept)
             if any(end == prompt.prompt_tokens for prompt, end in ends.items() if prompt is not first):
                 budget -= kept - self._fill(ends, [first], kept)
@@ -134,8 +134,3 @@ class ChunkQueue(Generic[T]):
         """
         end = min(prompt.prompt_tokens, start + tokens)
         return end if end == prompt.prompt_tokens else max(start, end - end % self._page_size)
-
-
-def _left(prompt: Chunked) -> int:
-    """Tokens that are in no step yet."""
-    return prompt.prompt_tokens - prompt.scheduled

@@ -1,6 +1,7 @@
 """The state of an engine loop for other threads: the metrics of all its schedulers together, and of each one."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -86,9 +87,5 @@ def _gauges(scheduler: DecodeScheduler | PrefillScheduler) -> dict[str, float]:
 
 
 def _total(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
-    first, *others = parts
-    total = dict(first)
-    for part in others:
-        for name, value in part.items():
-            total[name] = total[name] + value if name in total else value
-    return total
+    names = dict.fromkeys(itertools.chain.from_iterable(parts))
+    return {name: sum(part[name] for part in parts if name in part) for name in names}

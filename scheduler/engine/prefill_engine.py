@@ -26,7 +26,7 @@ from ...transfer.protocol.messages import (
 )
 from ...transfer.protocol.wire import NO_INTS, IntArray, WireError
 from ..messages.ranks import ChunkReport, ClosePeer, GrammarReady, OpenPeer, PartReport, PeerRoutes, RunStep
-from ..prefill.request import PageSpace
+from ..prefill.request import PageSpace, PrefillRequest
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
 from .engine import Engine
@@ -122,15 +122,11 @@ class PrefillEngine(Engine[PrefillScheduler]):
         if problem is None:
             # older peers send fewer arrays, newer ones may send more
             hot_indices, trace = (array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2])
-            self.scheduler.receive(
-                event.instance,
-                message,
-                prompt.tolist(),
-                indices.tolist(),
-                now,
-                hot_indices,
-                traceparent=unpack_text(trace) or None,
+            traceparent = unpack_text(trace) or None
+            request = PrefillRequest(
+                event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices, traceparent
             )
+            self.scheduler.receive(request, now)
         else:
             failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
             self._control.send(event.instance, failed)

@@ -60,6 +60,7 @@ class PrefillRequest:
         self.hot_indices = hot_indices or []
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
         self.traceparent = traceparent
+        """None unless it is traced."""
         self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)

@@ -24,7 +24,6 @@ from ...transfer.protocol.messages import (
     AbortAck,
     ChunkArrived,
     InstanceId,
-    KvDestination,
     Load,
     StageFree,
     StageGrant,
@@ -113,20 +112,8 @@ class PrefillScheduler:
         """The connection to a lost decode server is closed."""
         self.staging.peer_closed(instance)
 
-    def receive(
-        self,
-        instance: InstanceId,
-        destination: KvDestination,
-        prompt: Sequence[int],
-        indices: list[int],
-        now: float,
-        hot_indices: list[int] | None = None,
-        traceparent: str | None = None,
-    ) -> None:
-        """Queue a request, or refuse it at once. `hot_indices` are in the hot pool of a HiSparse server. `traceparent`
-        is None unless the request is traced.
-        """
-        request = PrefillRequest(instance, destination, prompt, indices, now, hot_indices, traceparent)
+    def receive(self, request: PrefillRequest, now: float) -> None:
+        """Queue a new request, or refuse it at once."""
         if request.ref in self.requests:
             self.counters["stale_messages"] += 1
             return
@@ -138,7 +125,7 @@ class PrefillScheduler:
             self._transfers.reply(request, refusal)
             return
         self.counters["requests"] += 1
-        request.path = self._transfers.spaces[instance].path(destination)
+        request.path = self._transfers.spaces[request.instance].path(request.destination)
         self.requests[request.ref] = request
         self._expire_at = min(self._expire_at, request.deadline)
         self._waiting.push(request)

@@ -34,7 +34,7 @@ from ..messages.frontend import Failed, Finished, Submit, Tokens
 from ..messages.ranks import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
 from ..messages.step import StepResult
 from ..prefill.limits import PrefillLimits
-from ..prefill.request import PageSpace, PrefillStep
+from ..prefill.request import PageSpace, PrefillRequest, PrefillStep
 from ..prefill.scheduler import PrefillScheduler
 from .clock import Clock, Cores, Event
 from .step_times import StepTimes
@@ -320,7 +320,9 @@ class Cluster:
         match effect.message:
             case KvDestination() as destination:
                 prompt, indices, *_ = effect.arrays
-                target.scheduler.receive(source.instance, destination, prompt, list(indices), self._clock.now)
+                now = self._clock.now
+                request = PrefillRequest(source.instance, destination, prompt, list(indices), now)
+                target.scheduler.receive(request, now)
             case Abort() as abort:
                 target.scheduler.abort(source.instance, abort, self._clock.now)
             case other:

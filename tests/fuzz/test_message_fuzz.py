@@ -28,7 +28,7 @@ from pdserve.scheduler.messages.ranks import (
     SentStep,
 )
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.ranks.page_tables import KnownTables, SentTables, UnknownPagesError
 from pdserve.transfer.plan.page_sizes import describe_page_sizes
@@ -101,7 +101,7 @@ def test_destination_is_refused_or_has_valid_pages() -> None:
             return
         arrays = [_int32(prompt), _int32(indices)]
         prefill = prefill_server()
-        prefill.receive(DECODE, message, arrays[0], arrays[1], 0.0, [])
+        prefill.receive(PrefillRequest(DECODE, message, arrays[0], arrays[1], 0.0, []), 0.0)
         prefill.advance(0.0)
         effects = prefill.take_effects()
         refused = [

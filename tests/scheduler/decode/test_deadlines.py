@@ -8,7 +8,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Submit
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import DEADLINE_GRACE_S, PageSpace
+from pdserve.scheduler.prefill.request import DEADLINE_GRACE_S, PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.protocol.messages import KvDestination, TransferFailed, TransferKey
 from tests.scheduler.simulation.simulator import DECODE, ENDPOINTS, Simulator
@@ -171,7 +171,7 @@ def ask(scheduler: PrefillScheduler, number: int, timeout_s: float, now: float) 
         prefix_tokens=0,
         room=number,
     )
-    scheduler.receive(DECODE, wanted, range(6), [0, 1], now)
+    scheduler.receive(PrefillRequest(DECODE, wanted, range(6), [0, 1], now), now)
 
 
 def test_prefill_requests_expire_in_order_of_their_deadlines() -> None:

@@ -19,7 +19,7 @@ from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.ranks import OpenHot
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from tests.scheduler.simulation.simulator import NO_UNITS
@@ -202,7 +202,7 @@ def test_cost_of_a_prefill_turn_does_not_grow_with_waiting_requests() -> None:
                 prefix_tokens=0,
                 room=number,
             )
-            scheduler.receive(PEER, wanted, range(12), [0, 1, 2], 0.0)
+            scheduler.receive(PrefillRequest(PEER, wanted, range(12), [0, 1, 2], 0.0), 0.0)
         scheduler.advance(0.0)
         assert sum(request.grant is None for request in scheduler.requests.values()) == count - 1
         costs.append(instructions(partial(scheduler.advance, 0.1)))

@@ -12,7 +12,7 @@ from pdserve.scheduler.engine.routing import PrefillRouter
 from pdserve.scheduler.messages.frontend import FlushCache
 from pdserve.scheduler.prefill.balancer import choose_for_prompt
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.control.events import LoadReported, MessageReceived, PeerLost, SendFailed
 from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Load, TransferFailed, TransferKey
@@ -34,7 +34,9 @@ def destination(number: int) -> KvDestination:
 
 
 def give(scheduler: PrefillScheduler, number: int, prompt: list[int]) -> None:
-    scheduler.receive(DECODE, destination(number), prompt, list(range(len(prompt) // PAGE + 1)), 0.0)
+    scheduler.receive(
+        PrefillRequest(DECODE, destination(number), prompt, list(range(len(prompt) // PAGE + 1)), 0.0), 0.0
+    )
     scheduler.advance(0.0)
 
 

@@ -12,7 +12,7 @@ from pdserve.scheduler.engine.step_rows import prefill_row
 from pdserve.scheduler.messages.ranks import RunStep
 from pdserve.scheduler.messages.step import StepResult, StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.ranks.page_tables import SentTables
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -42,7 +42,7 @@ class Prefill:
     def serve(self, prompt: Sequence[int], indices: list[int], wanted: KvDestination) -> list[ChunkWrite]:
         """The chunks of this transfer, in order."""
         chunks: list[ChunkWrite] = []
-        self.scheduler.receive(DECODE, wanted, prompt, indices, 0.0)
+        self.scheduler.receive(PrefillRequest(DECODE, wanted, prompt, indices, 0.0), 0.0)
         while self.scheduler.requests:
             self.scheduler.advance(0.0)
             step = self.scheduler.next_step(0.0)
@@ -156,7 +156,7 @@ def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
 
     monkeypatch.setattr(scheduler.cache, "match", spy)
     for number, tokens in enumerate((200, 201, 202)):
-        scheduler.receive(DECODE, destination(number), [number] * tokens, list(range(25)), 0.0)
+        scheduler.receive(PrefillRequest(DECODE, destination(number), [number] * tokens, list(range(25)), 0.0), 0.0)
     for _ in range(50):
         scheduler.advance(0.0)
     assert looked_up == [200, 201, 202]

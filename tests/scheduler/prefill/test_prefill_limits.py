@@ -10,7 +10,7 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, TransferFailed, TransferKey
 
@@ -26,7 +26,7 @@ def receive(wanted: KvDestination = SOUND, prompt: list[int] = PROMPT, indices: 
     """Why a server with 7 pages refuses this request of a decode server with 8 pages of 4 tokens, or None."""
     scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))
     scheduler.peer_up(PEER, PageSpace(num_pages=8, page_size=4))
-    scheduler.receive(PEER, wanted, prompt, indices, 0.0)
+    scheduler.receive(PrefillRequest(PEER, wanted, prompt, indices, 0.0), 0.0)
     scheduler.check_integrity()
     effects = scheduler.take_effects()
     if not effects:
@@ -124,7 +124,7 @@ def test_hisparse_destination_is_checked_against_the_announced_pools(
     scheduler = PrefillScheduler(LIMITS, PageAllocator[KvPage](7))
     scheduler.peer_up(PEER, space)
     wanted = msgspec.structs.replace(SOUND, enable_hisparse=enable_hisparse)
-    scheduler.receive(PEER, wanted, PROMPT, INDICES, 0.0, hot_indices)
+    scheduler.receive(PrefillRequest(PEER, wanted, PROMPT, INDICES, 0.0, hot_indices), 0.0)
     refused = [effect.message for effect in scheduler.take_effects() if isinstance(effect, SendToPeer)]
     assert [message.reason for message in refused if isinstance(message, TransferFailed)] == [reason] * bool(reason)
     paths = [request.path for request in scheduler.requests.values()]

@@ -8,7 +8,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from pdserve.transfer.protocol.messages import (
@@ -40,7 +40,7 @@ class Prefill:
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](13))
         self.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
         destination = KvDestination(KEY, "r", SamplingParams(max_new_tokens=1), 60.0)
-        self.scheduler.receive(DECODE, destination, list(range(10, 16)), [3, 5], 0.0)
+        self.scheduler.receive(PrefillRequest(DECODE, destination, list(range(10, 16)), [3, 5], 0.0), 0.0)
         self.scheduler.advance(0.0)
         self.writes: list[ChunkWrite] = []
         self.parts: list[PartWrite] = []

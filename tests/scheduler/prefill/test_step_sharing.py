@@ -12,7 +12,7 @@ from pdserve.memory.pages import PageAllocator, pages_for
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace, PrefillStep
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import KvDestination, TransferKey
@@ -53,7 +53,10 @@ class Steps:
             priority=priority,
         )
         self.computed[number] = 0
-        self.scheduler.receive(DECODE, wanted, [1] * tokens, list(range(pages_for(tokens, PAGE))), float(self.steps))
+        self.scheduler.receive(
+            PrefillRequest(DECODE, wanted, [1] * tokens, list(range(pages_for(tokens, PAGE))), float(self.steps)),
+            float(self.steps),
+        )
 
     def step(self) -> PrefillStep | None:
         """The next step, computed."""

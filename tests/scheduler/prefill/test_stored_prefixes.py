@@ -12,7 +12,7 @@ from pdserve.scheduler.messages.lifecycle import PrefillState
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits, root_of
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -48,7 +48,7 @@ class Prefill:
     def receive(self, number: int, prompt: list[int], logprobs: LogprobParams | None = None) -> None:
         wanted = KvDestination(TransferKey(number, 1), f"r{number}", SamplingParams(), timeout_s=1e6, logprobs=logprobs)
         indices = list(range(-(-len(prompt) // PAGE)))
-        self.scheduler.receive(DECODE, wanted, prompt, indices, self.now)
+        self.scheduler.receive(PrefillRequest(DECODE, wanted, prompt, indices, self.now), self.now)
 
     def turn(self) -> None:
         """One turn of the loop. Loads stay open until `answer`."""

@@ -853,7 +853,9 @@ class Simulator:
                 prompt, indices, *hot_indices = effect.arrays
                 more = list(hot_indices[0]) if hot_indices else []
                 assert bool(more) <= (not effect.message.enable_hisparse)
-                server.scheduler.receive(DECODE, effect.message, prompt, list(indices), self.now, more)
+                server.scheduler.receive(
+                    PrefillRequest(DECODE, effect.message, prompt, list(indices), self.now, more), self.now
+                )
             case Abort():
                 server.scheduler.abort(DECODE, effect.message, self.now)
             case message:

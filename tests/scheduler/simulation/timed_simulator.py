@@ -16,7 +16,7 @@ from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.prefill.limits import PrefillLimits
-from pdserve.scheduler.prefill.request import PageSpace
+from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
 from tests.scheduler.simulation.simulator import DECODE, Server, Simulator, Write, prefill_results, sampled
@@ -157,7 +157,7 @@ class TimedSimulator(Simulator):
             priority=self._other_priority,
         )
         pages = list(range(pages_for(tokens, PAGE_SIZE)))
-        server.scheduler.receive(OTHER, wanted, _prompt(number, tokens), pages, self.now)
+        server.scheduler.receive(PrefillRequest(OTHER, wanted, _prompt(number, tokens), pages, self.now), self.now)
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))

@@ -126,12 +126,3 @@ class ReliableChannel:
             return False
         self._received = seq
         return True
-
-    def check_integrity(self) -> None:
-        """Assert the invariants of the counters."""
-        assert self._first <= self._next <= self._first + min(len(self._waiting), self.window)
-        assert self._first <= self._highest_sent + 1 <= self._first + len(self._waiting)
-        assert self._waiting_bytes == sum(len(frame) for body in self._waiting for frame in body)
-        assert self._waiting_bytes <= self.limit_bytes
-        assert len(self._waiting) <= self.limit_messages
-        assert self._acknowledged <= self._received

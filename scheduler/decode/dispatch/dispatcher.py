@@ -66,6 +66,7 @@ class PrefillDispatcher:
         """Queue a prompt that another scheduler has released."""
         prompt.prompt_id = self.next_prompt_id()
         prompt.refusal = prompt.cached_estimate = prompt.awaited = None
+        prompt.cached_at.clear()
         self.enqueue(prompt, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint))

@@ -4,15 +4,20 @@ import random
 
 import pytest
 
+from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
-from pdserve.memory.page_hashes import page_hashes, short_hash
+from pdserve.memory.page_hashes import pack_short_hashes, page_hashes, short_hash
 from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache
 from pdserve.scheduler.decode.dispatch.peer_cache import SENT_S, PeerCache
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Outbox, SendToPeer
+from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill import cache_reports
 from pdserve.scheduler.prefill.cache_reports import INTERVAL_S, CacheReports
 from pdserve.transfer.protocol.messages import CachedPrefixes, InstanceId
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 PAGE = 4
 D1, D2 = InstanceId("d1"), InstanceId("d2")
@@ -155,3 +160,21 @@ def test_ranks_have_caches_of_their_own() -> None:
     one.cache.flush()
     one.deliver()
     assert [cache.cached_tokens(hashes_of((number,) * 12), 12) for number in (1, 2)] == [0, 12]
+
+
+def test_adopted_prompt_is_looked_up_in_the_caches_that_its_new_scheduler_knows() -> None:
+    """Data-parallel ranks get reports on connections of their own: equal versions may be of different content."""
+    tokens = tuple(range(8 * PAGE + 1))
+    packed = pack_short_hashes(page_hashes(tokens, PAGE))
+    ranks: list[tuple[DecodeScheduler, PrefillPeer]] = []
+    for known in (packed, b""):
+        scheduler, peer = DecodeScheduler(decode_limits(), PageAllocator[KvPage](1000), []), PrefillPeer(D1, {"p:1"})
+        scheduler.peer_up(peer)
+        scheduler.cache_report(peer.instance, CachedPrefixes(0, PAGE, 1, added=known, reset=True))
+        ranks.append((scheduler, peer))
+    (first, peer_of_first), (second, peer_of_second) = ranks
+    first.submit(Submit("r", tokens, SamplingParams(), page_hashes={PAGE: packed}), 0.0)
+    (prompt,) = first.dispatcher.queue
+    assert peer_of_first.cached_tokens(prompt) == 8 * PAGE
+    first.hand_over(prompt, second, 0.0)
+    assert peer_of_second.cached_tokens(prompt) == 0

@@ -57,11 +57,8 @@ def peer_status(
 
 def hashed_page_sizes(engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]) -> tuple[int, ...]:
     """Page sizes for which the frontend hashes prompts."""
-    sizes: set[int] = set()
-    for engine in engines:
-        if isinstance(engine, DecodeEngine):
-            sizes.update(engine.scheduler.dispatcher.peers.hashed_page_sizes)
-    return tuple(sorted(sizes))
+    peers = (engine.scheduler.dispatcher.peers for engine in engines if isinstance(engine, DecodeEngine))
+    return tuple(sorted({size for known in peers for size in known.hashed_page_sizes}))
 
 
 def _worst(of_controls: Sequence[Sequence[PeerSnapshot]]) -> list[PeerSnapshot]:

@@ -18,7 +18,7 @@ def shown(value: object) -> str:
     if isinstance(value, list):
         return f"an array of {len(value)}"
     if isinstance(value, dict):
-        return f"an object of {len(value)} field{'' if len(value) == 1 else 's'}"
+        return f"an object of {counted(len(value), 'field')}"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"an integer of {value.bit_length()} bits"
     return shortened(msgspec.json.encode(value).decode() if isinstance(value, str | bool | None) else repr(value))

@@ -37,6 +37,7 @@ from typing import Literal, NewType
 
 import msgspec
 
+from ...configs.arithmetic import ceil_div
 from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ...configs.setting_types import StagingSetting
 from .layout import KvLayout
@@ -62,7 +63,7 @@ def split_dp_instance(instance: InstanceId) -> tuple[InstanceId, int]:
 def pack_text(text: str) -> tuple[int, ...]:
     """UTF-8 text as int32, to be sent in a frame; padded with zeros."""
     data = text.encode()
-    count = -(-len(data) // 4)
+    count = ceil_div(len(data), 4)
     return struct.unpack(f"<{count}i", data.ljust(4 * count, b"\0"))
 
 

@@ -7,6 +7,8 @@ import struct
 
 import xxhash
 
+from ...configs.arithmetic import round_up
+
 HEADER = struct.Struct("<8sQQ")
 """Magic, bytes of the payload, XXH3-64 of the payload."""
 MAGIC = b"pdkv\x00\x00\x00\x01"
@@ -17,7 +19,7 @@ HEADER_BYTES = ALIGNMENT
 
 def slot_bytes(payload_bytes: int) -> int:
     """Bytes that a value takes in the staging memory."""
-    return HEADER_BYTES + -(-payload_bytes // ALIGNMENT) * ALIGNMENT
+    return HEADER_BYTES + round_up(payload_bytes, ALIGNMENT)
 
 
 def seal(slot: memoryview, key: str, payload_bytes: int) -> int:

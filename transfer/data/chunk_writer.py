@@ -159,7 +159,7 @@ class _Chunk:
             command.token_start,
             command.token_end,
             ok=not failed,
-            reason=(causes[0].reason or "cancelled") if causes else "",
+            reason=causes[0].reason if causes else "",
             late_writes=any(result.late_writes for result in self.results),
             writes=sum(result.writes for result in self.results),
             bytes_written=sum(result.bytes_written for result in self.results),

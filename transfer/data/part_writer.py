@@ -188,13 +188,12 @@ class PartWriter:
 
     def _sent(self, command: PartWrite, slot: int, result: SendResult) -> None:
         self._free_slot(slot)
-        reason = "" if result.ok else result.reason or "cancelled"
         self._on_written(
             PartWritten(
                 command.instance,
                 command.part,
                 result.ok,
-                reason,
+                result.reason,
                 result.late_writes,
                 result.writes,
                 result.bytes_written,

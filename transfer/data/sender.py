@@ -74,7 +74,7 @@ class SendResult:
     """The result of a job. `ok`: all bytes are in the peer's memory. Otherwise `reason` is readable text."""
 
     ok: bool
-    reason: str | None
+    reason: str
     cancelled: bool
     late_writes: bool
     bytes_written: int
@@ -403,7 +403,7 @@ class PeerSender:
         cancelled = pending.cancelled and not complete
         result = SendResult(
             ok=complete,
-            reason="cancelled" if cancelled and reason is None else reason,
+            reason=reason or ("cancelled" if cancelled else ""),
             cancelled=cancelled,
             late_writes=late_writes,
             bytes_written=pending.bytes_written,

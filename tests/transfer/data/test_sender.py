@@ -114,7 +114,7 @@ def test_scattered_runs_land_exactly(harness: Harness) -> None:
     lengths = np.minimum(lengths, harness.source.nbytes - from_starts)
     harness.submit(key(1), copies(from_starts, to_starts, lengths))
     result = harness.result()
-    assert (result.ok, result.reason, result.late_writes, result.writes) == (True, None, False, 300)
+    assert (result.ok, result.reason, result.late_writes, result.writes) == (True, "", False, 300)
     assert result.bytes_written == lengths.sum()
     expected = np.zeros(POOL_BYTES, dtype=np.uint8)
     for source, destination, length in zip(from_starts, to_starts, lengths, strict=True):
@@ -164,7 +164,6 @@ def test_failure_of_ready_fails_only_its_job(harness: Harness) -> None:
     harness.submit(key(2), copies([0], [4096], [4096]))
     failed, good = harness.result(), harness.result()
     assert (failed.ok, failed.late_writes, failed.writes) == (False, False, 0)
-    assert failed.reason is not None
     assert "the forward pass failed" in failed.reason
     assert good.ok
     assert not harness.receiver.pool[:4096].any()
@@ -197,12 +196,10 @@ def test_peer_killed_in_the_middle_fails_running_and_queued_jobs(harness: Harnes
     assert not pool[-1], "the kill came too late to test anything"
     first = harness.result()
     assert (first.ok, first.cancelled, first.late_writes) == (False, False, True)
-    assert first.reason is not None
     assert harness.receiver.session in first.reason
     others = [harness.result() for _ in range(10)]
     assert [result.job.key for result in others] == [key(number) for number in range(2, 12)]
     assert not any(result.ok or result.late_writes for result in others)
-    assert others[-1].reason is not None
     assert "refuses connections" in others[-1].reason
     assert time.monotonic() - killed_at < 10
 
@@ -216,7 +213,7 @@ def test_peer_stopped_before_the_connection_fails_jobs_fast_and_works_when_it_co
     results = [harness.result() for _ in range(5)]
     assert time.monotonic() - started < 3.0  # a pre-flight of 1 s at start, and one for all five jobs
     assert not any(result.ok or result.late_writes or result.writes for result in results)
-    assert all(result.reason and "does not answer" in result.reason for result in results)
+    assert all("does not answer" in result.reason for result in results)
     receiver.resume()
     harness.submit(key(9), fill(4096, 8192))
     assert harness.result().ok
@@ -234,7 +231,6 @@ def test_peer_stopped_in_the_middle_never_receives_reused_source_memory(harness:
     result = harness.result()
     assert time.monotonic() - stopped_at < 10
     assert (result.ok, result.cancelled, result.late_writes) == (False, False, True)
-    assert result.reason is not None
     assert "stopped receiving" in result.reason
     original = harness.source[: 4 * MIB].copy()
     harness.source[:] = 0  # reused by another request
@@ -270,7 +266,7 @@ def test_stop_of_this_process_within_a_check_is_not_a_stall_of_the_peer(
     harness.submit(key(2), fill(4096, 8192))
     result = harness.result()
     assert stopped.is_set(), "no check was delayed"
-    assert (result.ok, result.reason, result.late_writes) == (True, None, False)
+    assert (result.ok, result.reason, result.late_writes) == (True, "", False)
 
 
 def test_a_peer_restarted_elsewhere_works_with_a_new_sender(harness: Harness) -> None:
@@ -397,7 +393,7 @@ def test_slow_network_does_not_fail_the_job(slow: tuple[Harness, MooncakeProxy])
         worst_s = max(worst_s, harness.sender.stalled_s())
         time.sleep(0.01)
     result = harness.result()
-    assert (result.ok, result.reason) == (True, None)
+    assert (result.ok, result.reason) == (True, "")
     assert time.monotonic() - before > 0.9 * 16 * MIB / SLOW_BYTES_PER_S
     assert worst_s < SLOW_STALL_S, "a slow network was taken for a stalled one"
     assert (harness.receiver.pool[: 8 * MIB] == harness.source).all()
@@ -414,7 +410,6 @@ def test_stalled_network_is_detected_after_slow_progress(slow: tuple[Harness, Mo
     before = time.monotonic()
     result = harness.result()
     assert (result.ok, result.late_writes) == (False, True)
-    assert result.reason is not None
     assert "stopped receiving" in result.reason
     assert time.monotonic() - before < 10
 

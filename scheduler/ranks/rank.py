@@ -137,7 +137,6 @@ class RankEngine:
             case DecodeConfig():
                 self._arrivals = DecodeTransfers(
                     config,
-                    self._executor.cache,
                     self._pools,
                     rank,
                     report,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from ....configs.schema import DecodeConfig, PrefillConfig
-from ....memory.kv_pool import KvCache
 from ....memory.ring_memory import RingMemory, may_stage, ring_bytes
 from ....transfer.data.chunk_writer import ChunkWriter
 from ....transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite
@@ -22,7 +21,6 @@ from ...messages.ranks import (
     RankFailed,
     RankReport,
 )
-from .announcement import layout_of
 from .early_writes import EarlyWrites
 
 
@@ -83,7 +81,6 @@ class DecodeTransfers:
     def __init__(
         self,
         config: DecodeConfig,
-        cache: KvCache,
         pools: Sequence[LocalPool],
         rank: int,
         report: Callable[[RankReport], None],
@@ -93,13 +90,13 @@ class DecodeTransfers:
     ) -> None:
         self.ring: RingMemory | None = None
         self.scatterer: PartScatterer | None = None
-        dense = next((pool for pool in cache.pools if pool.planes == STAGED_KIND), None)
+        dense = next((pool for pool in pools if pool.layout.kind == STAGED_KIND), None)
         if dense is not None and may_stage(config, kv_heads):
-            self.ring = RingMemory(ring_bytes(config, layout_of(dense).token_bytes), dense.data.device)
+            self.ring = RingMemory(ring_bytes(config, dense.layout.token_bytes), dense.memory.data.device)
             self.scatterer = PartScatterer(
                 self.ring.data,
-                dense.data,
-                layout_of(dense),
+                dense.memory.data,
+                dense.layout,
                 on_scattered=lambda part: report(PartScattered(rank, part)),
                 on_failed=lambda reason: report(RankFailed(rank, reason)),
             )

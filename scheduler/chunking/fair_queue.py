@@ -9,6 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 MAX_OVERTAKES = 16
 """In every queue of the schedulers: how often others may overtake a request until it is its turn."""
+MAX_MISFITS = 8
+"""A turn stops after this many requests that find no pages."""
 
 
 class Prioritized(Hashable, Protocol):

@@ -29,7 +29,7 @@ from ...transfer.protocol.messages import (
     StageGrant,
     TransferFailed,
 )
-from ..chunking.fair_queue import FairQueue
+from ..chunking.fair_queue import MAX_MISFITS, FairQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
@@ -44,8 +44,6 @@ from .stored_prefixes import StoredPrefixes
 from .transfers import Transfers
 
 _COUNTED_STATES = tuple(state.value for state in PrefillState if state is not PrefillState.CLOSED)
-MAX_MISFITS = 8
-"""A turn stops after this many requests that find no pages."""
 BEGUN_AFTER_S = 1.0
 """If a step takes longer than this, decode is informed, so that it does not count the prompts as waiting."""
 ROUND_TRIP_S = 0.1

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ....transfer.plan.staged_regions import StagedRegion
-from ...chunking.fair_queue import MAX_OVERTAKES
+from ...chunking.fair_queue import MAX_MISFITS, MAX_OVERTAKES
 from ...messages.effects import ConnectPeer
 from ...messages.lifecycle import State
 from ..memory.resources import Resources
@@ -21,9 +21,6 @@ from .prompt_queue import PromptQueue
 from .queue_pace import QueuePace
 from .remote_prefill import RemotePrefill
 from .staging import RankRing
-
-MAX_MISFITS = 8
-"""A turn stops after this many prompts that do not fit."""
 
 
 class PrefillDispatcher:

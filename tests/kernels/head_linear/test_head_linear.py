@@ -47,9 +47,9 @@ def test_product_per_head(tokens: int, heads: int, columns: int, outputs: int, t
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     x, weight, out = torch.zeros(3, 2, 8), torch.zeros(2, 8, 4), torch.zeros(3, 2, 4)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         head_linear(x, weight[:1], out)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         head_linear(x, weight, out[:, :, :3])
     with pytest.raises(ValueError, match=r"weight torch\.float16"):
         head_linear(x, weight.half(), out)

@@ -71,9 +71,15 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
 
 
 def check_schema(schema: object) -> object:
-    """The schema, if its regular expressions and divisors are small enough; raises GrammarError."""
+    """The schema, if its regular expressions and divisors are small enough; raises GrammarError. The schema true, which
+    allows every value, becomes an object: llguidance takes options only with an object.
+    """
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"must be a JSON schema: an object or a boolean, not {json.dumps(schema)[:80]}")
+    if schema is False:
+        raise GrammarError("is the schema false, which allows no value")
+    if schema is True:
+        return {}
     for node in _objects(schema):
         named = node.get("patternProperties")
         for pattern in (node.get("pattern"), *(named if isinstance(named, dict) else ())):

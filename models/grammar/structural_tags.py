@@ -36,8 +36,10 @@ def structural_tag_to_lark(
             for each in tag["structures"]
         ]
         start = builder.triggered({"triggers": tag["triggers"], "tags": tags})
-    else:
+    elif "format" in tag:
         start = builder.format(tag["format"])
+    else:
+        raise ValueError("it has neither structures nor format")
     return "\n".join(["%llguidance {}", f"start: {start}", *builder.rules]) + "\n"
 
 

@@ -81,6 +81,7 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
             ['{"a": [1, null]}', "{}", "{ \n}"],
             ["[]", '{"a"', "{" + 41 * " " + "}"],
         ),
+        ("json_schema", "true", ["5", '{"a": [ ]}'], ["x", "[" + 41 * " " + "]"]),
         ("json_schema", '{"type": "integer", "maximum": 5}', ["5", "-17"], ["6", "1.5", '"5"']),
         (
             "json_schema",
@@ -213,6 +214,7 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
     [
         ("json_schema", "{", "is not valid JSON"),
         ("json_schema", "[]", "must be a JSON schema"),
+        ("json_schema", "false", "allows no value"),
         ("json_schema", '{"uniqueItems": true, "type": "array"}', "uniqueItems"),
         (
             "json_schema",
@@ -233,6 +235,8 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
         ),
         ("structural_tag", '{"structures": [{"end": ""}], "triggers": ["b"]}', "structural_tag: begin is missing$"),
         ("structural_tag", '{"format": {"type": "image"}}', "'image' is not supported"),
+        ("structural_tag", "{}", "it has neither structures nor format"),
+        ("structural_tag", '{"structures": [{"begin": "<f>", "end": "</f>"}]}', "'triggers' is missing"),
     ],
 )
 def test_refused_grammars(compiler: GrammarCompiler, kind: Any, text: str, message: str) -> None:

@@ -104,7 +104,8 @@ def _as_text(options: PlanOptions, source: ModelSource, context: int, found: lis
     width, cells = max(len(name) for name, _ in rows), max(len(cell) for _, row in rows for cell in row)
     lines += [f"{name:{width}}  " + "  ".join(f"{cell:>{cells}}" for cell in row) for name, row in rows]
     if not any(sizes.requests for sizes in found):
-        lines += ["", "no request fits: use more or larger GPUs, another --tp or --pp, or --kv-dtype fp8_e4m3"]
+        fp8 = "" if found[0].limit == "weights" else ", or --kv-dtype fp8_e4m3"
+        lines += ["", f"no request fits: use more or larger GPUs, another --tp or --pp{fp8}"]
     elif config.max_running_requests is None:
         lines += ["", *(_advice(sizes, len(found) > 1) for sizes in found if sizes.requests)]
     if _servers(options) > 1:

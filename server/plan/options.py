@@ -102,7 +102,11 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {RESERVE_GIB:g})",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
-    add_flags(parser.add_argument_group("settings of the decode server"), DecodeConfig.model_fields, PLAN_SETTINGS)
+    decode = parser.add_argument_group(
+        "settings of the decode server",
+        "--model also takes a config.json, or the name of a built-in geometry, which 'pdserve models' lists",
+    )
+    add_flags(decode, DecodeConfig.model_fields, PLAN_SETTINGS)
     add_ratio_flags(parser)
 
 

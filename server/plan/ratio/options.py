@@ -14,6 +14,16 @@ from ...launch.pair import PAIR_FIELDS, PairConfig, load_pair_config
 from ...terminal.options import server_url
 
 DEFAULT_RATIOS = "1:1,2:1,1:2"
+LOAD_DEFAULTS: Mapping[str, object] = {
+    "speed": 1.0,
+    "output_len": 128,
+    "range_ratio": 0.0,
+    "prefix_len": 0,
+    "requests": 200,
+    "seed": 0,
+    "ratios": DEFAULT_RATIOS,
+}
+"""Flags of a load that have a default. The others are None unless given."""
 MOST_SERVERS = 64
 MEASURED_SETTINGS = ("device", "threads", "chunk_size", "max_step_tokens", "load_format")
 """Settings of the measured pair, besides those that the sizes of a decode server depend on."""
@@ -47,31 +57,28 @@ class RatioOptions:
 
 
 def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
-    default = BenchOptions()
     load = parser.add_argument_group("load: predicts its goodput for each ratio of prefill to decode servers")
     load.add_argument("--trace", type=Path, metavar="FILE", help="requests, as .jsonl (Mooncake) or .csv (Azure)")
-    load.add_argument("--speed", type=positive, default=1.0, metavar="X", help="play the trace X times as fast")
+    load.add_argument("--speed", type=positive, metavar="X", help="play the trace X times as fast")
     load.add_argument("--input-len", type=whole_number(1), metavar="N", help="instead of a trace: prompt tokens")
-    load.add_argument(
-        "--output-len", type=whole_number(1), default=128, metavar="N", help="new tokens (default: %(default)s)"
-    )
-    load.add_argument("--range-ratio", type=share, default=0.0, metavar="X", help="lengths vary by this share")
-    load.add_argument("--prefix-len", type=whole_number(0), default=0, metavar="N", help="tokens all prompts share")
+    load.add_argument("--output-len", type=whole_number(1), metavar="N", help="new tokens (default: %(default)s)")
+    load.add_argument("--range-ratio", type=share, metavar="X", help="lengths vary by this share")
+    load.add_argument("--prefix-len", type=whole_number(0), metavar="N", help="tokens all prompts share")
     load.add_argument("--rate", dest="rate_per_s", type=positive, metavar="R", help="requests a second (Poisson)")
-    load.add_argument("--requests", type=whole_number(1), default=200, metavar="N", help="maximum requests to simulate")
     load.add_argument(
-        "--seed", type=whole_number(0), default=default.seed, metavar="N", help="seed of the load (default: 0)"
+        "--requests", type=whole_number(1), metavar="N", help="maximum requests to simulate (default: %(default)s)"
     )
+    load.add_argument("--seed", type=whole_number(0), metavar="N", help="seed of the load (default: %(default)s)")
     bound = "bound on the time to first token"
     load.add_argument("--slo-ttft-ms", "--slo-ttft", type=positive, metavar="MS", help=bound)
     bound = "bound on a request's mean inter-token latency"
     load.add_argument("--slo-itl-ms", "--slo-itl", type=positive, metavar="MS", help=bound)
     load.add_argument(
         "--ratios",
-        default=DEFAULT_RATIOS,
         metavar="P:D,...",
         help="ratios of prefill to decode servers to compare (default: %(default)s)",
     )
+    parser.set_defaults(**LOAD_DEFAULTS)
 
     rates = parser.add_argument_group("step times: from a file, of a running pair, or of a pair that is started here")
     rates.add_argument("--rates", type=Path, metavar="FILE", help="read step times from this file")
@@ -84,11 +91,17 @@ def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plans_load(given: argparse.Namespace) -> bool:
-    """Whether the flags name a load; otherwise sizes are planned. Raises StartupError for a load without requests."""
+    """Whether the flags name a load; otherwise sizes are planned. Raises StartupError for flags that would have no
+    effect: those of a load without requests, and those of sizes with a load.
+    """
     if given.trace is not None or given.input_len is not None:
+        for name in ("gpus", "context"):
+            if getattr(given, name) is not None:
+                raise StartupError(f"--{name} is for sizes: step times of a load are measured, not computed")
         return True
-    for name in ("rate_per_s", "slo_ttft_ms", "slo_itl_ms", "rates", "save_rates", "url", "prefill_url", "cores"):
-        if getattr(given, name) is not None:
+    without_default = ("rate_per_s", "slo_ttft_ms", "slo_itl_ms", "rates", "save_rates", "url", "prefill_url", "cores")
+    for name in (*without_default, *LOAD_DEFAULTS):
+        if getattr(given, name) != LOAD_DEFAULTS.get(name):
             flag = name.removesuffix("_per_s").replace("_", "-")
             raise StartupError(f"--{flag} is for a load: give --input-len N or --trace FILE, too")
     return False

@@ -265,6 +265,15 @@ def test_plan_without_flags_is_for_the_embedded_model_and_names_the_assumed_gpus
     assert "assumed" not in capsys.readouterr().out
 
 
+def test_smaller_kv_is_not_the_advice_if_the_weights_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-32b", "--gpus", "1xL40S"]) == 0
+    text = capsys.readouterr().out
+    assert "no such server fits: use more or larger GPUs, another --tp or --pp\n" in text + "\n"
+    assert "fp8" not in text
+    assert main(["plan", "--model", "qwen3-8b", "--gpus", "1x20GiB"]) == 0
+    assert "or --kv-dtype fp8_e4m3" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -281,6 +290,12 @@ def test_plan_without_flags_is_for_the_embedded_model_and_names_the_assumed_gpus
         ),
         (("--model", "qwen3-8b", "--rate", "4"), "--rate is for a load: give --input-len N or --trace FILE, too"),
         (("--slo-ttft-ms", "500"), "--slo-ttft-ms is for a load: give --input-len N"),
+        (("--ratios", "2:1"), "--ratios is for a load: give --input-len N"),
+        (("--prefix-len", "64"), "--prefix-len is for a load: give --input-len N"),
+        (
+            ("--gpus", "8xH200", "--input-len", "64", "--rate", "4", "--slo-ttft-ms", "500"),
+            "--gpus is for sizes: step times of a load are measured",
+        ),
         (("--model", "qwen3-8b", "--reserve-gib", "-1"), "must not be negative"),
     ],
 )

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from ....configs.words import shown
 from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrParts, Within, optional, problem
 from ..common.routing import RoutingFields
-from ..common.sampling_fields import MAX_SEED, DistributionFields, stop_strings
+from ..common.sampling_fields import MAX_SEED, ONLY_IN_CHATS, DistributionFields, stop_strings
 from ..openai.models import MAX_MESSAGES
 from ..openai.tool_models import MAX_TOOLS, check_function_name
 
@@ -116,9 +116,11 @@ class CountTokensBody(RoutingFields, DistributionFields):
         "container": (),
         "mcp_servers": ([],),
         "output_format": (),
+        "speed": ("standard", "fast"),  # it looks like a misspelt seed
     }
     elsewhere = {  # noqa: RUF012 (a ClassVar of Body)
         "stop": "is for OpenAI's routes; here it is stop_sequences",
+        "response_format": "is for /v1/chat/completions; here it is output_config.format",
     }
 
     model: Annotated[Any, WithJsonSchema({"type": "string"})] = optional("Ignored: the server has one model.")
@@ -136,6 +138,8 @@ class CountTokensBody(RoutingFields, DistributionFields):
 
 
 class MessagesBody(CountTokensBody):
+    unsupported = {**CountTokensBody.unsupported, **ONLY_IN_CHATS}  # noqa: RUF012 (a ClassVar of Body)
+
     max_tokens: Annotated[Integer, Within(1)]
     stop_sequences: Annotated[
         list[str] | None, PlainValidator(stop_strings, json_schema_input_type=list[str] | None)

@@ -83,7 +83,7 @@ class Body(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields of other servers, each with the values that would change nothing. Other values are refused."""
+    """Fields of other servers or routes, each with the values that would change nothing. Other values are refused."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
     """Fields that belong to another object or route, with the error text that names it."""
     unknown_fields: ClassVar[Literal["ignored", "refused if similar", "refused"]] = "ignored"
@@ -106,7 +106,7 @@ class Body(BaseModel):
             elif value not in harmless:
                 accepted = " or ".join(msgspec.json.encode(choice).decode() for choice in harmless)
                 allowed = f"; only {accepted} is accepted" if harmless else ""
-                raise problem(f"is not supported by this server (got {shown(value)}){allowed}", name)
+                raise problem(f"is not supported here (got {shown(value)}){allowed}", name)
         if cls.unknown_fields == "ignored":
             return
         for name in unknown[:MOST_COMPARED]:

@@ -6,7 +6,7 @@ random seed is drawn once per prompt. So the samples of a prompt differ in eithe
 
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -95,6 +95,30 @@ class DistributionFields(Body):
 
 
 DISTRIBUTION_FIELDS = tuple(DistributionFields.model_fields)
+
+
+ONLY_IN_CHATS: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "stop_regex": ([],),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "no_stop_trim": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "logprobs": (False,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "structured_outputs": ({},),
+}
+"""Fields of a chat that change its output and that `/v1/responses` and `/v1/messages` do not have, for their
+`Body.unsupported`.
+"""
 
 
 class SamplingFields(DistributionFields, GrammarFields):

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from ....configs.words import shown
 from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrParts, Within, optional, problem
 from ..common.routing import RoutingFields
-from ..common.sampling_fields import MAX_SEED, DistributionFields
+from ..common.sampling_fields import MAX_SEED, ONLY_IN_CHATS, DistributionFields
 from ..openai.tool_models import MAX_TOOLS, FunctionDefinition, ModeOrFunction
 
 
@@ -115,6 +115,8 @@ class ReasoningOptions(Body):
 class ResponsesBody(RoutingFields, DistributionFields):
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
+        **ONLY_IN_CHATS,
+        "stop": ([],),
         "store": (False, True),  # true is what OpenAI does by default; the reply says that nothing is stored
         "background": (False,),
         "previous_response_id": (),

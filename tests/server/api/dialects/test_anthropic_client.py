@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
-from pdserve.server.api.anthropic.models import MessageEvent, MessageReply
+from pdserve.server.api.anthropic.models import MessageEvent, MessageReply, MessagesBody
 from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import EOS, make_finished
 
@@ -112,6 +112,15 @@ async def test_blocks_of_a_conversation_become_messages(
     assert (await asking).content[0].text == "Sunny"
     counted = await client.messages.count_tokens(model="any", messages=messages, tools=[WEATHER])
     assert counted.input_tokens == len(expected)
+
+
+def test_no_field_of_anthropic_counts_as_misspelt() -> None:
+    from anthropic.types.message_create_params import MessageCreateParamsBase
+
+    known = MessagesBody.model_fields.keys() | MessagesBody.unsupported.keys()
+    others = MessageCreateParamsBase.__annotations__.keys() - known
+    given = {"messages": HELLO, "max_tokens": 5, "speed": "fast", **dict.fromkeys(others, "x")}
+    assert MessagesBody.model_validate(given).seed is None
 
 
 async def test_context_management_of_claude_code_is_ignored(server: RunningServer) -> None:
@@ -275,7 +284,9 @@ async def test_errors_have_the_shape_that_the_client_expects(
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text is required"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 'tools[0].type must be "custom"'),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is required with tool"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported by this server"),
+        ({"mcp_servers": [{}]}, "mcp_servers is not supported here"),
+        ({"presence_penalty": 1}, "presence_penalty is not supported here (got 1); only 0 is accepted"),
+        ({"response_format": {"type": "json_object"}}, "response_format is for /v1/chat/completions; here it is"),
         ({"stop": ["a"]}, "stop is for OpenAI's routes; here it is stop_sequences"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format must be"),
         ({"tools": [{"name": "f", "input_schema": {}}] * 2}, 'tools[1].name is given twice: "f"'),

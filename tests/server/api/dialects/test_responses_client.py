@@ -193,10 +193,13 @@ async def test_failure_is_the_last_event_and_an_abort_ends_the_response(
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"previous_response_id": "resp_1"}, 'previous_response_id is not supported by this server (got "resp_1")'),
-        ({"background": True}, "background is not supported by this server (got true); only false is accepted"),
+        ({"previous_response_id": "resp_1"}, 'previous_response_id is not supported here (got "resp_1")'),
+        ({"background": True}, "background is not supported here (got true); only false is accepted"),
         ({"tools": [{"type": "web_search"}]}, 'tools[0].type must be "function", got "web_search"'),
         ({"tools": [{**WEATHER, "type": "mcp"}]}, 'tools[0].type must be "function", got "mcp"'),
+        ({"stop": ["a"]}, "stop is not supported here (got an array of 1); only [] is accepted"),
+        ({"n": 2}, "n is not supported here (got 2); only 1 is accepted"),
+        ({"regex": "a"}, 'regex is not supported here (got "a")'),
         ({"messages": []}, "messages is for /v1/chat/completions; here it is input"),
         ({"input": []}, "input is required and must not be empty"),
         ({"input": 3}, "input must be a string or an array of items, got 3"),

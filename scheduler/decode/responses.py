@@ -36,17 +36,17 @@ def refusal(
             return DuplicateRequestError(f"rid: {rid!r} is already in use; choose another")
     prompt_tokens, new_tokens = len(submit.prompt_ids), submit.sampling.max_new_tokens
     if prompt_tokens < 1:
-        return ClientError("input_ids: the prompt is empty; give at least 1 token")
+        return ClientError("the prompt is empty; give at least 1 token")
     samples, most_tokens = len(rids), prompt_tokens + new_tokens - 1
     needed = pages_needed(prompt_tokens, samples, most_tokens, page_size, window)
     if local:
         at_first = min(most_tokens, prompt_tokens + limits.growth_tokens)
         needed = max(needed, pages_needed(prompt_tokens, samples, at_first, page_size))
     if needed > num_pages:
-        times = f" x {samples} samples" if samples > 1 else ""
+        times = f" for each of {samples} samples" if samples > 1 else ""
         return TooLargeError(
-            f"input_ids: prompt ({prompt_tokens} tokens) + max_new_tokens ({new_tokens}){times} exceed the KV pool "
-            f"of {num_pages * page_size} tokens"
+            f"the prompt ({prompt_tokens} tokens) and up to {new_tokens} new tokens{times} exceed the KV pool of "
+            f"{num_pages * page_size} tokens"
         )
     if prompt_tokens <= prefill_tokens:
         return None
@@ -66,7 +66,7 @@ def too_long(
         pool = f"this server's {kind} pool, in which it computes prompts of up to {prefill_tokens:.0f} tokens"
     if output_tokens:
         return UnavailableError(f"the request has grown to {tokens} tokens and lost its KV; they exceed {pool}")
-    return TooLargeError(f"input_ids: the prompt ({tokens} tokens) exceeds {pool}")
+    return TooLargeError(f"the prompt ({tokens} tokens) exceeds {pool}")
 
 
 def finished(request: Request, reason: FinishReason, now: float) -> Finished:

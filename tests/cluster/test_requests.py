@@ -257,9 +257,7 @@ def test_prompt_longer_than_the_prefill_pool_responds_413(source: Source) -> Non
     decode.wait_ready(peers=1)
     response = decode.post(prompt_of(257, 1), 4)
     assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
-    assert response.json()["error"]["message"] == (
-        "input_ids: the prompt (257 tokens) exceeds prefill's KV pool of 256 tokens"
-    )
+    assert response.json()["error"]["message"] == ("the prompt (257 tokens) exceeds prefill's KV pool of 256 tokens")
     assert len(decode.generate(prompt_of(256, 1), 4)) == 4
     assert "page sizes differ: 8 on prefill, 16 on decode. A chunk of 64 tokens takes" in small.log.read_text()
     decode.check_clean()

@@ -282,7 +282,7 @@ def test_prompt_longer_than_the_pool_of_prefill_is_refused(pinned: str | None) -
     simulator.ask("long", 1025, endpoint=pinned)
     failed = simulator.failures["long"]
     assert (failed.status, failed.code) == (413, "too_large")
-    assert failed.message == "input_ids: the prompt (1025 tokens) exceeds prefill's KV pool of 1024 tokens"
+    assert failed.message == "the prompt (1025 tokens) exceeds prefill's KV pool of 1024 tokens"
     simulator.ask("fits", 1024, endpoint=pinned)
     simulator.kill(0)
     simulator.kill(0)

@@ -73,7 +73,10 @@ class OpenRequest:
     submitted_as: str
     inbox: Inbox
     opened_at: float
+    prompt_tokens: int
     overdue: asyncio.TimerHandle | None = None
+    output_tokens: int = 0
+    """Output tokens that have arrived so far."""
     last_token_at: float | None = None
     stopped_early: bool = False
     span: "tuple[Span, int] | None" = None

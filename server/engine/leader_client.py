@@ -167,7 +167,8 @@ class LeaderClient:
         now = time.monotonic()
         for message in batch:
             for rid in rids_of(message):
-                self._open[rid] = OpenRequest(rid, message.rid, inbox, now, self._watch_deadline(rid, message))
+                overdue = self._watch_deadline(rid, message)
+                self._open[rid] = OpenRequest(rid, message.rid, inbox, now, len(message.prompt_ids), overdue)
                 inbox.open_rids.add(rid)
             if self._tracing is not None and not message.rid.startswith(PROBE_PREFIX):
                 message = self._trace(message, self._tracing, headers)
@@ -366,6 +367,7 @@ class LeaderClient:
             case Tokens():
                 self._metrics.tokens_arrived(len(message.token_ids), entry.opened_at, entry.last_token_at, now)
                 entry.last_token_at = now
+                entry.output_tokens += len(message.token_ids)
             case Prefilled():
                 pass
             case Finished() | Failed():
@@ -375,7 +377,7 @@ class LeaderClient:
                     log.warning("%s failed with %d: %s", name, message.status, message.message, extra=entry.log_fields)
                 elif self._config.log_requests:
                     log.info("%s", end_line(message, elapsed_s, entry.inbox.request_id), extra=entry.log_fields)
-                self.recent.add(message, elapsed_s)
+                self.recent.add(message, elapsed_s, entry.prompt_tokens, entry.output_tokens)
                 del self._open[message.rid]
                 if entry.overdue is not None:
                     entry.overdue.cancel()

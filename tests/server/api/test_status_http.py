@@ -285,6 +285,15 @@ async def test_every_metric_has_samples(tokenizer: Tokenizer, ready: bool) -> No
     assert [family.name for family in families if not family.samples] == []
 
 
+async def test_last_requests_have_the_tokens_of_a_request_that_failed(decode: RunningServer) -> None:
+    asking = asyncio.ensure_future(decode.http.post("/generate", json={"input_ids": [1, 2, 3], "rid": "r1"}))
+    await decode.leader.expect(Submit)
+    await decode.leader.send(Tokens("r1", (65, 66)), Failed("r1", 503, "unavailable", "prefill lost"))
+    assert (await asking).status_code == 503
+    (last,) = (await decode.http.get("/server_info")).json()["recent"]
+    assert (last["outcome"], last["prompt_tokens"], last["completion_tokens"]) == ("unavailable", 3, 2)
+
+
 async def test_two_decode_servers_on_one_host_are_two_peers(prefill: RunningServer) -> None:
     peers = tuple(PeerStatus("10.0.0.5", "paired", instance, round_trip_ms=1.0) for instance in ("d1", "d2"))
     await prefill.report(msgspec.structs.replace(make_status(), peers=peers))

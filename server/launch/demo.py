@@ -71,13 +71,15 @@ def run_demo(config: PairConfig, *, question: str, max_new_tokens: int, keep: bo
 
 def up_command(config: PairConfig) -> str:
     """The shell command that starts the same pair. It names the program as this process was started if `pdserve` is not
-    on the PATH: `make demo` runs it from .venv.
+    on the PATH: `make demo` runs it from .venv, and `python -m pdserve.server` needs no installation.
     """
-    program = "pdserve" if shutil.which("pdserve") is not None else sys.argv[0]
+    program = [sys.executable, "-m", "pdserve.server"] if sys.argv[0].endswith("__main__.py") else [sys.argv[0]]
+    if shutil.which("pdserve") is not None:
+        program = ["pdserve"]
     flags = [flag for flag in to_flags(config.decode) if flag.startswith(("--model=", "--port="))]
     ports = [flag for flag in to_flags(config.prefill) if flag.startswith(("--port=", "--bootstrap-port="))]
     flags += [flag.replace("--port=", "--prefill-port=") for flag in ports]
-    return shlex.join([program, "up", *flags])
+    return shlex.join([*program, "up", *flags])
 
 
 def chat_prompt(config: DecodeConfig, question: str) -> str:

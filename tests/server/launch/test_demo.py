@@ -3,6 +3,7 @@
 import http.server
 import io
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,6 +117,8 @@ def test_printed_command_starts_the_same_pair(pair: RunningPair, monkeypatch: py
     port = pair.config.decode.port
     monkeypatch.setattr("shutil.which", lambda _: None)
     assert up_command(pair.config) == f".venv/bin/pdserve up --port={port}"
+    monkeypatch.setattr("sys.argv", ["/checkout/.dev/pdserve/server/__main__.py", "demo"])
+    assert up_command(pair.config) == f"{sys.executable} -m pdserve.server up --port={port}"
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert up_command(load_pair_config(None, {"model": "/a b"}, {})) == "pdserve up '--model=/a b'"
     ports = load_pair_config(None, {"port": "1", "prefill_port": "2", "bootstrap_port": "3"}, {})

@@ -74,7 +74,7 @@ class ToolFields(Body):
         if isinstance(choice, NamedChoice) and choice.function.name not in names:
             raise FieldError("tool_choice", f"names a function that is not in tools: {shown(choice.function.name)}")
         if choice == "required" and not tools:
-            raise FieldError("tool_choice", "is required, but there are no tools")
+            raise FieldError("tool_choice", 'is "required", but there are no tools')
         return [] if choice == "none" else tools
 
 

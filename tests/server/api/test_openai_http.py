@@ -295,7 +295,7 @@ async def test_error_names_the_invalid_field(
     ("body", "message"),
     [
         ({"response_format": {"type": "xml"}}, 'must be text, json_object, json_schema or structural_tag, got "xml"'),
-        ({"tool_choice": "required"}, "tool_choice is required, but there are no tools"),
+        ({"tool_choice": "required"}, 'tool_choice is "required", but there are no tools'),
         ({"tool_choice": "any"}, 'tool_choice must be "none", "auto" or "required", got "any"'),
         ({"max_new_tokens": 5}, "max_new_tokens is for /generate; here it is max_tokens"),
         (

@@ -134,7 +134,8 @@ class ServerConfig(BaseModel):
     kv_store: KvStoreUrl | None = Field(
         None,
         description="KV store that servers share: mooncake://HOST:PORT of a mooncake_master, or etcd://HOST:PORT[,...] "
-        "of several masters; cached pages are written to it, and prefill loads prefixes from it",
+        "of several masters; for 'pdserve up' also a size, such as 4GiB, with which it starts one; servers write "
+        "cached pages to it, and load prefixes of the prompts that they compute",
     )
     kv_store_timeout_ms: float = Field(
         1000.0, gt=0, le=600_000, description="longest time that a prompt waits for KV of the store"

@@ -123,9 +123,12 @@ def read_ratio_options(
         raise StartupError("--url and --prefill-url: a pair has both")
     if given.rates is not None and (given.url is not None or given.save_rates is not None):
         raise StartupError("--rates reads step times: --url and --save-rates are for measuring them")
-    pair = None
+    pair, settings = None, given_flags(given, (*decode_settings, *MEASURED_SETTINGS))
     if given.rates is None and given.url is None:
-        pair = load_pair_config(None, given_flags(given, (*decode_settings, *MEASURED_SETTINGS)), environ)
+        pair = load_pair_config(None, settings, environ)
+    elif settings:
+        source = "--url names a pair that runs" if given.rates is None else "--rates has the step times of a pair"
+        raise StartupError(f"--{next(iter(settings)).replace('_', '-')} would have no effect: {source}")
     bench = BenchOptions(**named_flags(given), concurrency=None, api_key=secrets_in(environ).get("api_key"))
     return RatioOptions(
         bench=replace(bench, url=server_url(bench.url)),

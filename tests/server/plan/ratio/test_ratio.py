@@ -92,6 +92,10 @@ def test_servers_on_one_machine_share_its_cores(capsys: pytest.CaptureFixture[st
         (("--trace", "x", "--url", "http://a:1", "--prefill-url", "b:2", *BOUNDS), "--prefill-url must be http://HOST"),
         (("--trace", "x", "--rates", "y", "--save-rates", "z", *BOUNDS), "--rates reads step times"),
         (("--trace", "x", "--rates", "missing.json", *BOUNDS), "--rates missing.json: "),
+        (
+            ("--trace", "x", "--rates", "r.json", "--max-running-requests", "8", *BOUNDS),
+            "--max-running-requests would have no effect: --rates has the step times of a pair",
+        ),
         (("--trace", "x", "--ratios", "1:0", *BOUNDS), "--ratios '1:0': give prefill:decode servers"),
         (("--trace", "missing.jsonl", *BOUNDS), "--trace missing.jsonl: "),
         (("--input-len", "8", "--rate", "1", "--save-rates", "missing/x", *BOUNDS), "no such directory: missing"),

@@ -124,13 +124,19 @@ class HubModel:
         return directory
 
 
+def may_be_on_hub(spec: str) -> bool:
+    """Whether `spec` has the form of a name on the Hub and does not exist on this machine."""
+    named = _NAME.fullmatch(spec)
+    local = spec == EMBEDDED_MODEL or Path(spec).expanduser().exists()
+    return named is not None and not local and not named["repo"].endswith((".gguf", ".json"))
+
+
 def find_on_hub(spec: str, revision: str | None) -> HubModel | None:
     """Look up `org/name` or `org/name:file.gguf` on the Hub, or in the cache if the Hub cannot be reached. None if
     `spec` exists on this machine, or cannot be a name on the Hub. Raises StartupError.
     """
     named = _NAME.fullmatch(spec)
-    local = spec == EMBEDDED_MODEL or Path(spec).expanduser().exists()
-    if named is None or local or named["repo"].endswith((".gguf", ".json")):
+    if named is None or not may_be_on_hub(spec):
         if revision is not None:
             raise StartupError(
                 f"revision = {revision!r} is for models of the Hugging Face Hub (org/name), and --model is {spec!r}"

@@ -128,6 +128,14 @@ def check_mooncake(facts: Facts) -> Iterator[Finding]:
         yield Finding("warn", "mooncake", f"{', '.join(facts.forbidden_variables)} set in the environment", remedy)
 
 
+def check_model(facts: Facts) -> Iterator[Finding]:
+    if facts.model_problem is not None:
+        remedy = "correct --model; 'pdserve models' lists what is supported"
+        yield Finding("fail", "model", facts.model_problem, remedy)
+    elif facts.model is not None:
+        yield Finding("ok", "model", f"{facts.model}: supported, and its files are here")
+
+
 def check_rdma(facts: Facts) -> Iterator[Finding]:
     """RDMA devices, their GIDs, and whether they reach GPU memory."""
     wanted = facts.settings.transport == "rdma"
@@ -314,6 +322,7 @@ CHECKS: tuple[Check, ...] = (
     check_cuda,
     check_gpus,
     check_mooncake,
+    check_model,
     check_rdma,
     check_limits,
     check_namespaces,

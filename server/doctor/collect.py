@@ -8,9 +8,13 @@ import resource
 import shutil
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from ...configs.errors import StartupError
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.cgroup import cgroup_free_bytes
+from ...models.loading.catalog import locate_model
+from ...models.loading.hub import may_be_on_hub
 from ...transfer.mooncake.infiniband import SYSFS, port_states
 from ...transfer.mooncake.library import FORBIDDEN
 from ..launch.ports import check_port
@@ -43,6 +47,22 @@ def settings_of(config: AnyServerConfig) -> Settings:
         host_memory_bytes=int(wanted * GIB),
         gid_index=config.ib_gid_index,
     )
+
+
+class ModelFacts(TypedDict, total=False):
+    model: str
+    model_problem: str
+
+
+def _model(config: AnyServerConfig) -> ModelFacts:
+    """Whether the model can be served, by its files on this machine. Weights are not read."""
+    if "model" not in config.model_fields_set or may_be_on_hub(config.model):
+        return {}
+    try:
+        locate_model(config.model, config.load_format)
+    except StartupError as error:
+        return {"model": config.model, "model_problem": str(error)}
+    return {"model": config.model}
 
 
 def collect(
@@ -82,6 +102,7 @@ def collect(
         numa_nodes_allowed=_allowed_nodes(Path("/proc/self/status").read_text(encoding="ascii")),
         ports=_ports(config),
         clock_synchronized=_clock_synchronized(),
+        **_model(config),
         forbidden_variables=tuple(name for name in FORBIDDEN if name in os.environ),
         transfers=transfers,
         peers=peers,

@@ -110,5 +110,8 @@ class Facts(msgspec.Struct, frozen=True):
     clock_synchronized: bool | None = True
     """None if the kernel does not say."""
     forbidden_variables: tuple[str, ...] = ()
+    model: str | None = None
+    """The model of the settings. None if they name none, or one of the Hugging Face Hub, which is not looked up."""
+    model_problem: str | None = None
     transfers: tuple[Transfer, ...] = ()
     peers: tuple[Peer, ...] = ()

@@ -136,6 +136,7 @@ WRONG: list[tuple[str, Facts, Level, str, str]] = [
         "libcurl4",
     ),
     ("forbidden variable", changed(CPU_HOST, forbidden_variables=("MC_TCP_PROTO",)), "warn", "MC_TCP_PROTO", "unset"),
+    ("no model", changed(CPU_HOST, model="/a", model_problem="model '/a': no such"), "fail", "no such", "--model"),
     ("no libibverbs", changed(RDMA_HOST, libibverbs=False), "fail", "libibverbs", "apt-get"),
     ("no hca", changed(RDMA_HOST, rdma_devices=()), "fail", "no RDMA device", "--transport tcp"),
     (

@@ -18,6 +18,7 @@ from pdserve.transfer.control.curve import ClusterKeys
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.messages import PROTOCOL_VERSION, InstanceId, Welcome
+from tests.checkpoints import make_checkpoint
 from tests.cluster.servers import REPOSITORY
 from tests.ports import free_port
 
@@ -140,6 +141,17 @@ def test_rdma_devices_are_read_from_sysfs(tmp_path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_model_of_the_settings_is_looked_up_on_this_machine(tmp_path: Path) -> None:
+    found = []
+    for settings in ({}, {"model": "org/name"}, {"model": str(make_checkpoint(tmp_path))}, {"model": "/absent"}):
+        config = load_config("decode", None, {"port": str(free_port()), **settings}, {})
+        facts = collecting.collect(config, transfers=(), mooncake_problem=None, peers=())
+        found.append((facts.model, facts.model_problem))
+    assert found[:3] == [(None, None), (None, None), (str(tmp_path), None)]
+    assert found[3][0] == "/absent"
+    assert str(found[3][1]).startswith("model '/absent': no such directory or .gguf file")
 
 
 def test_facts_of_this_machine_are_plausible() -> None:

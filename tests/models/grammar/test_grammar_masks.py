@@ -236,7 +236,7 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
         ("structural_tag", '{"structures": [{"end": ""}], "triggers": ["b"]}', "structural_tag: begin is missing$"),
         ("structural_tag", '{"format": {"type": "image"}}', "'image' is not supported"),
         ("structural_tag", "{}", "it has neither structures nor format"),
-        ("structural_tag", '{"structures": [{"begin": "<f>", "end": "</f>"}]}', "'triggers' is missing"),
+        ("structural_tag", '{"structures": [{"begin": "<f>", "end": "</f>"}]}', "triggers is missing"),
     ],
 )
 def test_refused_grammars(compiler: GrammarCompiler, kind: Any, text: str, message: str) -> None:

@@ -268,7 +268,7 @@ def test_plan_without_flags_is_for_the_embedded_model_and_names_the_assumed_gpus
 def test_smaller_kv_is_not_the_advice_if_the_weights_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "qwen3-32b", "--gpus", "1xL40S"]) == 0
     text = capsys.readouterr().out
-    assert "no such server fits: use more or larger GPUs, another --tp or --pp\n" in text + "\n"
+    assert "no request fits: use more or larger GPUs, another --tp or --pp\n" in text + "\n"
     assert "fp8" not in text
     assert main(["plan", "--model", "qwen3-8b", "--gpus", "1x20GiB"]) == 0
     assert "or --kv-dtype fp8_e4m3" in capsys.readouterr().out

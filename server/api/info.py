@@ -11,11 +11,15 @@ from typing_extensions import TypedDict
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...scheduler.messages.frontend import PeerStatus
+from ...scheduler.messages.lifecycle import State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
 from ..observability.leader_metrics import WAITING_STATES
 from ..observability.recent_requests import RecentRequest
 from ..observability.versions import package_version
+
+HELD_STATES = (State.ARRIVED.value, State.READY.value)
+"""Requests in these states have their KV, and wait for a hot buffer or a place in the batch."""
 
 Peer = Annotated[
     PeerStatus,
@@ -206,7 +210,7 @@ class ServerInfo:
             {
                 "dp_rank": rank["dp_rank"],
                 "num_reqs": sum(rank["states"].values()),
-                "num_waiting_reqs": sum(rank["states"].get(state, 0) for state in WAITING_STATES),
+                "num_waiting_reqs": sum(rank["states"].get(state, 0) for state in (*WAITING_STATES, *HELD_STATES)),
                 "num_tokens": int(rank["gauges"].get("kv_pages_held", 0)) * ready.page_size
                 + int(rank["gauges"].get("waiting_tokens", 0)),
             }

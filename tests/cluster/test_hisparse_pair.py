@@ -129,6 +129,11 @@ def generate_all(decode: Server, source: Source) -> list[list[int]]:
         return list(pool.map(lambda prompt: decode.generate(prompt, NEW_TOKENS), source.prompts))
 
 
+def check_misses(server: Server) -> None:
+    """Rows were swapped in. Ranks report their counters to the leader from time to time."""
+    wait_until(lambda: server.info()["counters"]["hot_misses"] > 0, 10, "misses are reported")
+
+
 def metrics(server: Server) -> dict[str, float]:
     """All metrics without labels."""
     families = text_string_to_metric_families(HTTP.get(f"{server.url}/metrics", timeout=5).text)
@@ -289,7 +294,7 @@ def test_prefill_and_decode_page_sizes_may_differ(
     assert generate_all(decode, source) == source.expected
     counters = decode.settled_info()["counters"]
     assert counters["chunks_verified"] > len(LENGTHS)
-    assert counters["hot_misses"] > 0
+    check_misses(decode)
     for server in (decode, prefill):
         server.check_clean()
         assert server.stop() == 0
@@ -339,9 +344,8 @@ def test_free_key_pages_are_lent_to_hot_buffers_until_requests_need_them(source:
         wait_until(lambda: metrics(decode)["pdserve_hot_pages_borrowed"] > 0, 30, "pages are lent")
         assert generate_all(decode, source) == source.expected
         assert long.result(60)[:NEW_TOKENS] == source.expected[0]
-    counters = decode.settled_info()["counters"]
-    assert counters["hot_misses"] > 0
-    assert counters["retractions"] == 0
+    check_misses(decode)
+    assert decode.settled_info()["counters"]["retractions"] == 0
     decode.check_clean()
     found = metrics(decode)
     assert found["pdserve_hot_pages_borrowed"] == 0
@@ -383,7 +387,7 @@ def test_tokens_equal_transformers_when_decode_computes_prompts_itself(
     counters = server.settled_info()["counters"]
     assert counters["local_prefill_always"] == 2 * len(LENGTHS) + 4
     assert counters["transfers"] == 0
-    assert counters["hot_misses"] > 0
+    check_misses(server)
     assert counters["prefix_tokens_reused"] > 0
     server.check_clean()
     assert server.stop() == 0

@@ -43,6 +43,7 @@ from ..observability.metrics import Metrics
 from ..observability.tracing import start_tracing
 from ..observability.versions import package_version
 from ..text.tokenizer import Tokenizer, load_tokenizer
+from .acceptor import Acceptor
 from .http_protocol import PatientHttpProtocol
 from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
@@ -99,6 +100,18 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, with an Acceptor for each socket instead of the event loop's server."""
+        await super().startup(sockets=[])
+        config = self.config
+
+        def new_protocol() -> asyncio.Protocol:
+            return PatientHttpProtocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        for listening in sockets or ():
+            acceptor = Acceptor(listening, new_protocol, backlog=config.backlog, ssl_context=config.ssl)
+            self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn calls what an Acceptor has
 
 
 class LeaderLostError(Exception):

@@ -1,11 +1,11 @@
 """`/openapi.json` and `/docs`: the routes with the models of their bodies and replies.
 
-Handlers read raw bodies and write bytes, so FastAPI cannot take the models from their signatures. Instead, the models
-are named where a route is added.
+Handlers read raw bodies and write bytes, so the models cannot be taken from their signatures. Instead, the models are
+named where a route is added.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -14,12 +14,13 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import TypeAdapter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from .common.errors import ErrorReply
 
 JsonSchema = dict[str, Any]
-Handler = Callable[..., object]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)

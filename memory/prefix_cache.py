@@ -69,7 +69,7 @@ class InsertedPrefix:
     node: CachedPage | None = None
     flushes: int = 0
     complete: bool = False
-    """Another page with the same prefix is cached: the rest is not added."""
+    """The rest is not added: another page with the same prefix is cached, or the cache is disabled."""
 
 
 class PrefixCache:
@@ -171,7 +171,8 @@ class PrefixCache:
             inserted.pages, inserted.node, inserted.complete = 0, None, False
             inserted.flushes = self._flushes
         end = len(tokens) if end is None else min(end, len(tokens))
-        if not self._enabled or inserted.complete or end // self._page_size <= freed:
+        inserted.complete |= not self._enabled
+        if inserted.complete or end // self._page_size <= freed:
             return
         added: list[CachedPage] = []
         keys = self._keys(tokens, end, inserted.pages)

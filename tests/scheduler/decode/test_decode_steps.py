@@ -1,6 +1,9 @@
 """Steps of the decode scheduler: admission, batches of a pipeline, overlap scheduling, exhausted memory."""
 
 import ast
+import gc
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer, sampled
+from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
 
 def transitions_into(state: str) -> list[str]:
@@ -195,3 +199,20 @@ def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_t
     simulator.decode.step_done(second.command_id, [sampled(50)], simulator.now)
     assert simulator.decode.memory._commands.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_ended_requests_are_forgotten_while_a_long_prompt_runs(prefix_cache: bool) -> None:
+    """Its 313 pages are more than one turn adds to the prefix cache."""
+    simulator = TimedSimulator(tokens_per_s=1e6, limits=decode_limits(prefix_cache=prefix_cache))
+    simulator.ask("long", 5000, 10_000)
+    requests: list[weakref.ref[Request]] = []
+    for number in range(20):
+        rid = f"r{number}"
+        simulator.ask(rid, 32, 2)
+        requests.append(weakref.ref(simulator.decode.requests[rid]))
+        simulator.run(partial(simulator.ended_at.__contains__, rid))
+    simulator.run_for(1.0)
+    gc.collect()
+    assert "long" in simulator.decode.requests
+    assert sum(request() is not None for request in requests) == 0

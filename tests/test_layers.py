@@ -37,6 +37,7 @@ LAYERS = {
         "terminal",
         "doctor",
         "launch",
+        "connections",
         "api",
         "api/responses",
         "api/anthropic",

@@ -37,20 +37,20 @@ from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
+from ..connections.acceptor import Acceptor
+from ..connections.http_protocol import PatientHttpProtocol
+from ..connections.tls import check_tls
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
 from ..observability.tracing import start_tracing
 from ..observability.versions import package_version
 from ..text.tokenizer import Tokenizer, load_tokenizer
-from .acceptor import Acceptor
-from .http_protocol import PatientHttpProtocol
 from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
 from .signals import SignalCopies
 from .startup_checks import check_startup
-from .tls import check_tls
 
 log = logging.getLogger("pdserve.frontend")
 

@@ -20,13 +20,13 @@ from ...configs.flags import to_flags
 from ...configs.load import SECRET_VARIABLES
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
+from ..connections.tls import check_tls, own_server_context
 from .children import ChildEndedError, Children
 from .model_files import with_local_model
 from .pair import PairConfig, check_ports
 from .signals import SignalCopies
 from .startup_checks import check_startup
 from .store_options import StoreOptions
-from .tls import check_tls, own_server_context
 
 READY_TIMEOUT_S = 600.0
 """A large model on a cold disk takes minutes to load; a pair that takes longer than this is broken."""

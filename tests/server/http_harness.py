@@ -23,9 +23,9 @@ from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
 from pdserve.server.api.app import Routes, create_app
 from pdserve.server.api.role import RoleReport
+from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.engine.leader_client import LeaderClient
 from pdserve.server.launch.frontend import HttpServer
-from pdserve.server.launch.http_protocol import PatientHttpProtocol
 from pdserve.server.observability.metrics import Metrics
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.scripted_leader import CONTEXT_LENGTH, EOS, VOCAB_SIZE, ScriptedLeader, make_ready, make_status

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.configs.sampling import TokenLogprob
 from pdserve.scheduler.messages.frontend import Cancel, Submit, Tokens
-from pdserve.server.launch.http_protocol import PatientHttpProtocol
+from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server
 from tests.server.scripted_leader import make_finished

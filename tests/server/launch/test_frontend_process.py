@@ -30,10 +30,10 @@ from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.bench.command import run_bench
 from pdserve.server.bench.options import BenchOptions, add_bench_flags, read_bench_options
+from pdserve.server.connections.tls import own_server_context
 from pdserve.server.engine.leader_process import TERM_GRACE_S
 from pdserve.server.launch.ports import check_port
 from pdserve.server.launch.signals import COPY_S
-from pdserve.server.launch.tls import own_server_context
 from pdserve.server.terminal.chat import run_chat
 from pdserve.server.terminal.options import (
     ChatOptions,

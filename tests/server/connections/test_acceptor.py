@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from pdserve.server.launch import acceptor
-from pdserve.server.launch.acceptor import ACCEPTS_PER_TURN, Acceptor
+from pdserve.server.connections import acceptor
+from pdserve.server.connections.acceptor import ACCEPTS_PER_TURN, Acceptor
 
 
 class Greeting(asyncio.Protocol):

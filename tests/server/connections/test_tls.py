@@ -16,8 +16,8 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.flags import to_flags
 from pdserve.configs.load import public_dict
 from pdserve.configs.schema import DecodeConfig
+from pdserve.server.connections.tls import check_tls, own_server_context
 from pdserve.server.launch.pair import load_pair_config
-from pdserve.server.launch.tls import check_tls, own_server_context
 from pdserve.server.launch.up import banner, base_url, server_environ
 
 

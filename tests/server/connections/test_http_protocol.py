@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pdserve.scheduler.messages.frontend import Submit, Tokens
-from pdserve.server.launch import http_protocol
-from pdserve.server.launch.http_protocol import without_upgrade
+from pdserve.server.connections import http_protocol
+from pdserve.server.connections.http_protocol import without_upgrade
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 

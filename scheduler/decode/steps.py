@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from ...configs.errors import ServerError
-from ..chunking.chunk_queue import Chunk
 from ..messages.lifecycle import State
 from ..messages.step import StepResult
 from .admission import Admission
@@ -11,7 +10,7 @@ from .arrivals import Arrivals
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .memory.resources import Resources
-from .requests.request import LocalPrompt, Request
+from .requests.request import Request
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
 
@@ -60,7 +59,8 @@ class Steps:
         paused = self._run_queue.paused
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self._memory.fetches(batch)
-        chunks = self._next_chunks(0 if apart else len(batch)) if not (apart and self._rows_waited) else []
+        rows_next = apart and self._rows_waited
+        chunks = self._dispatcher.local.next_chunks(0 if apart else len(batch)) if not rows_next else []
         self._rows_waited = apart and bool(chunks)
         if self._rows_waited:
             batch = []
@@ -99,13 +99,6 @@ class Steps:
                 self._endings.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
         for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self._dispatcher.local.queue}:
             self._endings.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
-
-    def _next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, which also has `batch` running requests. More prompt tokens are allowed while
-        further prompts are queued because servers are busy.
-        """
-        queued = len(self._dispatcher.queue) if self._dispatcher.pace.is_busy(None) else 0
-        return self._dispatcher.local.next_chunks(batch, len(self._run_queue.running), queued)
 
     def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
         """The step that has ended, and how long it took."""

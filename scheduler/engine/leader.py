@@ -190,6 +190,7 @@ class Leader:
             retract_pages=int(config.retract_memory_gib * GIB) // self._page_bytes,
             overlap=uses_overlap(config),
             max_step_tokens=self._step_tokens(config),
+            on_gpu=self._ready[0].device != "cpu",
             window=self._source.config.page_window,
         )
         engines = [self._decode_engine(config, limits, number) for number in range(config.dp_size)]

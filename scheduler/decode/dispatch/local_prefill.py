@@ -8,7 +8,7 @@ from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt
-from .step_budget import LEAST_EXTRA, StepTimes, prompt_part_s, step_tokens
+from .step_budget import StepTimes, limit_s, prompt_part_s, step_tokens
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
@@ -25,8 +25,6 @@ class LocalPrefill:
         self._limits = limits
         self._rates = rates
         self._most = round_up(limits.max_step_tokens, limits.page_size)
-        target = limits.itl_target_s
-        self._target_s = target / limits.stages if target is not None else None  # a token takes a step in each stage
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
         # with HiSparse, computed pages enter the prefix cache late, when their rows are in host memory
         shares_prefixes = limits.prefix_cache and not limits.hisparse
@@ -70,30 +68,33 @@ class LocalPrefill:
         local.cached = local.scheduled = local.computed = tokens
         self.window.computed(local.kind, local.stored)
 
-    def next_chunks(self, batch: int, running: int, queued: int) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, which also has `batch` of the `running` requests. `queued` further prompts wait
-        for a place in this queue.
-        """
+    def next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
+        """The chunks of the next step, which also has `batch` running requests."""
         if not self.queue.waiting or (batch and self.times.remeasure(batch)):
             return []
-        return self.queue.next_chunks(self.budget(batch, running, self.queue.waiting + queued))
+        return self.queue.next_chunks(self.budget(batch))
 
-    def budget(self, batch: int, running: int, waiting: int) -> int:
+    def budget(self, batch: int) -> int:
         """Most prompt tokens of the next step, at least a page. The step also computes one token for each of `batch`
         requests. A step slightly larger than a multiple of STEP_ROWS is reduced to it.
         """
+        idle_s = self.times.idle_step_s(batch)
         tokens = step_tokens(
             most=self._most,
-            running=running,
-            waiting=waiting,
-            idle_step_s=self.times.idle_step_s(batch),
+            idle_step_s=idle_s if batch else None,
             tokens_per_s=self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s,
-            target_s=self._target_s,
+            prompts_s=self._prompt_part_s(idle_s or 0.0),
         )
         rows = min(tokens + batch, self._most)
         if rows > STEP_ROWS and rows % STEP_ROWS < STEP_ROWS // 2:
             rows -= rows % STEP_ROWS
         return max(self._limits.page_size, rows - batch)
+
+    def _prompt_part_s(self, idle_s: float) -> float:
+        """Time that prompt tokens may add to a decode step of `idle_s`. A token takes a step in each pipeline stage."""
+        limits, target_s = self._limits, self._limits.itl_target_s
+        target_s = target_s and target_s / limits.stages
+        return prompt_part_s(idle_s, limit_s(idle_s, target_s, limits.auto_itl_s / limits.stages))
 
     def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
         """The expected wait in seconds until this server begins to compute `tokens` tokens, and its tokens per second
@@ -106,7 +107,7 @@ class LocalPrefill:
             return 0.0, rate
         if rate is None or not idle_s:
             return 0.0, rate and rate * MOST_SHARE
-        prompt_s = max(LEAST_EXTRA * idle_s, prompt_part_s(idle_s, self._target_s))
+        prompt_s = min(self._prompt_part_s(idle_s), self._most / rate)
         # with pipeline stages, the chunk leaves the last stage after as many step times as there are steps in flight
         further = max(0, min(self._limits.stages, self.times.in_flight) - 1)
         return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))

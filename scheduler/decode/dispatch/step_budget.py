@@ -6,47 +6,41 @@ import statistics
 
 from ...rates import Rate, RateBySize
 
-PROMPT_WEIGHT = 34
-"""Without `itl_target_ms`: each waiting prompt after the first counts as much as this many running requests."""
-PROMPT_PART = 0.7
-"""Without `itl_target_ms`: prompt tokens take this part of the time of a decode step."""
-LEAST_PART = 96
-"""A step computes at least 1 / LEAST_PART of `max_step_tokens`, so that prompts make progress."""
+LIMIT_STEPS = 2.5
+"""The limit of `auto` is at least so many decode steps: models with long steps need more than the same milliseconds."""
+LEAST_SHARE = 0.3
+"""Prompts get at least this part of the time, also where a decode step alone takes nearly as long as the limit."""
+UNMEASURED_PART = 96
+"""Until the rate of prompt tokens beside running requests is known, a step has 1 / UNMEASURED_PART of the most."""
 REMEASURE_STEPS = 32
 """After this many steps with prompt tokens, one step has none, to measure how long a decode step takes now."""
 LEAST_EXTRA = 0.05
 """Prompt tokens take at least this part of a step: measured times vary, and their difference may be negative."""
 
 
-def step_tokens(
-    *,
-    most: int,
-    running: int,
-    waiting: int,
-    idle_step_s: float | None,
-    tokens_per_s: float | None,
-    target_s: float | None,
-) -> int:
-    """Prompt tokens of the next step, beside `running` requests, while `waiting` prompts wait.
-
-    The step takes about `idle_step_s` (a decode step without prompt tokens) + tokens / `tokens_per_s`. With a target,
-    it should take at most `target_s`; a target of 0 is no limit. Without a target (None), prompt tokens add PROMPT_PART
-    of `idle_step_s`, and more while several prompts wait.
+def step_tokens(*, most: int, idle_step_s: float | None, tokens_per_s: float | None, prompts_s: float) -> int:
+    """Prompt tokens of the next step, which has running requests, too. Prompts should take `prompts_s` of it at most
+    (`prompt_part_s`). A decode step alone takes `idle_step_s`.
     """
-    if not running or target_s == 0:
+    if idle_step_s is None or prompts_s == math.inf:
         return most
-    least = min(most, max(1, most // LEAST_PART))
-    if idle_step_s is None or tokens_per_s is None:
-        return most if idle_step_s is None else least
-    extra_s = prompt_part_s(idle_step_s, target_s)
+    if tokens_per_s is None:
+        return max(1, most // UNMEASURED_PART)
+    return min(most, int(prompts_s * tokens_per_s))
+
+
+def limit_s(idle_step_s: float, target_s: float | None, auto_s: float) -> float:
+    """The longest step beside running requests: `target_s` if it is given, 0 is no limit. Otherwise `auto_s`, or
+    LIMIT_STEPS decode steps if they take longer.
+    """
     if target_s is None:
-        extra_s *= max(1.0, PROMPT_WEIGHT * (waiting - 1) / running)
-    return min(most, max(least, int(extra_s * tokens_per_s)))
+        return max(auto_s, LIMIT_STEPS * idle_step_s)
+    return target_s or math.inf
 
 
-def prompt_part_s(idle_step_s: float, target_s: float | None) -> float:
-    """Time that prompt tokens may add to a step while one prompt waits."""
-    return max(0.0, target_s - idle_step_s) if target_s else PROMPT_PART * idle_step_s
+def prompt_part_s(idle_step_s: float, limit_s: float) -> float:
+    """Time that prompt tokens may add to a decode step of `idle_step_s`."""
+    return max(limit_s - idle_step_s, LEAST_SHARE / (1 - LEAST_SHARE) * idle_step_s)
 
 
 class StepTimes:

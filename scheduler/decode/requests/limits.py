@@ -9,6 +9,10 @@ from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
 
+GPU_ITL_S = 0.045
+CPU_ITL_S = 0.250
+"""Limits on the time between tokens that suit most loads, on a GPU and on a CPU."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLimits:
@@ -36,7 +40,9 @@ class DecodeLimits:
     max_step_tokens: int = 256
     """Prompt tokens that a step computes, if this server computes prompts."""
     itl_target_s: float | None = None
-    """Longest step with prompt tokens; 0 is no limit, None follows the time of a decode step."""
+    """Longest time between tokens while this server computes prompts; 0 is no limit, None chooses one."""
+    auto_itl_s: float = GPU_ITL_S
+    """The smallest that is chosen."""
     window: int | None = None
     """The sliding window if all layers of the model have it. Requests hold no pages behind it."""
 
@@ -49,6 +55,7 @@ class DecodeLimits:
         retract_pages: int,
         overlap: bool,
         max_step_tokens: int,
+        on_gpu: bool,
         window: int | None,
     ) -> "DecodeLimits":
         """The limits of each engine of a server. What the ranks have chosen replaces the settings."""
@@ -72,5 +79,6 @@ class DecodeLimits:
             local_prefill=config.local_prefill,
             max_step_tokens=max_step_tokens,
             itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
+            auto_itl_s=GPU_ITL_S if on_gpu else CPU_ITL_S,
             window=window,
         )

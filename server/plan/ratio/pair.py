@@ -79,6 +79,7 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 retract_pages=int(decode.retract_memory_gib * GIB) // self.decode.page_bytes,
                 overlap=decode.pp == 1,
                 max_step_tokens=decode.max_step_tokens,
+                on_gpu=on_gpu,
                 window=None,
             ),
             decode_pages=self.decode.num_pages,

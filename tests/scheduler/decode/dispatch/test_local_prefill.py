@@ -10,14 +10,14 @@ from tests.scheduler.simulation.timed_simulator import decode_limits
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 2048), (64, 1984), (2040, 16), (4096, 16)])
 def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, tokens: int) -> None:
     local = LocalPrefill(decode_limits(page_size=16, max_step_tokens=2048), Rates())
-    assert local.budget(batch, running=batch, waiting=64) == tokens
+    assert local.budget(batch) == tokens
 
 
 @pytest.mark.parametrize(("batch", "most", "rows"), [(1, 500, 500), (60, 525, 512), (120, 612, 612), (3, 100, 100)])
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
     """The GPU computes tiles of 128 tokens."""
     local = LocalPrefill(decode_limits(page_size=1, max_step_tokens=most), Rates())
-    assert local.budget(batch, running=batch, waiting=64) + batch == rows
+    assert local.budget(batch) + batch == rows
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,10 @@ class DecodeConfig(ServerConfig):
 
     role: Literal["decode"] = "decode"
     port: Port = Field(8200, description="HTTP port")
-    prefill: Endpoints = Field((), description="control ports of prefill servers: HOST:PORT[,HOST:PORT...]")
+    prefill: Endpoints = Field(
+        (),
+        description="control ports of prefill servers: HOST:PORT[,HOST:PORT...]; a name stands for all its addresses",
+    )
     bootstrap_allow: HostEntries | None = Field(
         None,
         description="hosts that a request may name as bootstrap_host, besides those of prefill and loopback: names, "

@@ -45,7 +45,11 @@ def families(role: Literal["decode", "prefill"]) -> Iterable[Metric]:
     status = Status(
         gauges={**gauges, "rank_0_busy_seconds": 1.0},
         counters=counters,
-        peers=(PeerStatus("10.0.0.5:8998", "paired", "i", round_trip_ms=1.0),),
+        peers=(
+            PeerStatus("prefill:8998", "paired", "i", round_trip_ms=1.0, address="10.0.0.5")
+            if role == "decode"
+            else PeerStatus("10.0.0.7", "paired", "i", round_trip_ms=1.0),
+        ),
         states={"running": 1},
         taken_at=0.0,
         loop_age_s=0.0,

@@ -272,7 +272,7 @@ class DecodeScheduler:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
         if self._peers_changed:
             self._peers_changed = False
-            self._submissions.end_too_long(now)
+            self._submissions.peers_changed(now)
         for request, error in self._deadlines.passed(self.requests.values(), now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.remote.take_released(now):

@@ -5,7 +5,7 @@ import math
 
 import msgspec
 
-from ...configs.errors import OverloadedError, RequestError, UnavailableError
+from ...configs.errors import ClientError, OverloadedError, RequestError, UnavailableError
 from ...memory.page_hashes import unpack_hashes
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
@@ -75,9 +75,14 @@ class Submissions:
         self._counters["requests_refused"] += len(rids)
         self._outbox += [SendToFrontend(failed(rid, error)) for rid in rids]
 
-    def end_too_long(self, now: float) -> None:
-        """End queued requests whose prompts none of the paired prefill servers can hold."""
+    def peers_changed(self, now: float) -> None:
+        """End queued requests whose prompts none of the paired prefill servers can hold, and those that name several
+        servers.
+        """
         for prompt in list(self._dispatcher.queue):
+            if (several := self._several_servers(prompt.endpoint)) is not None:
+                self._endings.end_all(prompt, several, now)
+                continue
             most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
             if prompt.tokens > most_tokens:
                 local = most_tokens == self._dispatcher.largest_local
@@ -86,12 +91,25 @@ class Submissions:
                 )
                 self._endings.end_all(prompt, error, now)
 
+    def _several_servers(self, endpoint: str | None) -> RequestError | None:
+        """The error of a request that names an endpoint which stands for several servers. A router that gives a name
+        has chosen one server, but not said which.
+        """
+        servers = self._dispatcher.peers.several_at(endpoint)
+        if not servers:
+            return None
+        return ClientError(
+            f"bootstrap_host: {endpoint} stands for {len(servers)} prefill servers: name one of {', '.join(servers)}"
+        )
+
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
         """The error if this prompt is refused. A call with several prompts is accepted as a whole if the queue has room
         for its first prompt: under load, the queue would rarely have room for all of them.
         """
         if not self.accepting:
             return UnavailableError("the server is shutting down")
+        if (several := self._several_servers(submit.endpoint)) is not None:
+            return several
         prefill_tokens = self._dispatcher.largest_prompt(submit.endpoint)
         error = refusal(
             submit,

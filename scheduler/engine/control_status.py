@@ -28,7 +28,7 @@ def control_counters(controls: Sequence[Control]) -> dict[str, float]:
 def peer_status(
     controls: Sequence[Control], engines: Sequence[DecodeEngine] | Sequence[PrefillEngine]
 ) -> tuple[PeerStatus, ...]:
-    """The peers of a server. If several data-parallel ranks connect to one endpoint, the connection in the worst state
+    """The peers of a server. If several data-parallel ranks connect to one address, the connection in the worst state
     is shown.
     """
     routes: dict[str, KvRoutes] = {}
@@ -50,6 +50,7 @@ def peer_status(
             peer.round_trip_ms,
             *routes.get(peer.instance or "", NO_ROUTES),
             **inputs.get(peer.instance or "", NO_INPUTS)._asdict(),
+            address=peer.address,
         )
         for peer in peers
     )
@@ -62,12 +63,13 @@ def hashed_page_sizes(engines: Sequence[DecodeEngine] | Sequence[PrefillEngine])
 
 
 def _worst(of_controls: Sequence[Sequence[PeerSnapshot]]) -> list[PeerSnapshot]:
-    found: dict[str, PeerSnapshot] = {}
+    found: dict[tuple[str, str | None], PeerSnapshot] = {}
     for peers in of_controls:
         for peer in peers:
-            other = found.setdefault(peer.endpoint, peer)
+            at = peer.endpoint, peer.address
+            other = found.setdefault(at, peer)
             if _WORST_FIRST.index(peer.state) < _WORST_FIRST.index(other.state):
-                found[peer.endpoint] = peer
+                found[at] = peer
     return list(found.values())
 
 

@@ -203,6 +203,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """Tokens in its prefix cache; None if it does not report them (decode)."""
     shares_cpu: bool | None = None
     """It computes on the CPU cores that this server computes on (decode)."""
+    address: str | None = None
+    """Its IP address, if `endpoint` has a host name, which may stand for several servers (decode)."""
 
 
 class DpRankStatus(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Converts the leader's latest report to metric families when a scraper asks for them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -158,6 +159,12 @@ def _peer_families(peers: Sequence[PeerStatus]) -> Iterable[Metric]:
             round_trip.add_metric(names, peer.round_trip_ms / 1000)
     yield paired
     yield round_trip
+    addresses = GaugeMetricFamily(
+        PREFIX + "prefill_addresses", "IP addresses that the host name of a prefill endpoint has.", labels=["endpoint"]
+    )
+    for endpoint, count in Counter(peer.endpoint for peer in peers if peer.address is not None).items():
+        addresses.add_metric([endpoint], count)
+    yield addresses
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -155,11 +155,12 @@ def _pools(sample: Sample) -> Iterator[tuple[str, float, float, str]]:
 
 def _peer_line(peer: Mapping[str, Any]) -> Text:
     state = str(peer["state"])
+    at = f" at {peer['address']}" if peer.get("address") else ""  # older servers do not report it
     round_trip = "" if peer["round_trip_ms"] is None else f"  {peer['round_trip_ms']:.1f} ms"
     transports = ", ".join(sorted(set(peer["transports"].values())))
     detail = "" if state == "paired" else peer["detail"] or ""
     return Text.assemble(
-        f"{peer['endpoint']}  ",
+        f"{peer['endpoint']}{at}  ",
         (state, STATE_COLOURS.get(state, "red")),
         f"{round_trip}  {transports}",
         (detail, "dim"),

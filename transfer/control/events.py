@@ -28,7 +28,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerAlias:
-    """`endpoint` is another address of a server that is already paired as `instance`."""
+    """`endpoint` is another name or address of a server that is already paired as `instance`."""
 
     endpoint: str
     instance: InstanceId
@@ -118,10 +118,15 @@ PublicState: TypeAlias = Literal["connecting", "paired", "refused", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class PeerSnapshot:
-    """One peer for /server_info. `endpoint` is HOST:PORT on the decode side, the peer's address on the prefill side."""
+    """One peer for /server_info. `endpoint` is HOST:PORT on the decode side, the peer's address on the prefill side.
+
+    If HOST is a name, there is one snapshot for each of its addresses, with the same endpoint.
+    """
 
     endpoint: str
     state: PublicState
     instance: InstanceId | None = None
     detail: str | None = None
     round_trip_ms: float | None = None
+    address: str | None = None
+    """The IP address, if `endpoint` has a name (decode)."""

@@ -97,9 +97,15 @@ class Reachability:
         return self._reasons.get(endpoint)
 
     def report(self, peers: Sequence[PeerSnapshot], now: float) -> dict[str, str] | None:
-        """Log the reasons while no peer is paired. Returns all reasons if one has changed."""
-        reasons = {peer.endpoint: peer.detail for peer in peers if peer.state != "paired" and peer.detail is not None}
-        if any(peer.state == "paired" for peer in peers):
+        """Log the reasons while no peer is paired. Returns all reasons if one has changed. Of a name with several
+        addresses, the first reason stands for all, if no server is paired at any.
+        """
+        paired = {peer.endpoint for peer in peers if peer.state == "paired"}
+        reasons: dict[str, str] = {}
+        for peer in peers:
+            if peer.endpoint not in paired and peer.detail is not None:
+                reasons.setdefault(peer.endpoint, peer.detail)
+        if paired:
             self._absent_since, self._log_at = None, -math.inf
         elif reasons:
             self._absent_since = now if self._absent_since is None else self._absent_since

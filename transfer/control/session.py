@@ -19,6 +19,8 @@ class Timing:
     connect_timeout_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 1.0
+    lookup_s: float = 2.0
+    """How often host names are looked up."""
 
     @property
     def tick_s(self) -> float:

@@ -135,6 +135,13 @@ class PrefillPeers:
             return self.unreachable.get(endpoint, "")
         return describe_absence(self.unreachable)
 
+    def several_at(self, endpoint: str | None) -> list[str]:
+        """The addresses of the servers at an endpoint that stands for more than one of them; else empty."""
+        peers = self._of(endpoint) if endpoint is not None else []
+        if len(peers) < 2:
+            return []
+        return sorted(min(peer.endpoints - {endpoint}, default=peer.instance) for peer in peers)
+
     def select(self, prompt: Prompt, now: float) -> Selection | None:
         """The server for a prompt (choice.py), of those that can hold it; the server of the last attempt comes last.
         None if no server takes the prompt now and none is worth waiting for.

@@ -45,7 +45,7 @@ function drawSides(info, rates) {
   const peers = info.peers.map((peer, index) => ({
     key: `${index} ${peer.endpoint}`,
     role: other,
-    title: `${other} ${peer.endpoint}`,
+    title: `${other} ${peer.endpoint}${peer.address ? ` at ${peer.address}` : ""}`,
     state: [peer.state, peer.round_trip_ms === null ? "" : `${peer.round_trip_ms.toFixed(1)} ms`,
       [...new Set(Object.values(peer.transports))].join(", ")].filter(Boolean).join(" · "),
     detail: peer.state === "paired" ? "" : peer.detail ?? "",

@@ -155,6 +155,26 @@ def test_alias_of_a_server_counts_as_paired() -> None:
     simulator.finish()
 
 
+@pytest.mark.parametrize("queued", [True, False])
+def test_request_that_names_several_servers_fails_and_its_error_names_them(queued: bool) -> None:
+    """Whether it arrives before or after decode knows what the name stands for."""
+    simulator = Simulator()
+    if queued:
+        submit(simulator, "r", endpoint="prefill:1")
+    for instance in simulator.servers:
+        simulator.decode.peer_alias(instance, "prefill:1")
+    if not queued:
+        submit(simulator, "r", endpoint="prefill:1")
+    (failed,) = turn_at(simulator, 0.0)
+    assert (failed.status, failed.code) == (400, "invalid_request")
+    assert failed.message == "bootstrap_host: prefill:1 stands for 2 prefill servers: name one of a:1, b:1"
+    submit(simulator, "one", endpoint="b:1")
+    simulator.kill(0)
+    submit(simulator, "left", endpoint="prefill:1")
+    assert turn_at(simulator, 0.0) == [failed]
+    simulator.finish()
+
+
 def prefill_server() -> PrefillScheduler:
     limits = PrefillLimits(page_size=4, chunk_size=4, max_queued_requests=9, context_length=64, vocab_size=100)
     scheduler = PrefillScheduler(limits, PageAllocator[KvPage](8))

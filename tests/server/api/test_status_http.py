@@ -303,6 +303,26 @@ async def test_two_decode_servers_on_one_host_are_two_peers(prefill: RunningServ
         assert f'pdserve_peer_paired{{endpoint="10.0.0.5",instance_id="{instance}"}} 1.0' in text
 
 
+async def test_servers_at_the_addresses_of_a_name_are_listed_and_counted(decode: RunningServer) -> None:
+    name = "prefill:8998"
+    peers = (
+        PeerStatus(name, "paired", "p1", address="10.0.0.5"),
+        PeerStatus(name, "connecting", detail="connection refused", address="10.0.0.6"),
+        PeerStatus("10.0.0.9:8998", "paired", "p2"),
+    )
+    await decode.report(msgspec.structs.replace(make_status(), peers=peers))
+    listed = (await decode.http.get("/server_info")).json()["peers"]
+    assert [(peer["endpoint"], peer["address"]) for peer in listed] == [
+        (name, "10.0.0.5"),
+        (name, "10.0.0.6"),
+        ("10.0.0.9:8998", None),
+    ]
+    lines = (await decode.http.get("/metrics")).text.splitlines()
+    counts = [line for line in lines if line.startswith("pdserve_prefill_addresses{")]
+    assert counts == [f'pdserve_prefill_addresses{{endpoint="{name}"}} 2.0']
+    assert f'pdserve_peer_paired{{endpoint="{name}",instance_id="p1"}} 1.0' in lines
+
+
 async def test_version_is_unavailable_until_models_is_available(tokenizer: Tokenizer) -> None:
     """A router that gets an answer from `/version` but not from `/v1/models` treats the server as vLLM from then on."""
     async with running_server(tokenizer, ready=False) as server:

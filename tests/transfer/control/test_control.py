@@ -30,6 +30,7 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control import session
 from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys
 from pdserve.transfer.control.decode import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
+from pdserve.transfer.control.endpoints import resolve
 from pdserve.transfer.control.events import (
     Event,
     LoadReported,
@@ -164,6 +165,7 @@ class Cluster:
         instance: str = "p1",
         port: int = 0,
         *,
+        host: str = "127.0.0.1",
         me: Welcome | None = None,
         check: Callable[[Hello], str | None] | None = None,
         secret: str | None = None,
@@ -175,7 +177,7 @@ class Cluster:
         recorder = Recorder()
         mine = me or welcome(instance)
         server = PrefillControl(
-            "127.0.0.1",
+            host,
             port,
             mine,
             check=check or (lambda theirs: check_pair(theirs, mine)),
@@ -198,6 +200,7 @@ class Cluster:
         secret: str | None = None,
         timing: Timing = FAST,
         load: Callable[[], Load] = Load,
+        look_up: Callable[[str], list[str]] = resolve,
     ) -> tuple[DecodeControl, Recorder]:
         recorder = Recorder()
         mine = me or hello(instance)
@@ -208,6 +211,7 @@ class Cluster:
             load=load,
             keys=None if secret is None else derived_keys(secret),
             timing=timing,
+            resolve=look_up,
         )
         self._stack.callback(client.close)
         client.start()
@@ -328,7 +332,8 @@ def test_alias_of_a_server_is_reported_again_when_it_pairs_again(cluster: Cluste
         at_decode.wait(PeerLost)
         proxy.flows.set()
         at_decode.wait(PeerUp, 2)
-        assert at_decode.wait(PeerAlias, 2) == [PeerAlias(f"localhost:{server.port}", InstanceId("p1"))] * 2
+        names = [f"localhost:{server.port}", f"127.0.0.1:{server.port}"]
+        assert at_decode.wait(PeerAlias, 4) == [PeerAlias(name, InstanceId("p1")) for name in names] * 2
         assert proxy.connections == 1
         client.close()
 

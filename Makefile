@@ -135,7 +135,11 @@ test-schemas: setup ## 300 random JSON schemas in each setting of tests/cluster/
 
 .PHONY: test-prometheus
 test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pair under load; needs Debian's package prometheus
-	@PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
+	@if ! command -v prometheus >/dev/null || ! command -v promtool >/dev/null; then
+	    echo "make: no prometheus and promtool found; on Debian: apt-get install prometheus" >&2
+	    exit 1
+	fi
+	PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff and mypy

@@ -8,19 +8,23 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
-import hypothesis
 import pytest
 
 from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
+from tests.optional_libraries import pytest_pycollect_makemodule as pytest_pycollect_makemodule
 
 # Set before numpy is imported: threads of its OpenBLAS spin while they wait, and Triton's interpreter uses them often.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _unfrozen = threading.Event()
 
-hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
-hypothesis.settings.load_profile("tests")
+with suppress(ModuleNotFoundError):  # files that need it are skipped
+    import hypothesis
+
+    hypothesis.settings.register_profile("tests", deadline=None)  # its 200 ms can be exceeded on a busy machine
+    hypothesis.settings.load_profile("tests")
 
 
 @pytest.hookimpl(wrapper=True)

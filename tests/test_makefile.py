@@ -57,3 +57,30 @@ def test_setup_installs_torch_without_cuda_for_the_cpu_extra(
     assert any("pip uninstall --quiet --yes torch" in call for call in calls) == (expected == "uninstall")
     assert f"--editable .[{extra}]" in calls[-1], "then everything else, also when torch's builds were not reached"
     assert ("cannot be reached" in done.stderr) == (expected == "uv" and uv_status == "1")
+
+
+@pytest.mark.parametrize(
+    ("target", "installed", "package"),
+    [
+        ("test-page", [], "chromium"),
+        ("test-prometheus", [], "prometheus"),
+        ("test-prometheus", ["prometheus"], "prometheus"),
+    ],
+)
+def test_target_names_the_package_that_its_program_needs(
+    tmp_path: Path, target: str, installed: list[str], package: str
+) -> None:
+    for name in ("bash", "make", "sed", "nproc"):
+        program = shutil.which(name)
+        assert program is not None
+        (tmp_path / name).symlink_to(program)
+    for name in installed:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    command = ["make", "--no-print-directory", "--old-file=setup", target]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    message, error = done.stderr.splitlines()
+    assert f"on Debian: apt-get install {package}" in message
+    assert error.startswith("make: ***"), "make says that the target failed"

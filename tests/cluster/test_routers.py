@@ -15,7 +15,10 @@ import httpx
 import pytest
 
 from tests.cluster.servers import HTTP, Cluster, Server, body, cluster, wait_until
+from tests.optional_libraries import needs
 from tests.ports import free_port
+
+pytestmark = [needs("sglang_router"), needs("smg")]
 
 RouterName = Literal["sglang_router", "smg"]
 POOL = ("--kv-tokens", "8192", "--served-model-name", "m")

@@ -17,6 +17,7 @@ from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import is_reference_greedy, load_smollm2_reference
 from tests.cluster.servers import HTTP, Server, body, cluster
 from tests.documented_commands import arguments, documented_commands
+from tests.optional_libraries import needs
 
 QUESTIONS = ("What is the capital of France?", "Name three primary colors.", "Write a haiku about the sea.")
 NEW_TOKENS = 16
@@ -65,6 +66,7 @@ def test_chat_ends_at_the_end_of_the_turn(decode: Server) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
+@needs("anthropic")
 def test_clients_of_other_apis_get_the_same_answer(decode: Server) -> None:
     """OpenAI's /v1/responses and Anthropic's /v1/messages."""
     import anthropic  # takes two seconds of CPU time, which only the worker that runs this test needs

@@ -10,11 +10,14 @@ from pydantic import TypeAdapter
 
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.api.anthropic.models import MessageEvent, MessageReply, MessagesBody
+from tests.optional_libraries import needs
 from tests.server.http_harness import RunningServer
 from tests.server.scripted_leader import EOS, make_finished
 
 if TYPE_CHECKING:  # the import takes 2 s of CPU time; only the worker that runs this file pays for it
     import anthropic
+
+pytestmark = needs("anthropic")
 
 WEATHER: Any = {
     "name": "get_weather",

@@ -103,6 +103,11 @@ class ServerConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address that the HTTP and control ports bind to")
     advertise_host: str | None = Field(None, description="address of this machine for peers; default: host")
     api_key: SecretStr | None = Field(None, min_length=1, description="bearer token that HTTP clients must send")
+    allow_role_switch: bool = Field(
+        False,
+        description="without api_key, let clients on this machine change the role (POST /role); a proxy here may pass "
+        "requests of others",
+    )
     ssl_certfile: str | None = Field(
         None, min_length=1, description="PEM file of the certificate chain; with ssl_keyfile, the HTTP port speaks TLS"
     )

@@ -70,11 +70,18 @@ class RoleControl(Protocol):
 
 
 def check_may_switch(request: Request, config: AnyServerConfig) -> None:
-    """Raises ForbiddenError for clients on other machines if the server has no API key. If it has one, the route has
-    checked it already.
+    """Raises ForbiddenError if the server has no API key, unless it was started with allow_role_switch and the client
+    is on this machine. If there is a key, the route has checked it already.
+
+    Peer and headers alone prove nothing: a proxy on this machine may pass requests without a trace of its own.
     """
     if config.api_key is not None:
         return
+    if not config.allow_role_switch:
+        raise ForbiddenError(
+            "without an API key the role cannot be changed: start the server with api_key and send it as "
+            "'Authorization: Bearer KEY', or start it with allow_role_switch"
+        )
     if not _is_loopback(request) or any(name in request.headers for name in FORWARDING_HEADERS):
         raise ForbiddenError(
             "without an API key the role can be changed only from this machine, not through a proxy or a web page: "

@@ -49,7 +49,7 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
     reference, draw = load_reference(llama), random.Random(17)
     prompts = [draw.choices(range(VOCAB_SIZE), k=length) for length in (20, 150, 300)]
     expected = [GreedyTokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
-    switching = servers.add("prefill", llama, *POOL, "--chunk-size", "64", leaders=3)
+    switching = servers.add("prefill", llama, *POOL, "--allow-role-switch", "--chunk-size", "64", leaders=3)
     staying = servers.add("prefill", llama, *POOL)
     decode = servers.add("decode", llama, "--prefill", f"{switching.endpoint},{staying.endpoint}", *POOL)
     switching.wait_ready(peers=1)
@@ -90,7 +90,8 @@ def test_prefill_server_becomes_decode_and_prefill_again_while_others_serve(serv
 def test_router_uses_a_server_in_its_new_role(servers: Cluster, llama: Path) -> None:
     """At first the router still sends it requests as a decode server. Clients must not get empty outputs."""
     prefill = servers.add("prefill", llama, *POOL)
-    decodes = [servers.add("decode", llama, "--prefill", prefill.endpoint, *POOL, leaders=number) for number in (1, 2)]
+    flags = ("--prefill", prefill.endpoint, "--allow-role-switch", *POOL)
+    decodes = [servers.add("decode", llama, *flags, leaders=number) for number in (1, 2)]
     decode, switching = (server.wait_ready(peers=1) for server in decodes)
     router = Router("sglang_router", prefill, decodes, servers.directory / "router.log")
 

@@ -354,6 +354,6 @@ async def test_undecodable_messages_from_the_leader_are_skipped(decode: RunningS
 
 
 async def test_role_switch_with_an_invalid_query_does_not_begin(tokenizer: Tokenizer) -> None:
-    async with running_server(tokenizer) as server:
+    async with running_server(tokenizer, DecodeConfig(allow_role_switch=True)) as server:
         answer = await server.http.post("/role?wait=maybe", json={"role": "prefill"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "wait")

@@ -26,10 +26,11 @@ from pdserve.server.engine.leader import Leader
 from pdserve.server.launch import frontend as frontend_module
 from pdserve.server.launch.role_switch import RoleSwitches
 from pdserve.server.observability.metrics import Metrics
+from pdserve.server.text.tokenizer import Tokenizer
 from tests.cluster.servers import wait_until
 from tests.ports import free_port
 from tests.processes import gone
-from tests.server.http_harness import introduce, write_byte_model
+from tests.server.http_harness import introduce, running_server, write_byte_model
 from tests.server.launch.test_frontend_process import (
     AUTHORIZED,
     DIRECT,
@@ -211,10 +212,19 @@ def test_role_changes_without_an_api_key_only_from_this_machine(
     request = Request({"type": "http", "client": client, "headers": headers})
     check_may_switch(request, DecodeConfig(api_key=SecretStr("checked before")))
     if allowed:
-        check_may_switch(request, DecodeConfig())
+        check_may_switch(request, DecodeConfig(allow_role_switch=True))
         return
     with pytest.raises(ForbiddenError, match="without an API key the role can be changed only from this machine"):
-        check_may_switch(request, DecodeConfig())
+        check_may_switch(request, DecodeConfig(allow_role_switch=True))
+
+
+async def test_role_cannot_be_changed_without_an_api_key_unless_the_server_allows_it(tokenizer: Tokenizer) -> None:
+    """This client is what a proxy with default settings looks like: on this machine, without a header of its own."""
+    for config, status in ((DecodeConfig(), 403), (DecodeConfig(allow_role_switch=True), 409)):
+        async with running_server(tokenizer, config) as server:
+            answer = await server.http.post("/role", json={"role": "prefill"})
+        assert answer.status_code == status, answer.text
+        assert ("or start it with allow_role_switch" in answer.text) == (status == 403)
 
 
 def test_busy_server_switches_only_with_drain(model: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class CallParser(TextParser):
     def __init__(self, tools: Tools) -> None:
         super().__init__()
         self._tools = tools
-        self._unsure = ""
+        self._unsure: list[str] = []
         """Text taken since the marker, and white space before it. It becomes content if no call follows."""
         self._calls = 0
         self._in_call = False
@@ -61,7 +61,7 @@ class CallParser(TextParser):
                 self._consume(len(self._buffer))
                 self._give_up()
                 return
-            self._unsure = ""
+            self._unsure = []
             steps = self._content_and_calls()
 
     def _beginning(self) -> Steps[None]:
@@ -79,7 +79,7 @@ class CallParser(TextParser):
             yield from self._more()
         at, marker = found
         self._emit_content(space.add(self._take(at)))
-        self._unsure = space.take()
+        self._unsure = [space.take()]
         self._consume(len(marker))
         yield from self._parse_calls(marker)
 
@@ -91,7 +91,7 @@ class CallParser(TextParser):
         """Take text from the buffer. Until a call begins, remember it, because it becomes content if none does."""
         text = self._take(count)
         if not self._in_call:
-            self._unsure += text
+            self._unsure.append(text)
         return text
 
     def _put_back(self, text: str) -> None:
@@ -155,7 +155,7 @@ class CallParser(TextParser):
     def _begin(self, name: str) -> None:
         self._events.append(CallBegin(self._calls, whole_characters(name)))
         self._calls += 1
-        self._in_call, self._unsure = True, ""
+        self._in_call, self._unsure = True, []
 
     def _argue(self, text: str) -> None:
         self._events.append(CallArguments(self._calls - 1, whole_characters(text)))
@@ -168,8 +168,9 @@ class CallParser(TextParser):
         """Handle text that is not a call: end a call that has begun, and emit the text since the marker as content."""
         if self._in_call:
             self._end()
-        if self._unsure.strip() or not self._after_call:
-            self._emit_content(self._unsure)
+        unsure = "".join(self._unsure)
+        if unsure.strip() or not self._after_call:
+            self._emit_content(unsure)
 
     def _emit_content(self, text: str) -> None:
         if self._after_call:

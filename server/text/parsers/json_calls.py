@@ -168,7 +168,7 @@ class DeepSeekParser(JsonCallParser):
         while tag == CALL:
             yield from self._call()
             _, tag = yield from self._soon(CALL_END, CALLS_END, CALL)
-            self._unsure = ""
+            self._unsure = []
             if tag == CALL_END:
                 tag = yield from self._tag(CALL, CALLS_END)
 

@@ -3,17 +3,17 @@
 import ast
 import json
 import re
-import warnings
 from collections.abc import Mapping
 
 from .call_parser import CallParser, NotACallError
+from .python_source import STRING, parse_expression
 from .text_parser import Steps
 
-_BEGINNING = re.compile(r"\[\s*[A-Za-z_][\w.-]{0,255}\(")
-_PARTIAL = re.compile(r"\[\s*([A-Za-z_][\w.-]{0,255})?")
+_BEGINNING = re.compile(r"\[\s{0,256}[A-Za-z_][\w.-]{0,255}\(")
+_PARTIAL = re.compile(r"\[\s{0,256}([A-Za-z_][\w.-]{0,255})?")
 _CONSTANTS = {"true": True, "false": False, "null": None}
-_NAME = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|[^\W\d][\w.-]*(?=\s*(?:\(|=(?!=)))""", re.DOTALL)
-"""A string, or the name of a function or an argument."""
+_NAME = re.compile(rf"({STRING})|[^\W\d][\w.-]*+(?:(?=\s*+(?:\(|=(?!=)))|())", re.DOTALL)
+"""A string, or the name of a function or an argument, or another word. No character is searched twice."""
 LONGEST_LIST = 1 << 16
 
 
@@ -72,16 +72,19 @@ class PythonicParser(CallParser):
         # Replace all names before Python parses the text: they may have hyphens, or be keywords such as `from`.
         stand_ins: dict[str, str] = {}
         parsed = _NAME.sub(
-            lambda found: found[1] or stand_ins.setdefault(found[0], f"name_{len(stand_ins)}"),
+            lambda found: (
+                found[0]
+                if found[1] or found[2] is not None
+                else stand_ins.setdefault(found[0], f"name_{len(stand_ins)}")
+            ),
             text,
         )
         names = {stand_in: name for name, stand_in in stand_ins.items()}
         try:
-            with warnings.catch_warnings(action="ignore"):  # Python warns about escapes such as "\\d"
-                items = ast.parse(parsed, mode="eval").body
+            items = parse_expression(parsed)
             if isinstance(items, ast.List):
                 return [self._call(item, names) for item in items.elts]
-        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        except (ValueError, TypeError, RecursionError, MemoryError):
             pass
         raise NotACallError
 

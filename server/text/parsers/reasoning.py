@@ -116,11 +116,15 @@ class ReasoningParser(TextParser):
         self._is_over = True
 
     def _opening_tag(self) -> Steps[None]:
-        """Take the opening tag or the tag of an answer at the beginning of the text, if there is one."""
+        """Take the opening tag or the tag of an answer at the beginning of the text, if there is one. Keep white space
+        before other text.
+        """
         opening = self._style.open
         answer = _Tag(self._style.answer, self._style.header_end) if self._style.answer else None
+        space: list[str] = []
         while True:
             begun = self._buffer.lstrip()
+            space.append(self._take(len(self._buffer) - len(begun)))
             if begun.startswith(opening):
                 self._buffer = begun[len(opening) :]
                 self.is_open = True
@@ -130,6 +134,7 @@ class ReasoningParser(TextParser):
                 return
             may_follow = opening.startswith(begun) or (answer is not None and answer.partial(begun) == len(begun))
             if self._final or not may_follow:
+                self._buffer = "".join((*space, begun))
                 return
             yield from self._more()
 

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from .call_parser import CallParser, NotACallError, Tools, is_one_word
+from .python_source import parse_expression
 from .text_parser import Steps, partial_marker
+
+MOST_PARTS = 256
+"""So many parts of a schema are searched for the types of its values."""
 
 
 def is_text(schema: object) -> bool | None:
@@ -26,26 +30,38 @@ def is_text(schema: object) -> bool | None:
     return None
 
 
-def kinds_of(schema: object, root: Mapping[str, Any], depth: int = 8) -> frozenset[str] | None:
-    """The JSON types that values of a schema may have; None if it does not say. `$ref` is resolved in `root`."""
-    if not isinstance(schema, Mapping) or not depth:
-        return None
-    match schema:
-        case {"type": str(kind)}:
-            return frozenset((kind,))
-        case {"type": [*kinds]}:
-            return frozenset(map(str, kinds))
-        case {"anyOf": [*options]} | {"oneOf": [*options]}:
-            found = [kinds_of(option, root, depth - 1) for option in options]
-            return None if None in found else frozenset().union(*filter(None, found))
-        case {"allOf": [only]}:
-            return kinds_of(only, root, depth - 1)
-        case {"$ref": str(path)} if path.startswith("#/"):
-            target: Any = root
-            for name in path.removeprefix("#/").split("/"):
-                target = target.get(name) if isinstance(target, Mapping) else None
-            return kinds_of(target, root, depth - 1)
-    return None
+def kinds_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """The JSON types that values of a schema may have; None if it does not say. `$ref` is resolved in `root`.
+
+    Looks at each part of the schema once, and at MOST_PARTS of them; a larger schema does not say.
+    """
+    kinds: set[str] = set()
+    seen: set[int] = set()
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        match part:
+            case {"type": str(kind)}:
+                kinds.add(kind)
+            case {"type": [*names]} if len(names) <= MOST_PARTS:
+                kinds.update(name for name in names if isinstance(name, str))
+            case {"anyOf": [*options]} | {"oneOf": [*options]} if len(options) <= MOST_PARTS - len(seen):
+                parts += options
+            case {"allOf": [only]}:
+                parts.append(only)
+            case {"$ref": str(path)} if path.startswith("#/"):
+                target: Any = root
+                for name in path.removeprefix("#/").split("/", MOST_PARTS):
+                    target = target.get(name) if isinstance(target, Mapping) else None
+                parts.append(target)
+            case _:
+                return None
+        if len(seen) > MOST_PARTS:
+            return None
+    return frozenset(kinds) or None
 
 
 def to_json(text: str, kinds: frozenset[str] | None = None) -> str:
@@ -56,7 +72,7 @@ def to_json(text: str, kinds: frozenset[str] | None = None) -> str:
         value, written = json.loads(text, parse_constant=_refuse_constant), text.strip()
     except (ValueError, RecursionError):
         try:
-            value = ast.literal_eval(text.strip())
+            value = ast.literal_eval(parse_expression(text.strip()))
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             value, written = text, json.dumps(text, ensure_ascii=False)
@@ -94,13 +110,16 @@ class XmlCallParser(CallParser):
         super().__init__(tools)
         self._parameters: Mapping[str, Any] = {}
         self._schemas: Mapping[str, Any] = {}
+        self._text_arguments: dict[tuple[str, str], bool | None] = {}
+        """What `is_text` says, by function and argument: an `enum` may be long."""
+        self._function = ""
         self._given = 0
 
     def _begin_call(self, name: str) -> None:
         self._parameters = self._tools.get(name, {})
         properties = self._parameters.get("properties")
         self._schemas = properties if isinstance(properties, Mapping) else {}
-        self._given = 0
+        self._function, self._given = name, 0
         self._begin(name)
         self._argue("{")
 
@@ -114,7 +133,7 @@ class XmlCallParser(CallParser):
         """
         self._argue((", " if self._given else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._given += 1
-        if is_text(self._schemas.get(key)) if is_string is None else is_string:
+        if self._is_text(key) if is_string is None else is_string:
             self._argue('"')
             yield from self._string()
             self._argue('"')
@@ -122,6 +141,13 @@ class XmlCallParser(CallParser):
             text, _ = yield from self._until(self.value_end)
             kinds = kinds_of(self._schemas.get(key), self._parameters) if is_string is None else None
             self._argue(to_json(text.removeprefix(self.padding).removesuffix(self.padding), kinds))
+
+    def _is_text(self, key: str) -> bool | None:
+        if key not in self._schemas:
+            return None
+        if (self._function, key) not in self._text_arguments:
+            self._text_arguments[self._function, key] = is_text(self._schemas[key])
+        return self._text_arguments[self._function, key]
 
     def _string(self) -> Steps[None]:
         while not self._buffer:

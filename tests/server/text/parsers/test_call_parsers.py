@@ -336,6 +336,50 @@ def test_parser_takes_linear_time(family: str, beginning: str) -> None:
     assert time.process_time() - started < 5  # 0.5 s; with a search of the whole text for each piece 8 s and more
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        60_000 * "a",
+        30_000 * "a" + 30_000 * " " + "b",
+        "'" + 20_000 * "\\'" + "'",
+        "[" + 30_000 * "1," + "]",
+        "[" + 15_000 * "x()," + "]",
+        "f'" + 20_000 * "{1}" + "'",
+    ],
+    ids=["word", "space", "quotes", "numbers", "names", "formatted"],
+)
+def test_list_of_pythonic_calls_takes_linear_time(value: str) -> None:
+    parser, started = FAMILIES["pythonic"].parser(TOOLS), time.process_time()
+    parser.feed(f"[now(a={value})]")
+    parser.finish()
+    assert time.process_time() - started < 0.2  # at most 0.07 s; 80 s for the word, 0.3 s for numbers without a limit
+
+
+def test_space_at_the_beginning_of_a_list_takes_linear_time() -> None:
+    parser, started = FAMILIES["pythonic"].parser(TOOLS), time.process_time()
+    for piece in ("[", *[16 * " "] * 4000):
+        parser.feed(piece)
+    assert time.process_time() - started < 0.2  # 0.03 s; with a search of all space for each piece 1 s
+
+
+def test_value_in_python_syntax_takes_linear_time() -> None:
+    text = "(" + 300_000 * "1," + ")"
+    parser, started = FAMILIES["qwen3-coder"].parser(TOOLS), time.process_time()
+    events = [*parser.feed(f"<function=now><parameter=a>\n{text}\n</parameter></function>"), *parser.finish()]
+    assert calls_of(events) == [("now", {"a": text})]
+    assert time.process_time() - started < 0.5  # 0.03 s; 3 s if Python parses it
+
+
+def test_types_of_a_schema_are_found_in_linear_time() -> None:
+    """Each part of the schema refers to the next one 60 times."""
+    parts = {f"p{at}": {"anyOf": [{"$ref": f"#/$defs/p{at + 1}"} for _ in range(60)]} for at in range(4)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/p0"}}, "$defs": {**parts, "p4": {"type": "string"}}}
+    parser, started = FAMILIES["qwen3-coder"].parser({"now": schema}), time.process_time()
+    events = [*parser.feed("<function=now><parameter=a>\n1\n</parameter></function>"), *parser.finish()]
+    assert calls_of(events) == [("now", {"a": "1"})]
+    assert time.process_time() - started < 0.2  # 1 ms; 20 s if each path to a part is followed
+
+
 def test_white_space_takes_linear_time() -> None:
     """A model may repeat white space until the context is full. It is held back, because a call may follow."""
     parser, started = FAMILIES["hermes"].parser(TOOLS), time.process_time()

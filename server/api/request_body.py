@@ -55,10 +55,14 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
 
 
 async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yields the inflated content of a gzip file, which may have several members. Raises BodyError if it is invalid."""
+    """Yields the inflated content of a gzip file, which may have several members, with zero bytes after each: some
+    writers pad files with them. Raises BodyError if the file is invalid.
+    """
     inflater = zlib.decompressobj(GZIP_FORMAT)
     began = False
     async for chunk in chunks:
+        if inflater.eof:
+            chunk = chunk.lstrip(b"\0")
         more = bool(chunk)
         while more:
             if inflater.eof:
@@ -69,7 +73,7 @@ async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
             except zlib.error as error:
                 raise BodyError(f"the body is not valid gzip: {error}") from None
             yield piece
-            chunk = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            chunk = inflater.unused_data.lstrip(b"\0") if inflater.eof else inflater.unconsumed_tail
             # after a full piece, zlib may hold more output although it has consumed all input
             more = bool(chunk) or (len(piece) == PIECE_BYTES and not inflater.eof)
             if more:

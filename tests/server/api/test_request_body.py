@@ -2,6 +2,7 @@
 
 import gzip
 import zlib
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -25,6 +26,20 @@ async def test_body_of_several_gzip_members(decode: RunningServer) -> None:
     content = gzip.compress(BODY[:5]) + gzip.compress(b"") + gzip.compress(BODY[5:])
     answer = await decode.http.post("/tokenize", content=content, headers=GZIP)
     assert answer.json()["tokens"] == [97, 98]
+
+
+@pytest.mark.parametrize("after", [b"\0", bytes(PIECE_BYTES)], ids=("one", "many"))
+async def test_zero_padding_after_a_gzip_member_is_skipped(decode: RunningServer, after: bytes) -> None:
+    """As by gzip(1) and Python. Padding may begin in a later piece of the body than the member has ended in."""
+    first, second = gzip.compress(BODY[:5]) + after, gzip.compress(BODY[5:]) + after
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for content in (first[: -len(after)], after, second):
+            yield content
+
+    for content in (first + second, pieces()):
+        answer = await decode.http.post("/tokenize", content=content, headers=GZIP)
+        assert (answer.status_code, answer.json()["tokens"]) == (200, [97, 98])
 
 
 async def test_long_gzip_body_is_decompressed_in_pieces(decode: RunningServer) -> None:
@@ -52,9 +67,19 @@ async def test_size_of_a_decompressed_body_is_limited(tokenizer: Tokenizer) -> N
         (zlib.compress(BODY), "incorrect header check"),
         (gzip.compress(BODY)[:-1], "it ends too early"),
         (gzip.compress(BODY) + b"x", "incorrect header check|it ends too early"),
+        (gzip.compress(BODY) + b"\0x", "incorrect header check|it ends too early"),
+        (b"\0" + gzip.compress(BODY), "incorrect header check"),
         (b"", "the body is empty"),
     ],
-    ids=("plain", "zlib", "cut", "longer", "empty"),  # gzip data has a timestamp, so it cannot be an id
+    ids=(
+        "plain",
+        "zlib",
+        "cut",
+        "longer",
+        "longer after padding",
+        "padding before",
+        "empty",
+    ),  # gzip data has a timestamp, so it cannot be an id
 )
 async def test_invalid_gzip_is_refused(decode: RunningServer, content: bytes, problem: str) -> None:
     answer = await decode.http.post("/tokenize", content=content, headers=GZIP)

@@ -15,10 +15,12 @@ def _split_commas(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-def _check_port(endpoint: str) -> str:
-    if not 1 <= int(endpoint.rpartition(":")[2]) <= MAX_PORT:
-        raise ValueError(f"the port must be between 1 and {MAX_PORT}")
-    return endpoint
+def check_ports(endpoints: str) -> str:
+    """Returns HOST:PORT[,HOST:PORT...], which a scheme may precede. Raises ValueError for a port out of range."""
+    for endpoint in endpoints.split(","):
+        if not 1 <= int(endpoint.rpartition(":")[2]) <= MAX_PORT:
+            raise ValueError(f"the port must be between 1 and {MAX_PORT}")
+    return endpoints
 
 
 def _check_origin(origin: str) -> str:
@@ -27,7 +29,7 @@ def _check_origin(origin: str) -> str:
     return origin
 
 
-Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(_check_port)]
+Endpoint = Annotated[str, Field(pattern=r"^[^\s:/]+:[0-9]{1,5}$", description="HOST:PORT"), AfterValidator(check_ports)]
 Endpoints = Annotated[tuple[Endpoint, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
 HostEntries = Annotated[tuple[Annotated[str, AfterValidator(check_entry)], ...], BeforeValidator(_split_commas)]
@@ -38,7 +40,7 @@ KvStoreUrl = Annotated[
         pattern=r"^(mooncake://[^\s:/,]+:[0-9]{1,5}|etcd://[^\s:/,]+:[0-9]{1,5}(,[^\s:/,]+:[0-9]{1,5})*)$",
         description="mooncake://HOST:PORT or etcd://HOST:PORT[,HOST:PORT...]",
     ),
-    AfterValidator(_check_port),
+    AfterValidator(check_ports),
 ]
 TransportSetting = Literal["auto", "rdma", "nvlink", "tcp"]
 LoadFormat = Literal["auto", "dummy"]

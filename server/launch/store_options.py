@@ -6,12 +6,15 @@ import re
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
-from ...configs.setting_types import MAX_PORT
+from ...configs.setting_types import MAX_PORT, check_ports
 from .ports import free_ports
 
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SLAB_BYTES = 16 << 20
 """Mooncake divides memory into slabs of this size."""
+
+_ENDPOINT = r"[^\s/,]+:[0-9]{1,5}"
+_ENDPOINTS = f"{_ENDPOINT}(,{_ENDPOINT})*"
 
 WILDCARD_HOSTS = ("", "0.0.0.0", "::")
 
@@ -52,10 +55,13 @@ def add_store_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_store_options(options: argparse.Namespace) -> StoreOptions:
     """Raises StartupError."""
-    if options.join is not None and not re.fullmatch(r"(mooncake|etcd)://[^\s/]+:[0-9]{1,5}", options.join):
-        raise StartupError(f"--join {options.join!r}: give mooncake://HOST:PORT or etcd://HOST:PORT[,...]")
-    if options.etcd is not None and not re.fullmatch(r"[^\s/,]+:[0-9]{1,5}(,[^\s/,]+:[0-9]{1,5})*", options.etcd):
-        raise StartupError(f"--etcd {options.etcd!r}: give HOST:PORT[,HOST:PORT...]")
+    _check_endpoints(
+        "--join",
+        options.join,
+        rf"mooncake://{_ENDPOINT}|etcd://{_ENDPOINTS}",
+        "mooncake://HOST:PORT or etcd://HOST:PORT[,...]",
+    )
+    _check_endpoints("--etcd", options.etcd, _ENDPOINTS, "HOST:PORT[,HOST:PORT...]")
     for flag, port in (("--port", options.port), ("--metrics-port", options.metrics_port)):
         if not 1 <= port <= MAX_PORT:
             raise StartupError(f"{flag} must be between 1 and {MAX_PORT}, got {port}")
@@ -79,6 +85,17 @@ def read_store_options(options: argparse.Namespace) -> StoreOptions:
         options.parent_pid,
         options.etcd,
     )
+
+
+def _check_endpoints(flag: str, value: str | None, pattern: str, form: str) -> None:
+    if value is None:
+        return
+    if not re.fullmatch(pattern, value):
+        raise StartupError(f"{flag} {value!r}: give {form}")
+    try:
+        check_ports(value)
+    except ValueError as error:
+        raise StartupError(f"{flag}: {error}, got {value!r}") from None
 
 
 def _machine_bytes() -> int:

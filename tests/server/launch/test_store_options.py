@@ -47,6 +47,33 @@ def test_wrong_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kv_store needs prefix_cache" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["prefill", "--kv-store", "etcd://a:99999,b:2379"],
+        ["prefill", "--kv-store", "etcd://a:2379,b:0"],
+        ["prefill", "--kv-store", "mooncake://a:65536"],
+        ["store", "--join", "etcd://a:2379,b:65536"],
+        ["store", "--join", "etcd://a:65536,b:2379"],
+        ["store", "--join", "mooncake://a:0"],
+        ["store", "--etcd", "a:2379,b:65536"],
+        ["store", "--etcd", "a:65536,b:2379"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_port_of_a_store_or_etcd_server_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    _, flag, value = flags
+    assert main(flags) == 2
+    field = "kv_store" if flag == "--kv-store" else flag
+    error = capsys.readouterr().err
+    assert error.startswith(f"pdserve: error: {field}: the port must be between 1 and 65535, got {value!r}"), error
+
+
+def test_endpoint_without_a_port_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--join", "etcd://a,b:2379"]) == 2
+    assert "give mooncake://HOST:PORT or etcd://HOST:PORT[,...]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
 def test_wrong_port_is_refused(capsys: pytest.CaptureFixture[str], flag: str, port: str) -> None:

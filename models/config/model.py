@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from ...configs.errors import StartupError
+from ..formats.gguf_end_tokens import gguf_end_tokens
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, read_json, unusable_values
 from ..formats.tokenizer_settings import tokenizer_end_token
@@ -361,7 +362,6 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     if embedding is None:
         raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
     rope = read_gguf_rope(file, architecture, head_dim)
-    eos_ids = {raw[key] for key in _GGUF_EOS_KEYS if isinstance(raw.get(key), int)}
     return ModelConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
@@ -380,13 +380,12 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         mlp_bias="blk.0.ffn_down.bias" in tensors,
         qk_norm=architecture == "qwen3",
         dtype=_GGUF_DTYPES.get(embedding.type_name, "bfloat16"),
-        eos_token_ids=tuple(sorted(cast("set[int]", eos_ids))),
+        eos_token_ids=gguf_end_tokens(file),
     )
 
 
 # Types of unquantised files. Quantised ones use bfloat16, whose range is sufficient for all of them.
 _GGUF_DTYPES: dict[str, DtypeName] = {"F32": "float32", "F16": "float16"}
-_GGUF_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 def _hf_architecture(path: Path, raw: Json) -> Architecture:

@@ -50,7 +50,7 @@ def test_embedded_model_is_located() -> None:
     source = locate_model("smollm2")
     assert (source.name, source.format, source.config.architecture) == ("smollm2", "gguf", "llama")
     assert (source.config.num_layers, source.config.num_heads, source.config.num_kv_heads) == (30, 9, 3)
-    assert source.config.eos_token_ids == (2,)
+    assert source.config.eos_token_ids == (0, 2, 4), "<|endoftext|>, <|im_end|> and <reponame>"
 
 
 def test_locating_a_model_imports_no_torch() -> None:

@@ -63,6 +63,12 @@ class RunQueue:
         self._steps: collections.deque[DecodeStep] = collections.deque()
         """In flight, oldest first."""
 
+    @property
+    def waiting(self) -> int:
+        """Requests whose KV is here and that wait for a hot buffer or for a place in the batch."""
+        places = self._max_running - len(self.running)
+        return len(self.arrived) + max(0, len(self.ready) - places)
+
     def remove(self, request: Request) -> None:
         """Remove a request that has ended, was retracted or changes its queue. Its rows in flight are ignored."""
         match request.state:

@@ -130,7 +130,11 @@ class DecodeScheduler:
             endings=self.endings,
         )
         self._submissions = Submissions(
-            resources, dispatcher=self.dispatcher, endings=self.endings, deadlines=self._deadlines
+            resources,
+            dispatcher=self.dispatcher,
+            run_queue=self.run_queue,
+            endings=self.endings,
+            deadlines=self._deadlines,
         )
         self.held_requests: Callable[[], int] = lambda: 0
         """Counts the requests that wait for their grammars to compile, and are submitted after that."""

@@ -15,6 +15,7 @@ from .endings import Endings
 from .memory.resources import Resources
 from .requests.request import Prompt, Request
 from .responses import failed, refusal, too_long
+from .run_queue import RunQueue
 
 MOST_CALLS = 256
 """Most calls to remember: further prompts of a call may arrive after its first one."""
@@ -24,13 +25,20 @@ class Submissions:
     """Turns a Submit into requests and a prompt in the queue, or refuses it."""
 
     def __init__(
-        self, resources: Resources, *, dispatcher: PrefillDispatcher, endings: Endings, deadlines: Deadlines
+        self,
+        resources: Resources,
+        *,
+        dispatcher: PrefillDispatcher,
+        run_queue: RunQueue,
+        endings: Endings,
+        deadlines: Deadlines,
     ) -> None:
         self._limits = resources.limits
         self._pages = resources.pages
         self._counters = resources.counters
         self._outbox = resources.outbox
         self._dispatcher = dispatcher
+        self._run_queue = run_queue
         self._endings = endings
         self._deadlines = deadlines
         self.accepting = True
@@ -103,8 +111,9 @@ class Submissions:
         )
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """The error if this prompt is refused. A call with several prompts is accepted as a whole if the queue has room
-        for its first prompt: under load, the queue would rarely have room for all of them.
+        """The error if this prompt is refused. Requests whose KV is here and that do not run count as queued. A call
+        with several prompts is accepted as a whole if the queue has room for its first prompt: under load, the queue
+        would rarely have room for all of them.
         """
         if not self.accepting:
             return UnavailableError("the server is shutting down")
@@ -121,7 +130,7 @@ class Submissions:
         )
         if error is not None:
             return error
-        room = len(self._dispatcher.queue) < self._limits.max_queued_requests
+        room = len(self._dispatcher.queue) + self._run_queue.waiting < self._limits.max_queued_requests
         if submit.follows is None:
             self.calls[submit.rid] = room
             self.calls.move_to_end(submit.rid)

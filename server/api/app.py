@@ -36,7 +36,14 @@ from ..observability.versions import package_version
 from ..text.chat_format import ChatFormat
 from ..text.output_text import OutputText
 from ..text.tokenizer import Tokenizer
-from .anthropic.models import CountTokensBody, CountTokensReply, MessageEvent, MessageReply, MessagesBody
+from .anthropic.models import (
+    CountTokensBody,
+    CountTokensReply,
+    MessageErrorReply,
+    MessageEvent,
+    MessageReply,
+    MessagesBody,
+)
 from .anthropic.replies import MessagesRendering
 from .anthropic.requests import count_tokens, parse_message
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
@@ -154,8 +161,11 @@ class Routes:
             route("POST", "/v1/completions", self.completions, CompletionBody, Completion, completion_event),
             route("POST", "/v1/chat/completions", self.chat_completions, ChatBody, ChatCompletion, chat_event),
             route("POST", "/v1/responses", self.responses, ResponsesBody, ResponseObject, ResponseEvent),
-            route("POST", "/v1/messages", self.messages, MessagesBody, MessageReply, MessageEvent),
-            route("POST", "/v1/messages/count_tokens", self.count_tokens, CountTokensBody, CountTokensReply),
+            route("POST", "/v1/messages", self.messages, MessagesBody, MessageReply, MessageEvent, MessageErrorReply),
+            route(
+                *("POST", "/v1/messages/count_tokens", self.count_tokens, CountTokensBody, CountTokensReply),
+                error=MessageErrorReply,
+            ),
             *(route("GET", path, self.model_info, reply=ModelInfo) for path in ("/model_info", "/get_model_info")),
             *(
                 route("GET", path, self.server_info, reply=ServerReport)

@@ -25,8 +25,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One route and method, with the models of its body, its reply (None for plain text) and the events of its stream.
-    With `accepts`, the route may answer 202 before it is done.
+    """One route and method, with the models of its body, its reply (None for plain text), the events of its stream and
+    its errors. With `accepts`, the route may answer 202 before it is done.
     """
 
     method: str
@@ -35,6 +35,7 @@ class Operation:
     body: Any = None
     reply: Any = None
     event: Any = None
+    error: Any = ErrorReply
     accepts: bool = False
 
 
@@ -57,17 +58,16 @@ def add_documentation(app: FastAPI, operations: Sequence[Operation]) -> None:
 
 
 def _make_document(operations: Sequence[Operation]) -> bytes:
-    types: list[tuple[tuple[Operation | None, str], Literal["validation"], TypeAdapter[Any]]] = [
+    types: list[tuple[tuple[Operation, str], Literal["validation"], TypeAdapter[Any]]] = [
         ((operation, kind), "validation", TypeAdapter(getattr(operation, kind)))
         for operation in operations
-        for kind in ("body", "reply", "event")
+        for kind in ("body", "reply", "event", "error")
         if getattr(operation, kind) is not None
     ]
-    types.append(((None, "error"), "validation", TypeAdapter(ErrorReply)))
     schemas, definitions = TypeAdapter.json_schemas(types, ref_template="#/components/schemas/{model}")
     paths: dict[str, JsonSchema] = {}
     for operation in operations:
-        used = {kind: schema for ((of, kind), _), schema in schemas.items() if of in (operation, None)}
+        used = {kind: schema for ((of, kind), _), schema in schemas.items() if of == operation}
         path = paths.setdefault(operation.path.replace(":path", ""), {})
         path[operation.method.lower()] = _describe(operation, used)
     return msgspec.json.encode(

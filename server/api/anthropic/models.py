@@ -194,6 +194,11 @@ class MessageError(TypedDict):
     message: str
 
 
+class MessageErrorReply(TypedDict):
+    type: Literal["error"]
+    error: MessageError
+
+
 class MessageEvent(TypedDict):
     """`type` is the name of the event and says which of the other fields it has."""
 

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from pydantic import SecretStr, TypeAdapter
@@ -88,6 +89,21 @@ async def test_openapi_refers_only_to_schemas_that_it_has(decode: RunningServer)
         return own | {name for item in value.values() for name in references(item)}
 
     assert references(document) <= document["components"]["schemas"].keys()
+
+
+async def test_errors_of_every_route_validate_against_their_schema(decode: RunningServer) -> None:
+    """Those of /v1/messages have Anthropic's shape."""
+    document = await fetch_schema(decode)
+    schemas = {"components": document["components"]}
+    paths = [path for path, item in document["paths"].items() if "post" in item and path != "/flush_cache"]
+    for path in paths:
+        response = await decode.http.post(path, content=b"not JSON")
+        described = document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
+        assert response.is_error, path
+        jsonschema.validate(response.json(), {**described, **schemas})
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"detail": "not an error of this server"}, {**described, **schemas})
+    assert {"/v1/messages", "/v1/messages/count_tokens", "/generate"} <= set(paths)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ ALIASES = {
     "bootstrap_port": ("--disaggregation-bootstrap-port",),
     "kv_dtype": ("--kv-cache-dtype",),
     "chunk_size": ("--chunked-prefill-size",),
-    "bootstrap_allow": ("--bootstrap-hosts",),
     "tool_parser": ("--tool-call-parser",),
     "log_stats_interval_s": ("--log-stats-interval",),
 }
-"""Spellings of SGLang, former names, and shorter ones."""
+"""Spellings of SGLang, and shorter ones."""
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "up to"}
 

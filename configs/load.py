@@ -38,9 +38,6 @@ _PREFIX = "PDSERVE_"
 _SAME_WORD = 0.85
 """Similarity of a name and a misspelling of it, which has one or two wrong characters."""
 
-RENAMED = {"bootstrap_hosts": "bootstrap_allow"}
-"""Former names of settings, still accepted in files."""
-
 PRESETS = Path(__file__).parent / "presets"
 
 _PARSED_CONFIG: TypeAdapter[AnyServerConfig] = TypeAdapter(Annotated[AnyServerConfig, Field(discriminator="role")])
@@ -92,9 +89,8 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for origin, given in layers:
-        layer = {RENAMED.get(name, name): value for name, value in given.items()}
-        values.update(layer)
-        origins.update(dict.fromkeys(layer, origin))
+        values.update(given)
+        origins.update(dict.fromkeys(given, origin))
     unknown = [
         f"unknown setting {key!r} {origins[key]}{_hint(model, key)}" for key in values if key not in model.model_fields
     ]

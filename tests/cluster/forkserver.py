@@ -57,7 +57,6 @@ PRELOADED = (
     "numpy.ma",
     "pydantic.v1",
     "rich.console",
-    "zxcvbn",
 )
 INTERVALS = {
     ("pdserve.scheduler.engine.loop", "SNAPSHOT_INTERVAL_S"): 0.1,

@@ -49,11 +49,3 @@ def test_asterisk_allows_every_host() -> None:
 def test_invalid_entry_is_refused(entry: str) -> None:
     with pytest.raises(StartupError, match=r"bootstrap_allow\[0\]: .*from the command line"):
         allowed(bootstrap_allow=entry)
-
-
-def test_former_name_of_bootstrap_allow_is_accepted(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = tmp_path_factory.mktemp("old") / "decode.yaml"
-    file.write_text("bootstrap_hosts: [p1, p2]\n", encoding="utf-8")
-    config = load_config("decode", file, {}, {})
-    assert isinstance(config, DecodeConfig)
-    assert config.bootstrap_allow == ("p1", "p2")

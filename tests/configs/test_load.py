@@ -111,7 +111,7 @@ def test_misspelt_variable_is_ignored_if_the_secret_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "cluster-secret-of-16"]
+    "key", ["x" * 32, "passwordpassword", "0123456789abcdef" * 2, "correct horse battery", "abcd1234efgh5678"]
 )
 def test_weak_cluster_key_is_refused(key: str) -> None:
     with pytest.raises(StartupError, match=r"the minimum is 2\^50; make one with: openssl rand -hex 32") as refused:

@@ -1,6 +1,6 @@
 """Random JSON schemas whose smallest instances are short, in the style of the JSON-Schema test suite.
 
-Every value is bounded, so that a model of random weights finishes.
+Every value is bounded, so that a model of random weights finishes. `without_bounds` removes the bounds.
 """
 
 import random
@@ -8,10 +8,20 @@ from typing import Any
 
 _PATTERNS = ("^[a-z]{1,6}$", "^(red|green|blue)$", "^[0-9]{3}-[0-9]{2}$", "^[A-Z][a-z]{0,4}( [A-Z])?$")
 _FORMATS = ("date", "ipv4", "uuid")
+_BOUNDS = {"maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum", "pattern"}
 
 
 def random_schema(seed: int) -> dict[str, Any]:
     return _Generator(random.Random(seed)).root()
+
+
+def without_bounds(schema: Any) -> Any:
+    """The same, but strings, arrays and numbers may be endless. Any: JSON."""
+    if isinstance(schema, list):
+        return [without_bounds(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: without_bounds(value) for key, value in schema.items() if key not in _BOUNDS}
 
 
 class _Generator:
@@ -83,6 +93,7 @@ class _Generator:
                 "type": "object",
                 "patternProperties": {"^[a-z]{1,3}$": self._any(0)},
                 "additionalProperties": False,
+                "maxProperties": 3,
             }
         return schema
 

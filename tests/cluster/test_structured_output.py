@@ -1,8 +1,10 @@
 """Structured output and tools of the embedded model through a real pair: the fields of OpenAI, SGLang and vLLM."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -17,7 +19,9 @@ from tests.checkpoints import load_smollm2_reference
 from tests.clients.sglang_contracts import matched_stops, models, prefilled_answers, regexes
 from tests.cluster.greedy import is_masked_greedy
 from tests.cluster.servers import HTTP, Server, cluster
+from tests.random_schemas import random_schema, without_bounds
 
+SCHEMAS = min(200, int(os.environ.get("PDSERVE_SCHEMAS", "5")))
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -114,6 +118,44 @@ def test_log_probabilities_are_those_of_the_model(client: openai.OpenAI) -> None
     assert entries is not None
     assert "".join(entry.token for entry in entries).startswith(choice.message.content or "")
     assert any(entry.token not in [top.token for top in entry.top_logprobs] for entry in entries)
+
+
+def answers(
+    decode: Server, schemas: list[dict[str, Any]], temperature: float, max_tokens: int
+) -> list[tuple[str, str]]:
+    """Why each answer has ended, and its text."""
+
+    def answer(seed: int) -> tuple[str, str]:
+        request = {
+            "messages": [{"role": "user", "content": "Answer in JSON."}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": schemas[seed]}},
+            "temperature": temperature,
+            "seed": seed,
+            "max_tokens": max_tokens,
+        }
+        response = HTTP.post(f"{decode.url}/v1/chat/completions", json=request, timeout=600)
+        assert response.is_success, response.text
+        choice = response.json()["choices"][0]
+        return choice["finish_reason"], choice["message"]["content"]
+
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(answer, range(len(schemas))))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_small_model_ends_the_json_of_random_schemas(decode: Server, temperature: float) -> None:
+    """`make test-schemas` sends 200 schemas. All their values are bounded."""
+    schemas = [random_schema(seed) for seed in range(SCHEMAS)]
+    for schema, (reason, text) in zip(schemas, answers(decode, schemas, temperature, 600), strict=True):
+        assert reason == "stop", (text, schema)
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_small_model_does_not_fill_endless_json_with_white_space(decode: Server, temperature: float) -> None:
+    schemas = [without_bounds(PERSON), *(without_bounds(random_schema(seed)) for seed in range(SCHEMAS))]
+    for _, text in answers(decode, schemas, temperature, 60):
+        assert not re.search(r"\s{2}|[^\S ]", re.sub(r'"(\\.|[^"\\])*("|$)', '""', text)), text
 
 
 @pytest.mark.parametrize(

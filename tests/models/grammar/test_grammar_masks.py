@@ -78,10 +78,16 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
         (
             "json_schema",
             '{"type": "object"}',
-            ['{"a": [1, null]}', "{}", "{ \n}"],
-            ["[]", '{"a"', "{" + 41 * " " + "}"],
+            ['{"a": [1, null]}', "{}", "{ }", '{"a":1 , "b" : 2 }'],
+            ["[]", '{"a"', "{  }", "{\n}", '{"a":\t1}', ' {"a": 1}', '{"a": 1} '],
         ),
-        ("json_schema", "true", ["5", '{"a": [ ]}'], ["x", "[" + 41 * " " + "]"]),
+        ("json_schema", "true", ["5", '{"a": [ ]}'], ["x", "[  ]", "[\n]"]),
+        (
+            "structural_tag",
+            json.dumps({"format": {"type": "json_schema", "json_schema": {"type": "object"}, "lenient": True}}),
+            ['{"a": [ 1]}', '{"a":{}}'],
+            ['{"a":  1}', '{"a":\n1}'],
+        ),
         ("json_schema", '{"type": "integer", "maximum": 5}', ["5", "-17"], ["6", "1.5", '"5"']),
         (
             "json_schema",

@@ -107,13 +107,19 @@ class _Builder:
         return self._rule(f"{tags} | {self._text()}") if given.get("stop_after_first") else rest
 
     def _separated(self, given: Mapping[str, Any]) -> str:
-        """Tags and nothing else, with a string between two of them."""
+        """Tags and nothing else, with a string between two of them. With `any_space`, white space may follow each tag,
+        and that of the separator may differ.
+        """
         if not given["tags"]:
             raise ValueError("tags must not be empty")
         tags = self._rule(" | ".join(self._tag(tag["begin"], tag) for tag in given["tags"]))
-        several = tags
+        separator, after = self._literal(given["separator"]), ""
+        if given.get("any_space"):
+            text = given["separator"].strip()
+            separator, after = f"{_SPACE} {self._literal(text)} {_SPACE}" if text else _SPACE, _SPACE
+        several = f"{tags} {after}"
         if not given.get("stop_after_first"):
-            several = self._rule(f"{tags} ({self._literal(given['separator'])} {tags})*")
+            several = self._rule(f"{tags} ({separator} {tags})* {after}")
         return several if given.get("at_least_one") else f"({several})?"
 
     def _tag(self, begin: str, tag: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from .xml_calls import is_text
 Format = dict[str, Any]
 
 _NOTHING: Format = {"type": "const_string", "value": ""}
+_SPACE: Format = {"type": "regex", "pattern": r"[ \n]{0,8}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,20 @@ class CallTags:
     """For formats in which the output is either only calls or only text: the character with which calls begin."""
 
     def calls(self, functions: Sequence[FunctionSchema], *, parallel: bool) -> Format:
-        """One or more calls and nothing else."""
+        """One or more calls and nothing else but white space. It may stand after every call, also the last one: a model
+        that has learned to write a line break there must still be able to end.
+        """
         listed: Format = {
             "type": "tags_with_separator",
             "tags": [self._call(function) for function in functions],
             "separator": self.separator,
+            "any_space": True,
             "at_least_one": True,
             "stop_after_first": not parallel,
         }
         if not self.list_begin:
             return listed
-        return _sequence(_constant(self.list_begin), listed, _constant(self.list_end))
+        return _sequence(_constant(self.list_begin), listed, _constant(self.list_end), _SPACE)
 
     def text_with_calls(self, functions: Sequence[FunctionSchema]) -> Format:
         """Any text, with any number of calls of these functions."""

@@ -99,6 +99,24 @@ def test_grammar_allows_one_call_without_parallel_calls(compiler: GrammarCompile
     assert calls_of(parse(family, complete))[0][0] == "get_weather"
 
 
+@pytest.mark.parametrize("space", ["", "\n", " \n\n"])
+@pytest.mark.parametrize("family", OUTPUTS)
+def test_white_space_and_the_end_may_follow_each_call(compiler: GrammarCompiler, family: str, space: str) -> None:
+    """Many models write a line break after a call, and then their end token. If the grammar allowed only another call
+    after the line break, they would invent one.
+    """
+    tags = FAMILIES[family].tags
+    call = tags.begin.replace("{name}", "now") + ("{}" if tags.arguments is None else "") + tags.end
+    one = f"{tags.list_begin}{call}{space}{tags.list_end}{space}"
+    two = f"{tags.list_begin}{call}{space}{tags.separator.strip()}{space}{call}{space}{tags.list_end}{space}"
+    grammars = [grammar_of(tags.calls([WEATHER, NOW], parallel=parallel)) for parallel in (True, False)]
+    grammars.append(grammar_of(tags.text_with_calls([WEATHER, NOW])))
+    assert [accepted(compiler, grammar, one) for grammar in grammars] == [one + "."] * 3
+    assert [accepted(compiler, grammar, two) == two + "." for grammar in grammars] == [True, False, True]
+    assert calls_of(parse(family, one)) == [("now", {})]
+    assert calls_of(parse(family, two)) == [("now", {})] * 2
+
+
 @pytest.mark.parametrize("family", OUTPUTS)
 def test_strict_functions_constrain_only_calls(compiler: GrammarCompiler, family: str) -> None:
     strict = FunctionSchema(WEATHER.name, WEATHER.parameters, strict=True)

@@ -4,6 +4,7 @@ ZMQ reports that a connection failed, but not why. So an endpoint that does not 
 a separate thread, one endpoint at a time.
 """
 
+import dataclasses
 import logging
 import math
 import queue
@@ -59,14 +60,22 @@ def _reason_from_answer(connection: socket.socket) -> str | None:
     return HTTP_PORT if answer == b"HTTP/" else "that is not the control port of a prefill server"
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Silence:
+    """The time in which an endpoint does not answer. A probe that ends after it changes nothing that is shown."""
+
+    address: str = ""
+    probe_at: float = -math.inf
+    reason: str | None = None
+
+
 class Reachability:
     """The reasons of endpoints that do not answer. Used by one thread; probes run on another."""
 
     def __init__(self, probe: Callable[[str, int], str | None] = find_reason) -> None:
         self._probe = probe
-        self._reasons: dict[str, str] = {}
-        self._probe_at: dict[str, float] = {}
-        self._queue: queue.Queue[tuple[str, str]] = queue.Queue(MOST_PROBES)
+        self._silent: dict[str, _Silence] = {}
+        self._queue: queue.Queue[tuple[str, _Silence]] = queue.Queue(MOST_PROBES)
         self._thread: threading.Thread | None = None
         self._absent_since: float | None = None
         self._log_at = -math.inf
@@ -77,24 +86,26 @@ class Reachability:
 
         Not the host name: by now it may resolve to another address, which requests may not use.
         """
-        if now < self._probe_at.get(endpoint, -math.inf):
+        silence = self._silent.setdefault(endpoint, _Silence())
+        silence.address = address
+        if now < silence.probe_at:
             return
         try:
-            self._queue.put_nowait((endpoint, address))
+            self._queue.put_nowait((endpoint, silence))
         except queue.Full:
             return
-        self._probe_at[endpoint] = now + PROBE_INTERVAL_S
+        silence.probe_at = now + PROBE_INTERVAL_S
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="decode-probe", daemon=True)
             self._thread.start()
 
     def forget(self, endpoint: str) -> None:
         """The endpoint was reached, or is not tried any more."""
-        self._probe_at.pop(endpoint, None)
-        self._reasons.pop(endpoint, None)
+        self._silent.pop(endpoint, None)
 
     def reason(self, endpoint: str) -> str | None:
-        return self._reasons.get(endpoint)
+        silence = self._silent.get(endpoint)
+        return silence.reason if silence is not None else None
 
     def report(self, peers: Sequence[PeerSnapshot], now: float) -> dict[str, str] | None:
         """Log the reasons while no peer is paired. Returns all reasons if one has changed. Of a name with several
@@ -119,11 +130,5 @@ class Reachability:
 
     def _run(self) -> None:
         while True:
-            endpoint, address = self._queue.get()
-            reason = self._probe(address, int(endpoint.rpartition(":")[2]))
-            if endpoint not in self._probe_at:
-                continue  # it was reached meanwhile
-            if reason is None:
-                self._reasons.pop(endpoint, None)
-            else:
-                self._reasons[endpoint] = reason
+            endpoint, silence = self._queue.get()
+            silence.reason = self._probe(silence.address, int(endpoint.rpartition(":")[2]))

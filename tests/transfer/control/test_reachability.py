@@ -166,6 +166,30 @@ def test_probe_that_ends_after_the_endpoint_was_reached_gives_no_reason() -> Non
     assert known.reason("p:1") is None
 
 
+def test_probe_of_an_earlier_silence_gives_no_reason() -> None:
+    """The endpoint was reached, and has failed again, while it ran."""
+    old, new = threading.Event(), threading.Event()
+    probes = iter((old, new))
+
+    def probe(_host: str, _port: int) -> str | None:
+        begun.set()
+        assert next(probes).wait(5)
+        return REFUSED if old.is_set() and not new.is_set() else "hangs"
+
+    begun = threading.Event()
+    known = Reachability(probe)
+    known.failed("p:1", "10.0.0.1", 0.0)
+    assert begun.wait(5)
+    known.forget("p:1")
+    known.failed("p:1", "10.0.0.1", 1.0)
+    begun.clear()
+    old.set()
+    assert begun.wait(5), "the second probe begins when the first has ended"
+    assert known.reason("p:1") is None
+    new.set()
+    wait_until(lambda: known.reason("p:1") == "hangs", 5, "probed again")
+
+
 def test_number_of_waiting_probes_is_bounded() -> None:
     """Requests may name thousands of endpoints."""
     go = threading.Event()

@@ -1,0 +1,48 @@
+"""Fingerprints that released servers have computed: servers of two versions pair only if they compute the same one.
+
+A test that fails here means that old and new servers stop pairing. Do not change a fingerprint in
+golden_fingerprints.json; only add new ones. The configurations are those of small checkpoints (family_checkpoints.py).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pdserve.models.config.model import ARCHITECTURES, read_config_file
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.fingerprint import fingerprint
+
+GOLDEN: list[dict[str, Any]] = json.loads(Path(__file__).with_name("golden_fingerprints.json").read_text())
+
+
+def source_of(entry: dict[str, Any], directory: Path) -> ModelSource:
+    (directory / "config.json").write_text(json.dumps(entry["config"]))
+    return ModelSource(entry["name"], directory, "huggingface", read_config_file(directory / "config.json"))
+
+
+@pytest.mark.parametrize("entry", GOLDEN, ids=[entry["name"] for entry in GOLDEN])
+def test_configuration_has_the_fingerprint_of_released_servers(entry: dict[str, Any], tmp_path: Path) -> None:
+    assert fingerprint(source_of(entry, tmp_path), "dummy") == entry["fingerprint"]
+
+
+def test_every_family_has_a_golden_fingerprint() -> None:
+    assert {name for entry in GOLDEN for name in entry["config"]["architectures"]} == ARCHITECTURES.keys()
+
+
+def test_tensors_have_the_fingerprint_of_released_servers(tmp_path: Path) -> None:
+    """Tensors below and above the size of a sample, in two types."""
+    tensors = {
+        "model.norm.weight": torch.arange(64, dtype=torch.float32),
+        "model.embed_tokens.weight": torch.arange(320 * 64, dtype=torch.float32).reshape(320, 64),
+        "lm_head.weight": torch.arange(320 * 64, dtype=torch.int16).view(torch.bfloat16).reshape(320, 64),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert fingerprint(source_of(GOLDEN[0], tmp_path)) == "e4ae10e31cd6b2b7d156b97bf4a28420"
+
+
+def test_gguf_file_has_the_fingerprint_of_released_servers() -> None:
+    assert fingerprint(locate_model("smollm2")) == "d5305d11c336960d203943f0b90e696f"

@@ -32,6 +32,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ....configs.errors import ClientError
 from ....configs.words import shortened, shown
+from .json_parts import find_excess
 
 NEAR = 0.8
 """An unknown field with at least this difflib ratio to a known one is taken for a misspelling of it."""
@@ -144,6 +145,8 @@ def decode_object(body: bytes) -> dict[str, object]:
     """The JSON object in `body`; raises BodyError when it is anything else."""
     if not body:
         raise BodyError("the body is empty; send a JSON object")
+    if (excess := find_excess(body)) is not None:
+        raise BodyError(f"the body has {excess}")
     try:
         value: object = msgspec.json.decode(body)
     except msgspec.MsgspecError as error:

@@ -97,3 +97,26 @@ async def test_other_encodings_are_refused(decode: RunningServer, encoding: str)
         "code": "unsupported_encoding",
         "param": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b'{"tokens":[' + b"[]," * 100_000 + b"0]}", "100003 objects, arrays and strings; at most 100000 are allowed"),
+        (b'{"prompt":"a","x":[' + b'"",' * 100_000 + b"0]}", "100003 objects, arrays and strings; at most 100000"),
+        (b'{"prompt":"a","x":"0","seed":' + b"9" * 1001 + b"}", "a number of 1001 digits; at most 1000 are allowed"),
+    ],
+    ids=("arrays", "strings", "digits"),
+)
+async def test_body_of_too_many_parts_is_refused(decode: RunningServer, content: bytes, problem: str) -> None:
+    answer = await decode.http.post("/tokenize", content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"the body has {problem}"), answer.text
+
+
+async def test_token_ids_and_text_of_the_body_are_not_counted_as_parts(decode: RunningServer) -> None:
+    ids = b'{"tokens":[' + b"97," * 200_000 + b"97]}"
+    assert (await decode.http.post("/detokenize", content=ids)).json() == {"text": "a" * 200_001}
+    text = '{"a":["' * 20_000 + "\\" + "9" * 1001
+    answer = await decode.http.post("/tokenize", json={"prompt": text})
+    assert answer.json()["count"] == len(text)

@@ -14,6 +14,8 @@ BODY_TIMEOUT_S = 60.0
 GZIP_FORMAT = 16 + zlib.MAX_WBITS
 PIECE_BYTES = 1 << 20
 """Bytes that are inflated at once, in a few milliseconds. The event loop serves other clients in between."""
+MOST_MEMBERS = 1000
+"""Most members of a gzip body: an empty one has 20 bytes and costs as much as kilobytes of text."""
 
 
 class BodyTimeoutError(ClientError):
@@ -37,7 +39,7 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     if encoding in ("", "identity"):
         what, pieces = "body", request.stream()
     elif encoding in ("gzip", "x-gzip"):
-        what, pieces = "inflated body", _inflate(request.stream())
+        what, pieces = "inflated body", _inflate(_limited(request.stream(), max_body_bytes))
     else:
         raise UnsupportedEncodingError(f"Content-Encoding {shown(encoding)} is not supported: send gzip or no encoding")
     body = bytearray()
@@ -54,12 +56,24 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
     return bytes(body)
 
 
+async def _limited(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:
+    """Yields chunks of at most `max_bytes` together. Raises TooLargeError if there are more: gzip of any size may be
+    nothing when it is inflated.
+    """
+    received = 0
+    async for chunk in chunks:
+        received += len(chunk)
+        if received > max_bytes:
+            raise TooLargeError(f"the compressed body is over {max_bytes} bytes (max_body_bytes)")
+        yield chunk
+
+
 async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
     """Yields the inflated content of a gzip file, which may have several members, with zero bytes after each: some
     writers pad files with them. Raises BodyError if the file is invalid.
     """
     inflater = zlib.decompressobj(GZIP_FORMAT)
-    began = False
+    began, members = False, 0
     async for chunk in chunks:
         if inflater.eof:
             chunk = chunk.lstrip(b"\0")
@@ -67,6 +81,9 @@ async def _inflate(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         while more:
             if inflater.eof:
                 inflater = zlib.decompressobj(GZIP_FORMAT)
+                members += 1
+                if members == MOST_MEMBERS:
+                    raise BodyError(f"the body has more than {MOST_MEMBERS} gzip members")
             began = True
             try:
                 piece = inflater.decompress(chunk, PIECE_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
-from pdserve.server.api.request_body import PIECE_BYTES
+from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server
 
@@ -58,6 +58,25 @@ async def test_size_of_a_decompressed_body_is_limited(tokenizer: Tokenizer) -> N
             answer = await server.http.post("/tokenize", content=content, headers=GZIP)
             assert answer.status_code == status, size
         assert answer.json()["error"]["message"] == "the inflated body is over 4096 bytes (max_body_bytes)"
+
+
+async def test_gzip_body_that_inflates_to_nothing_is_refused(tokenizer: Tokenizer) -> None:
+    async def blocks() -> AsyncIterator[bytes]:
+        yield zlib.compressobj(wbits=GZIP_FORMAT).flush(zlib.Z_SYNC_FLUSH)
+        for _ in range(20):
+            yield b"\0\0\0\xff\xff" * 800
+
+    async with running_server(tokenizer, DecodeConfig(max_body_bytes=65_536)) as server:
+        answer = await server.http.post("/tokenize", content=blocks(), headers=GZIP)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"] == "the compressed body is over 65536 bytes (max_body_bytes)"
+
+
+async def test_number_of_gzip_members_is_limited(decode: RunningServer) -> None:
+    content = gzip.compress(BODY) + gzip.compress(b"") * MOST_MEMBERS
+    answer = await decode.http.post("/tokenize", content=content, headers=GZIP)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body has more than 1000 gzip members"
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,12 @@ class ServerConfig(BaseModel):
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="maximum tokens of a prompt; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of an HTTP body")
+    max_parsing_bytes: int = Field(
+        64 << 20,
+        ge=1024,
+        le=1 << 36,
+        description="maximum bytes of all HTTP bodies that are being parsed; more get 429",
+    )
     max_batch_items: int = Field(256, ge=1, le=65536, description="maximum prompts in one HTTP request")
     tool_parser: ToolParserName = Field(
         "auto",

@@ -130,7 +130,7 @@ class Routes:
         self._tokenizer = tokenizer
         self._chat = ChatFormat.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self._roles = roles
-        self._lanes = Lanes()
+        self._lanes = Lanes(config.max_parsing_bytes)
         self._grammars = GrammarChecker(config.model, config.load_format)
         self.serve(config, leader, default_sampling)
 

@@ -27,39 +27,62 @@ MOST_WAITING = 64
 ResultT = TypeVar("ResultT")
 
 
+class Budget:
+    """How many bytes of bodies may be parsed or wait for it, in all lanes together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Raises OverloadedError if there is no room. A single body always has room."""
+        if self._taken and self._taken + size > self._max:
+            raise OverloadedError(
+                f"request bodies of {self._taken} bytes are being parsed, and this one has {size} bytes "
+                f"(limit {self._max}: max_parsing_bytes); try again later"
+            )
+        self._taken += size
+
+    def give_back(self, size: int) -> None:
+        self._taken -= size
+
+
 class Lane:
     """A few threads with a bounded queue of bodies."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, budget: Budget) -> None:
         self._name = name
+        self._budget = budget
         self._bodies = 0
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=f"lane-{name}")
 
-    async def run(self, request: Request, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` on a thread. Raises OverloadedError when the queue is full, and ClientDisconnect when the client
-        disconnects: work that has not begun is then dropped.
+    async def run(self, request: Request, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Run `work`, which parses `size` bytes, on a thread. Raises OverloadedError when the queue is full, and
+        ClientDisconnect when the client disconnects: work that has not begun is then dropped.
         """
         if self._bodies >= MOST_WAITING:
             raise OverloadedError(
                 f"{self._bodies} {self._name} request bodies are being parsed (limit {MOST_WAITING}); try again later"
             )
+        self._budget.take(size)
         self._bodies += 1
         working = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        working.add_done_callback(self._done)
+        working.add_done_callback(lambda _working: self._done(size))
         return await run_until_disconnect(working, request.receive)
 
-    def _done(self, _working: "asyncio.Future[ResultT]") -> None:
+    def _done(self, size: int) -> None:
         self._bodies -= 1
+        self._budget.give_back(size)
 
 
 class Lanes:
     """The lanes of one server."""
 
-    def __init__(self) -> None:
-        cpus = len(os.sched_getaffinity(0))
-        self._medium = Lane("medium", max(2, cpus // 2))
-        self._long = Lane("long", max(1, min(MOST_LONG_THREADS, cpus // 4)))
-        self._tools = Lane("long /tokenize", 1)
+    def __init__(self, max_parsing_bytes: int) -> None:
+        cpus, budget = len(os.sched_getaffinity(0)), Budget(max_parsing_bytes)
+        self._medium = Lane("medium", max(2, cpus // 2), budget)
+        self._long = Lane("long", max(1, min(MOST_LONG_THREADS, cpus // 4)), budget)
+        self._tools = Lane("long /tokenize", 1, budget)
 
     async def run(
         self, request: Request, body: bytes, parse: Callable[[bytes], ResultT], *, is_prompt: bool = True
@@ -70,7 +93,7 @@ class Lanes:
         if len(body) <= INLINE_BYTES:
             return parse(body)
         if len(body) <= LONG_BYTES:
-            return await self._medium.run(request, lambda: parse(body))
+            return await self._medium.run(request, len(body), lambda: parse(body))
 
         def parse_and_trim() -> ResultT:
             try:
@@ -78,7 +101,7 @@ class Lanes:
             finally:
                 _trim()
 
-        return await (self._long if is_prompt else self._tools).run(request, parse_and_trim)
+        return await (self._long if is_prompt else self._tools).run(request, len(body), parse_and_trim)
 
 
 def _find_trim() -> Callable[[], object]:

@@ -67,8 +67,12 @@ def start(
     return asyncio.create_task(lanes.run(Client().request, body, parse, is_prompt=is_prompt))
 
 
+def new_lanes(max_parsing_bytes: int = 64 << 20) -> Lanes:
+    return Lanes(max_parsing_bytes)
+
+
 async def test_long_bodies_delay_only_long_bodies(held: Held) -> None:
-    lanes = Lanes()
+    lanes = new_lanes()
     long = [start(lanes, LONG, held) for _ in range(8)]
     await begun(held)
     assert await asyncio.wait_for(start(lanes, SHORT, len), 10) == INLINE_BYTES
@@ -81,7 +85,7 @@ async def test_long_bodies_delay_only_long_bodies(held: Held) -> None:
 
 async def test_full_lane_refuses_a_body(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "MOST_WAITING", 3)
-    lanes = Lanes()
+    lanes = new_lanes()
     waiting = [start(lanes, LONG, held) for _ in range(3)]
     await begun(held)
     with pytest.raises(OverloadedError, match=r"3 long request bodies are being parsed \(limit 3\)"):
@@ -91,8 +95,24 @@ async def test_full_lane_refuses_a_body(held: Held, monkeypatch: pytest.MonkeyPa
     assert await start(lanes, LONG, len) == LONG_BYTES + 1
 
 
+async def test_bodies_of_all_lanes_share_a_budget(held: Held) -> None:
+    lanes = new_lanes(len(LONG) + len(MEDIUM))
+    waiting = [start(lanes, LONG, held), start(lanes, MEDIUM, held)]
+    await begun(held)
+    with pytest.raises(OverloadedError, match=rf"this one has {len(MEDIUM)} bytes \(limit .*: max_parsing_bytes\)"):
+        await start(lanes, MEDIUM, len)
+    assert await start(lanes, SHORT, len) == len(SHORT)
+    held.go.set()
+    await asyncio.gather(*waiting)
+    assert await start(lanes, MEDIUM, len) == len(MEDIUM)
+
+
+async def test_one_body_may_be_larger_than_the_budget() -> None:
+    assert await start(new_lanes(1024), LONG, len) == len(LONG)
+
+
 async def test_body_is_not_parsed_after_a_disconnect(held: Held) -> None:
-    lanes, client = Lanes(), Client()
+    lanes, client = new_lanes(), Client()
     first = start(lanes, LONG, held)
     await begun(held)
     second = asyncio.create_task(lanes.run(client.request, LONG + b"x", held))
@@ -109,7 +129,7 @@ async def test_body_is_not_parsed_after_a_disconnect(held: Held) -> None:
 async def test_memory_of_long_bodies_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[bool] = []
     monkeypatch.setattr(lanes_module, "_trim", lambda: trims.append(True))
-    lanes = Lanes()
+    lanes = new_lanes()
     for body, expected in ((SHORT, 0), (MEDIUM, 0), (LONG, 1)):
         await start(lanes, body, len)
         assert len(trims) == expected

@@ -155,6 +155,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
 	$(BIN)/python docs/models_table.py
+	$(BIN)/python -m benchmarks.results
 	$(BIN)/python deploy/observability/write_dashboards.py
 
 # With the versions that are installed here, which the tests ran with. cuda12 cannot be locked: torch's default wheels need CUDA 13.

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.paced_server import read_cost
+from benchmarks.results import Figure, figure_of_this_run, record
 from benchmarks.servers import free_port, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.load import revealed_dict
@@ -235,17 +236,34 @@ def run(options: argparse.Namespace, screen: Console) -> list[Window]:
 
 def table_of(windows: Sequence[Window]) -> Table:
     table = Table(title="microseconds of CPU time, medians over the rounds")
-    names = [field.name for field in fields(Window)]
-    for column in names:
-        table.add_column(column.removesuffix("_us"), justify="right", no_wrap=True)
-    loads = dict.fromkeys((window.call, window.streams, window.context) for window in windows)
-    for load in loads:
-        found = [window for window in windows if (window.call, window.streams, window.context) == load]
-        medians = [statistics.median(getattr(window, name) for window in found) for name in names[3:]]
-        steps, events, *costs = medians
-        table.add_row(*map(str, load), f"{steps:.0f}", f"{events:.2f}", *(f"{cost:.1f}" for cost in costs))
+    for field in fields(Window):
+        table.add_column(field.name.removesuffix("_us"), justify="right", no_wrap=True)
+    for (call, streams, context), (steps, events, *costs) in medians(windows).items():
+        load = (call, str(streams), str(context))
+        table.add_row(*load, f"{steps:.0f}", f"{events:.2f}", *(f"{cost:.1f}" for cost in costs))
     table.caption = "front (the frontend) per token, all others per step"
     return table
+
+
+def medians(windows: Sequence[Window]) -> dict[tuple[str, int, int], list[float]]:
+    """By call, streams and context: the other fields of Window, over the rounds."""
+    names = [field.name for field in fields(Window)][3:]
+    loads: dict[tuple[str, int, int], list[Window]] = {}
+    for window in windows:
+        loads.setdefault((window.call, window.streams, window.context), []).append(window)
+    return {
+        load: [statistics.median(getattr(window, name) for window in found) for name in names]
+        for load, found in loads.items()
+    }
+
+
+def figures_of(windows: Sequence[Window]) -> list[Figure]:
+    figures = []
+    for (call, streams, context), (_, _, front_us, engine_us, *_) in medians(windows).items():
+        load = f"{streams} x {call} after {context} tokens, CPU time"
+        figures.append(figure_of_this_run(f"{load} of the frontend, a token", front_us, "us"))
+        figures.append(figure_of_this_run(f"{load} of the engine, a step", engine_us, "us"))
+    return figures
 
 
 def main() -> int:
@@ -258,6 +276,8 @@ def main() -> int:
         return 1
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(window) for window in windows], indent=2) + "\n")
+    if options.record is not None:
+        record(options.record, "What the host spends on two CPU cores", figures_of(windows))
     Console(highlight=False, width=120).print(table_of(windows))
     return 0
 
@@ -277,6 +297,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, default=20.0, help="time that a step waits (default: 20)")
     parser.add_argument("--rounds", type=int, default=1, help="how often to run all windows (default: 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all windows to this file")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="put the medians into this file of results")
     return parser.parse_args()
 
 

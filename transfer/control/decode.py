@@ -299,17 +299,19 @@ class DecodeControl(PeerControl[Connection, Welcome]):
 
     def _note_failed_handshake(self, address: Address, kind: int, value: int) -> None:
         """Find out why a handshake failed, and report it. A prefill server with another key closes the connection
-        without an error, like a server that crashes. So only the second failure in a row is reported as an
-        authentication failure. If we have no key, the peer may also be another kind of server, and the text says so.
+        without an error, like a server that crashes or an HTTP port. So only the second failure in a row is reported as
+        an authentication failure, when a probe has found that the server speaks ZMQ. If we have no key, the peer may
+        also be another kind of server, and the text says so.
         """
         self._counts["authentication_failures"] += kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         address.failed_handshakes += 1
+        repeated = address.failed_handshakes > 1 and self._reachability.speaks_zmq(address.label)
         certain = kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not certain:
             reason = f"{address.name} is not the control port of a prefill server"
-        elif certain or (self._keys is not None and address.failed_handshakes > 1):
+        elif certain or (self._keys is not None and repeated):
             reason = AUTHENTICATION_FAILED
-        elif address.failed_handshakes > 1 and not address.refused:
+        elif repeated and not address.refused:
             reason = HUNG_UP.format(address.name)
         else:
             return

@@ -67,6 +67,7 @@ class _Silence:
     address: str = ""
     probe_at: float = -math.inf
     reason: str | None = None
+    speaks_zmq: bool = False
 
 
 class Reachability:
@@ -107,6 +108,11 @@ class Reachability:
         silence = self._silent.get(endpoint)
         return silence.reason if silence is not None else None
 
+    def speaks_zmq(self, endpoint: str) -> bool:
+        """Whether a probe has found a server there that may be a prefill server."""
+        silence = self._silent.get(endpoint)
+        return silence is not None and silence.speaks_zmq
+
     def report(self, peers: Sequence[PeerSnapshot], now: float) -> dict[str, str] | None:
         """Log the reasons while no peer is paired. Returns all reasons if one has changed. Of a name with several
         addresses, the first reason stands for all, if no server is paired at any.
@@ -132,3 +138,4 @@ class Reachability:
         while True:
             endpoint, silence = self._queue.get()
             silence.reason = self._probe(silence.address, int(endpoint.rpartition(":")[2]))
+            silence.speaks_zmq = silence.reason is None

@@ -3,10 +3,13 @@
 import json
 import queue
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from pdserve.configs.load import load_config
 from pdserve.server.cli import main
@@ -16,6 +19,7 @@ from pdserve.server.doctor.handshake import greet
 from pdserve.server.doctor.transfer_test import measure
 from pdserve.transfer.control.curve import ClusterKeys
 from pdserve.transfer.control.prefill import PrefillControl
+from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.messages import PROTOCOL_VERSION, InstanceId, Welcome
 from tests.checkpoints import make_checkpoint
@@ -57,6 +61,21 @@ def test_handshake_checks_address_and_key() -> None:
         control.close()
     nothing = greet(f"127.0.0.1:{port}", KEY, TIMEOUT_S)
     assert (nothing.reached, "nothing listens" in nothing.detail) == (False, True), nothing
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["a key", "no key"])
+def test_handshake_with_an_http_port_names_it(key: str | None) -> None:
+    """Not the cluster key: an HTTP server closes the connection as a prefill server with another key does."""
+    server = uvicorn.Server(uvicorn.Config(FastAPI(), log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = threading.Thread(target=server.run, args=([listening],))
+        serving.start()
+        try:
+            found = greet(f"127.0.0.1:{listening.getsockname()[1]}", key, TIMEOUT_S)
+        finally:
+            server.should_exit = True
+            serving.join()
+    assert (found.reached, found.detail) == (False, HTTP_PORT)
 
 
 def test_handshake_with_another_protocol_version_fails() -> None:

@@ -3,7 +3,7 @@
 The modules of a command are imported when it runs, so that `--help` and the light commands start fast.
 
 Exit codes: 0 success, 2 a mistake in flags or settings (one line per mistake on stderr), anything else a failure.
-`pdserve doctor`: 1 if its worst finding is a warning, 2 if it is a failure.
+`pdserve doctor`: 2 if it has found a failure, 1 if it has only warnings and --strict is given.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from ...configs.schema import LOOPBACK_HOSTS
 from .facts import INITIAL_IPC_NAMESPACE, INITIAL_PID_NAMESPACE, Facts, RdmaDevice
 
 Level = Literal["ok", "warn", "fail"]
-EXIT_CODES: dict[Level, int] = {"ok": 0, "warn": 1, "fail": 2}
+LEVELS: tuple[Level, ...] = ("ok", "warn", "fail")
 
 GIB = 1 << 30
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -41,7 +41,7 @@ def check_all(facts: Facts) -> list[Finding]:
 
 
 def worst(findings: list[Finding]) -> Level:
-    return max((finding.level for finding in findings), key=lambda level: EXIT_CODES[level], default="ok")
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,6 @@
-"""`pdserve doctor`: checks this machine and prints its findings. Exit code: 0 all ok, 1 a warning, 2 a failure."""
+"""`pdserve doctor`: checks this machine and prints its findings. Exit code: 2 if one is a failure, 1 with --strict if
+one is a warning, otherwise 0.
+"""
 
 import json
 import sys
@@ -11,7 +13,7 @@ from rich.text import Text
 from ...configs.logs import configure_logging
 from ...configs.words import counted
 from ...transfer.mooncake.infiniband import devices_for_rank
-from .checks import EXIT_CODES, Finding, Level, check_all, worst
+from .checks import LEVELS, Finding, Level, check_all, worst
 from .collect import collect
 from .facts import Facts, Transfer
 from .handshake import greet
@@ -35,7 +37,7 @@ def run_doctor(options: DoctorOptions) -> int:
         print(as_json(facts, findings))
     else:
         print_findings(findings, Console(file=sys.stdout, highlight=False, soft_wrap=True))
-    return EXIT_CODES[worst(findings)]
+    return {"ok": 0, "warn": int(options.strict), "fail": 2}[worst(findings)]
 
 
 def _measure_all(options: DoctorOptions) -> tuple[Transfer, ...]:
@@ -67,5 +69,5 @@ def print_findings(findings: Sequence[Finding], out: Console) -> None:
         out.print(Text.assemble(level, f"{finding.check:<12}", finding.message))
         if finding.remedy:
             out.print(Text(f"{'':17}-> {finding.remedy}"))
-    counts = {level: sum(finding.level == level for finding in findings) for level in EXIT_CODES}
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     out.print(Text(f"{counts['ok']} ok, {counted(counts['warn'], 'warning')}, {counted(counts['fail'], 'failure')}"))

@@ -23,6 +23,8 @@ class DoctorOptions(NamedTuple):
     measures: bool
     """Measure a transfer."""
     as_json: bool
+    strict: bool
+    """Exit with 1 if there are warnings."""
 
 
 def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +43,7 @@ def add_doctor_flags(parser: argparse.ArgumentParser) -> None:
         "--transfer", action=argparse.BooleanOptionalAction, default=True, help="measure a transfer on this machine"
     )
     parser.add_argument("--json", action="store_true", help="print findings and facts as JSON")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings and no failure")
     add_flags(parser.add_argument_group("settings"), DecodeConfig.model_fields, SETTINGS)
 
 
@@ -54,4 +57,4 @@ def read_doctor_options(options: argparse.Namespace, environ: Mapping[str, str])
         host, _, port = peer.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise StartupError(f"--peer must be HOST:PORT of a control port, such as 10.0.0.5:8998; got {peer!r}")
-    return DoctorOptions(config, peers, options.transfer, options.json)
+    return DoctorOptions(config, peers, options.transfer, options.json, options.strict)

@@ -211,12 +211,14 @@ def _run(arguments: Sequence[str]) -> int:
             return run_bench(read_bench_options(options, os.environ), arguments[1:])
         case "plan":
             if plans_load(options):
-                from .plan.ratio.command import run_ratio_plan
+                ratio_options = read_ratio_options(options, os.environ, PLAN_SETTINGS)
+                from .plan.ratio.command import run_ratio_plan  # takes seconds, so mistakes are reported first
 
-                return run_ratio_plan(read_ratio_options(options, os.environ, PLAN_SETTINGS))
+                return run_ratio_plan(ratio_options)
+            plan_options = read_plan_options(options)
             from .plan.command import run_plan
 
-            return run_plan(read_plan_options(options))
+            return run_plan(plan_options)
         case "store":
             from .launch.store_node import run_store
 
@@ -309,8 +311,9 @@ def _unknown_argument(options: argparse.Namespace, commands: Iterable[argparse.A
     of_bench = parser.prog.endswith(" bench")
     if ("--model" in known or of_bench) and (instead := flag_of_others(flag, of_bench)) is not None:
         return f"unknown argument {flag}: {instead}"
-    if near := difflib.get_close_matches(flag, known, n=3, cutoff=0.6):
-        return f"unknown argument {flag}: did you mean {' or '.join(near)}?"
+    names = [name.removeprefix("--") for name in known]  # without the dashes, which would make all alike
+    if near := difflib.get_close_matches(flag.removeprefix("--"), names, n=3, cutoff=0.65):
+        return f"unknown argument {flag}: did you mean {' or '.join(f'--{name}' for name in near)}?"
     return f"unknown argument {flag} (see '{parser.prog} --help')"
 
 

@@ -46,6 +46,7 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
         return _hf_source(path.resolve(), load_format)
     if path.is_file() and path.suffix == ".gguf":
         return _gguf_source(path.stem, path.resolve())
+    _refuse_other_file(spec, path)
     planned = f"; only 'pdserve plan' accepts {spec!r}" if (GEOMETRIES / f"{spec}.json").is_file() else ""
     raise StartupError(
         f"model {spec!r}: no such directory or .gguf file; give --model a Hugging Face directory, a .gguf file, "
@@ -64,6 +65,7 @@ def locate_geometry(spec: str) -> ModelSource:
         path /= "config.json"
     elif path.suffix != ".json":
         if spec != EMBEDDED_MODEL and path.suffix != ".gguf":
+            _refuse_other_file(spec, path)
             names = ", ".join(sorted(file.stem for file in GEOMETRIES.glob("*.json")))
             raise StartupError(
                 f"model {spec!r}: no such directory or config.json, and no built-in geometry (there are {names})"
@@ -71,6 +73,14 @@ def locate_geometry(spec: str) -> ModelSource:
         return locate_model(spec)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return ModelSource(name, path, "huggingface", read_config_file(path))
+
+
+def _refuse_other_file(spec: str, path: Path) -> None:
+    if path.is_file():
+        raise StartupError(
+            f"model {spec!r}: this file is not a model: its name does not end in .gguf; give a .gguf file or a Hugging "
+            "Face directory"
+        )
 
 
 def safetensors_files(directory: Path) -> list[Path]:

@@ -74,6 +74,10 @@ def test_version_prints_all_versions(spelling: str) -> None:
         (["serve", "--mem-fraction-static", "0.9"], "--mem-fraction-static: kv_memory_fraction is the share of"),
         (["bench", "--num-prompts", "3"], "unknown argument --num-prompts: here it is --requests"),
         (["decode", "--qqq"], "unknown argument --qqq (see 'pdserve decode --help')"),
+        (["serve", "--bogus"], "unknown argument --bogus (see 'pdserve serve --help')"),
+        (["serve", "--hots=::1"], "unknown argument --hots: did you mean --host"),
+        (["serve", f"--model={__file__}"], "this file is not a model: its name does not end in .gguf"),
+        (["plan", f"--model={__file__}"], "this file is not a model: its name does not end in .gguf"),
         (["decode", "--page-size"], "argument --page-size: expected one argument (see 'pdserve decode --help')"),
         (["decode", "--page-size=0"], "page_size: must be greater than or equal to 1, got '0' from the command line"),
         (["decode", "--config=absent.yaml"], "--config absent.yaml: no such file, and no preset of that name"),
@@ -114,6 +118,21 @@ def test_the_command_line_does_not_import_torch() -> None:
         [sys.executable, "-P", "-c", script], env=ENVIRON, capture_output=True, text=True, check=True
     )
     assert result.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("--input-len=8 --rate=2", "goodput needs --slo-ttft-ms"), ("--gpus=none", "--gpus 'none': give")],
+)
+def test_mistakes_in_a_plan_are_found_before_its_modules_are_imported(arguments: str, message: str) -> None:
+    script = (
+        "import sys; from pdserve.server.cli import main\n"
+        f"main(['plan', *{arguments.split()}])\n"
+        "print([name for name in sys.modules if name == 'torch' or name.endswith('.command')])"
+    )
+    command = [sys.executable, "-P", "-c", script]
+    result = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, check=True)
+    assert (result.stdout, message in result.stderr) == ("[]\n", True), result.stderr
 
 
 def test_interrupt_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:

@@ -66,9 +66,15 @@ def test_locating_a_model_imports_no_torch() -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", ["nowhere", "config.json"])
-def test_missing_model_is_refused(name: str, checkpoint: Path) -> None:
-    with pytest.raises(StartupError, match=r"no such directory or \.gguf file; give --model"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", r"no such directory or \.gguf file; give --model"),
+        ("config.json", r"this file is not a model: its name does not end in \.gguf"),
+    ],
+)
+def test_missing_model_is_refused(name: str, message: str, checkpoint: Path) -> None:
+    with pytest.raises(StartupError, match=message):
         locate_model(str(checkpoint / name))
 
 

@@ -99,6 +99,10 @@ fuzz: setup ## random and broken input for MINUTES, 10 unless given; failures ar
 test-upgrade: setup ## replace servers one by one by those of BASE, an older tag or commit, and back, under load
 	@PDSERVE_UPGRADE=$(or $(BASE),auto) $(PYTEST) tests/upgrade $(ARGS)
 
+.PHONY: test-rdma
+test-rdma: setup ## RDMA with SoftRoCE in a virtual machine of Debian's packages, without root; ends with 77 where that is not possible
+	@PYTHONPATH=.dev:. $(BIN)/python -m tests.rdma $(ARGS)
+
 .PHONY: test-clients
 test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
 	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients

@@ -1,0 +1,48 @@
+"""`make test-rdma`: runs the tests of this folder in a virtual machine with SoftRoCE, with a line for each step.
+
+Ends with 0 if all have passed, with 1 if not, and with 77 and one line if this host cannot run the machine.
+"""
+
+import sys
+import time
+
+from .machine import REPOSITORY, Machine, UnavailableError, build
+
+TEST_TIMEOUT_S = 1200.0
+UNAVAILABLE = 77
+NOTE = "RDMA was run with SoftRoCE in a virtual machine; an HCA was not"
+PYTEST = f"""
+cd {REPOSITORY}
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPATH=.dev:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PDSERVE_RDMA=10.8.0.1
+{sys.executable} -m pytest -c /dev/null --rootdir . -p no:cacheprovider --noconftest -v -W error"""
+TESTS = ("tests/rdma/test_engines.py",)
+
+
+def main(arguments: list[str]) -> int:
+    started = time.monotonic()
+
+    def step(text: str) -> None:
+        print(f"test-rdma: {time.monotonic() - started:4.0f} s: {text}", flush=True)
+
+    try:
+        step("build the virtual machine")
+        build()
+        step("boot it")
+        machine = Machine()
+    except UnavailableError as error:
+        print(f"test-rdma: not run: {error}", flush=True)
+        return UNAVAILABLE
+    failed = []
+    with machine:
+        step(f"its RDMA port is {machine.wait_up()}")
+        for tests in arguments or TESTS:
+            step(f"run {tests}")
+            status, _ = machine.run(f"{PYTEST} {tests}", TEST_TIMEOUT_S, echo=True)
+            if status:
+                failed.append(tests)
+    step(f"failed: {', '.join(failed)}" if failed else f"passed. {NOTE}")
+    return 1 if failed else 0
+
+
+sys.exit(main(sys.argv[1:]))

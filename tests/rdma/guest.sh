@@ -1,0 +1,41 @@
+#!/bin/bash
+# Runs in the virtual machine after init: the network, SoftRoCE, then every script that appears in its folder of /share.
+#
+# eth0 carries RDMA and nothing else, so `ip link set eth0 down` is a fault of RDMA alone. TCP has addresses of its own: of
+# dummy0 or, between two machines, of eth1.
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
+id=$(sed -E 's/.*machine=([0-9]+).*/\1/' /proc/cmdline)
+mkdir -p /dev/shm /dev/pts /run
+mount -t tmpfs shm /dev/shm
+mount -t devpts devpts /dev/pts
+mount -t tmpfs run /run
+hostname "machine$id"
+ulimit -l unlimited
+ip link set lo up
+ip addr add "10.9.0.$id/24" dev eth0
+ip link set eth0 up
+if [[ -e /sys/class/net/eth1 ]]; then
+    tcp=eth1
+else
+    tcp=dummy0
+    ip link add dummy0 type dummy
+fi
+ip addr add "10.8.0.$id/24" dev "$tcp"
+ip link set "$tcp" up
+rdma link add rxe0 type rxe netdev eth0 || echo "no SoftRoCE"
+cd "/share/$id" || exit 1
+cat /sys/class/infiniband/rxe0/ports/1/state >up.new
+mv up.new up
+while true; do
+    for script in ./*.sh; do
+        [[ -e $script ]] || continue
+        name=$(basename "$script" .sh)
+        mv "$script" "$name.script"
+        (
+            bash "$name.script" >"$name.log" 2>&1 </dev/null
+            echo $? >"$name.rc.new"
+            mv "$name.rc.new" "$name.rc"
+        ) &
+    done
+    sleep 0.3
+done

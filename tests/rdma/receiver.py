@@ -1,0 +1,78 @@
+"""A process with an RDMA receive engine, in the virtual machine. Tests stop and kill it.
+
+Its pool is shared memory, so the test sees every byte that is written to it, also while the process is stopped or dead.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.transfer.mooncake.sockets import Region
+
+HOST = os.environ.get("PDSERVE_RDMA", "")
+"""The address of the machine for TCP; empty where there is no RDMA."""
+START_TIMEOUT_S = 120
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["pdserve.transfer.mooncake.engine"])
+
+
+class Receiver:
+    """`pool` is the memory of the process, `session` and `region` are what it publishes."""
+
+    def __init__(self, size_bytes: int, *, devices: Sequence[str] = ("rxe0",), gid_index: int | None = None) -> None:
+        self._file = Path(f"/dev/shm/receiver-{os.getpid()}-{id(self)}")
+        with self._file.open("wb") as file:
+            file.truncate(size_bytes)
+        self.pool: NDArray[np.uint8] = np.memmap(self._file, dtype=np.uint8, mode="r+")
+        self._ours, theirs = _processes.Pipe()
+        self.process = _processes.Process(target=_receive, args=(str(self._file), devices, gid_index, theirs))
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Wait until the engine is there; afterwards `session` and `region` can be read."""
+        assert self._ours.poll(START_TIMEOUT_S), "the receiver did not start"
+        self.session, address = self._ours.recv()
+        self.region = Region(address, self.pool.nbytes)
+
+    def stop(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def __enter__(self) -> Self:
+        self.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._ours.close()
+        self._file.unlink()
+
+
+def _receive(file: str, devices: Sequence[str], gid_index: int | None, answer: Connection) -> None:
+    from pdserve.transfer.mooncake.engine import ReceiveEngine
+
+    pool = np.memmap(file, dtype=np.uint8, mode="r+")
+    engine = ReceiveEngine(HOST, transport="rdma", devices=devices, gid_index=gid_index)
+    engine.register(pool.ctypes.data, pool.nbytes)
+    answer.send((engine.session, pool.ctypes.data))
+    try:
+        answer.recv()
+    except EOFError:
+        sys.exit()

@@ -20,6 +20,7 @@ PAGES = (
     "CHANGELOG.md",
     "docs/*.md",
     "benchmarks/*.md",
+    "kernels/README.md",
     "deploy/**/*.md",
 )
 
@@ -45,6 +46,9 @@ def _copied(page: Path, link: str) -> str:
         return link
     target = SOURCE / linked.relative_to(ROOT)
     target.parent.mkdir(parents=True, exist_ok=True)
+    if linked.suffix == ".svg":
+        shutil.copy(linked, target)
+        return link
     if linked.is_file():
         target.with_name(f"{target.name}.txt").write_bytes(linked.read_bytes())  # shown by browsers, not downloaded
         return f"{link}.txt"

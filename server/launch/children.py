@@ -101,15 +101,17 @@ class Children:
                 for line in held:
                     self._console.print(line, soft_wrap=True)
 
-    def stop(self, grace_s: float, *, hurry: threading.Event | None = None) -> None:
+    def stop(
+        self, grace_s: float, *, number: signal.Signals = signal.SIGTERM, hurry: threading.Event | None = None
+    ) -> None:
         """End the children one by one. The last started ends first, because it may need the others to finish its work.
 
-        Each gets SIGTERM; after `grace_s`, or when `hurry` is set, its process group gets SIGKILL.
+        Each gets the signal `number`; after `grace_s`, or when `hurry` is set, its process group gets SIGKILL.
         """
         while self._children:
             child = self._children.pop()
-            # only the child gets SIGTERM: it ends its own descendants in order
-            child.process.terminate()
+            # only the child gets the signal: it ends its own descendants in order
+            child.process.send_signal(number)
             deadline = time.monotonic() + grace_s
             while child.process.poll() is None and time.monotonic() < deadline:
                 if hurry is not None and hurry.is_set():

@@ -113,17 +113,18 @@ def running_pair(config: PairConfig, console: Console, store: StoreOptions | Non
         check_startup(server, locate_model(server.model, server.load_format))
     children = Children(console)
     hurry = threading.Event()
-    signalled = False
+    received: signal.Signals | None = None
+    ending = False
     copies = SignalCopies()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        nonlocal signalled
+        nonlocal received, ending
         if copies.is_copy(number):
             return
-        if signalled:
+        if ending:
             hurry.set()
         else:
-            signalled = True
+            received, ending = signal.Signals(number), True
             raise KeyboardInterrupt
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -134,9 +135,9 @@ def running_pair(config: PairConfig, console: Console, store: StoreOptions | Non
             children.start(server.role, server_command(server), server_environ(server))
         yield RunningPair(config, children, console)
     finally:
-        signalled = True
+        ending = True
         grace_s = max(config.prefill.shutdown_timeout_s, config.decode.shutdown_timeout_s) + KILL_MARGIN_S
-        children.stop(grace_s, hurry=hurry)
+        children.stop(grace_s, number=received or signal.SIGTERM, hurry=hurry)  # their logs then name it
         for number, handler in previous.items():
             signal.signal(number, handler)
 

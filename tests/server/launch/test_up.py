@@ -112,6 +112,8 @@ def test_up_waits_for_both_servers_and_serves_until_a_signal(
     assert time.monotonic() - begun < 3.0
     assert not listening(ports[0])
     assert not listening(ports[1])
+    interrupted = [line for line in up.output if line.endswith(" KeyboardInterrupt\n")]
+    assert len(interrupted) == (2 if number == signal.SIGINT else 0), "the servers get the same signal"
 
 
 def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: RunningUp, ports: list[int]) -> None:

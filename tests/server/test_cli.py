@@ -145,6 +145,16 @@ def test_interrupt_while_modules_are_imported_prints_no_traceback(tmp_path: Path
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+def test_sigterm_while_modules_are_imported_ends_the_first_process_of_a_container(tmp_path: Path) -> None:
+    """For that process, the kernel ignores signals without a handler; here the signal is ignored in the same way."""
+    (tmp_path / "difflib.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n", encoding="utf-8")
+    environ = {**ENVIRON, "PYTHONPATH": f"{tmp_path}:{ENVIRON['PYTHONPATH']}"}
+    python = [sys.executable, "-P", "-m", "pdserve.server", "serve"]
+    command = ["sh", "-c", 'trap "" TERM; exec "$@"', "sh", *python]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "")
+
+
 def test_up_passes_each_server_its_settings() -> None:
     flags: dict[str, str | bool] = {
         "port": "1200",

@@ -85,7 +85,7 @@ LAYERS = {
         "gguf",
         "backends",
     ],
-    "configs": [""],
+    "configs": ["", "machine"],
 }
 """The subfolders of each folder, from top to bottom: a file imports from its own subfolder and from those below it. ""
 is the folder itself.

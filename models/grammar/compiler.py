@@ -5,7 +5,6 @@ Thread-safe. llguidance releases the GIL while it compiles and while it computes
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -14,6 +13,7 @@ from functools import cached_property
 
 import llguidance
 
+from ...configs.machine.cpus import usable_cpus
 from ...configs.sampling import Grammar
 from ..formats.token_bytes import TokenBytes
 from ..loading.catalog import ModelSource
@@ -23,7 +23,7 @@ from .dialects import GrammarError, to_llguidance
 log = logging.getLogger(__name__)
 
 MAX_CACHED = 256
-MASK_THREADS = max(1, min(16, len(os.sched_getaffinity(0)) // 2))
+MASK_THREADS = max(1, min(16, usable_cpus() // 2))
 MAX_FORCED_TEXTS = 4096
 ADD_MATCHERS_S = 0.2
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from ...configs.load import revealed_dict
+from ...configs.machine.cpus import usable_cpus
 from ...configs.schema import AnyServerConfig
 from ...transfer.control.curve import ClusterKeys
 
@@ -23,10 +24,13 @@ def leader_address(meet_at: tuple[str, int]) -> str:
 
 
 def rank_threads(config: AnyServerConfig) -> int | None:
-    """CPU threads of each rank of this machine; None: torch's default, all cores."""
-    if config.threads is None and len(config.local_ranks) > 1:
-        return max(1, (os.cpu_count() or 1) // len(config.local_ranks))
-    return config.threads
+    """CPU threads of each rank of this machine; None: torch's default, all cores that it may run on. With a CPU quota,
+    more threads than it allows would all be stopped for most of each period.
+    """
+    ranks, cpus = len(config.local_ranks), usable_cpus()
+    if config.threads is not None or (ranks == 1 and cpus == len(os.sched_getaffinity(0))):
+        return config.threads
+    return max(1, cpus // ranks)
 
 
 def thread_environ(config: AnyServerConfig) -> dict[str, str]:

@@ -6,7 +6,6 @@ other long texts. After a long text, freed memory is returned to the system.
 
 import asyncio
 import ctypes
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +13,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from ...configs.errors import OverloadedError
+from ...configs.machine.cpus import usable_cpus
 from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10
@@ -79,7 +79,7 @@ class Lanes:
     """The lanes of one server."""
 
     def __init__(self, max_parsing_bytes: int) -> None:
-        cpus, budget = len(os.sched_getaffinity(0)), Budget(max_parsing_bytes)
+        cpus, budget = usable_cpus(), Budget(max_parsing_bytes)
         self._medium = Lane("medium", max(2, cpus // 2), budget)
         self._long = Lane("long", max(1, min(MOST_LONG_THREADS, cpus // 4)), budget)
         self._tools = Lane("long /tokenize", 1, budget)

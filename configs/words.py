@@ -5,6 +5,8 @@ import re
 import msgspec
 
 LONGEST_SHOWN = 60
+OUT_OF_MEMORY = " (probably out of memory: by the limit of the container, or of the machine)"
+"""Follows a SIGKILL that we did not send."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 

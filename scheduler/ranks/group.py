@@ -8,6 +8,7 @@ rank has no such problem, and as a process it would add the time of two messages
 import collections
 import logging
 import queue
+import signal
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import zmq
 from ...configs.errors import PdserveError, StartupError
 from ...configs.logs import rate_limited
 from ...configs.schema import AnyServerConfig
+from ...configs.words import OUT_OF_MEMORY
 from ...models.layers.parallel import reserve
 from ...models.loading.catalog import ModelSource
 from ...transfer.control.curve import ClientGate, ClusterKeys
@@ -137,9 +139,10 @@ class Ranks:
 
     def _watch(self, process: RankProcess) -> None:
         status = process.wait()
+        cause = OUT_OF_MEMORY if status == -signal.SIGKILL else ""
         time.sleep(TICK_S)  # its own RankFailed, if any, comes first
         self._report(
-            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) exited with status {status}")
+            RankFailed(process.rank, f"rank {process.rank} (process {process.pid}) exited with status {status}{cause}")
         )
 
 

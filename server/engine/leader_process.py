@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
+from ...configs.words import OUT_OF_MEMORY
 from ...scheduler.ranks.process import thread_environ
 
 log = logging.getLogger("pdserve.frontend")
@@ -42,6 +43,8 @@ class LeaderProcess:
         environment = {"GOMP_SPINCOUNT": spin_count, **os.environ, **thread_environ(config)}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, env=environment)
         self._exited = asyncio.Event()
+        self._killed = False
+        """This process has sent it SIGKILL."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="leader-watch", daemon=True).start()
         introduction = json.dumps({"config": revealed_dict(config), "frontend": frontend_address})
@@ -69,7 +72,8 @@ class LeaderProcess:
             name = signal.Signals(-status).name
         except ValueError:
             name = f"signal {-status}"
-        return f"process {self.pid} was ended by {name}"
+        cause = OUT_OF_MEMORY if -status == signal.SIGKILL and not self._killed else ""
+        return f"process {self.pid} was ended by {name}{cause}"
 
     async def wait(self) -> int:
         """Wait for the exit status."""
@@ -105,6 +109,7 @@ class LeaderProcess:
                 self._process.stdin.close()
 
     def _signal(self, number: signal.Signals) -> None:
+        self._killed |= number is signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 

@@ -15,6 +15,7 @@ import zmq
 
 from pdserve.configs.schema import PrefillConfig
 from pdserve.configs.stuck import Watch
+from pdserve.configs.words import OUT_OF_MEMORY
 from pdserve.models.layers.parallel import listen, reserve
 from pdserve.models.loading.catalog import ModelSource
 from pdserve.scheduler.messages.ranks import CacheChecked, RankAlive, RankFailed, RankReport
@@ -141,7 +142,7 @@ def test_exit_of_another_rank_is_reported_before_its_consequences(monkeypatch: p
     wait_until(lambda: bool(reports), 10, "the exit is reported")
     ended.set()
     all_ranks.close()
-    assert reports[0] == RankFailed(1, "rank 1 (process 4711) exited with status -9")
+    assert reports[0] == RankFailed(1, f"rank 1 (process 4711) exited with status -9{OUT_OF_MEMORY}")
     assert CONSEQUENCE_S >= 2 * ranks.TICK_S
 
     class EndedError(Exception):

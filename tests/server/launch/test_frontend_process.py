@@ -27,6 +27,7 @@ import trustme
 
 from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
+from pdserve.configs.words import OUT_OF_MEMORY
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.bench.command import run_bench
 from pdserve.server.bench.options import BenchOptions, add_bench_flags, read_bench_options
@@ -241,7 +242,7 @@ def test_request_fails_when_the_leader_is_killed(model: Path, tmp_path: Path) ->
         assert response.headers["retry-after"]
         code, stderr = running.end()
         assert time.monotonic() - started < 5
-        assert (code, "ended by SIGKILL" in stderr) == (1, True)
+        assert (code, f"ended by SIGKILL{OUT_OF_MEMORY}" in stderr) == (1, True)
 
 
 @pytest.mark.parametrize(

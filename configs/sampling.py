@@ -26,6 +26,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     text: str
     after: ReasoningTags | None = None
     """It begins after this reasoning, which is any text."""
+    json_whitespace: str | None = None
+    """Regular expression of what may stand between two JSON tokens, besides nothing; None: a blank."""
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

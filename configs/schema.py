@@ -4,6 +4,7 @@
 and nothing changes after loading: memory/auto_settings.py and memory/sizing.py resolve `auto` at start and log it.
 """
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
@@ -387,6 +388,14 @@ class DecodeConfig(ServerConfig):
         description="temperature, top_p, top_k, min_p and repetition_penalty that a request leaves out: from "
         "the model's generation_config.json, or OpenAI's defaults",
     )
+    constrained_json_whitespace_pattern: str | None = Field(
+        None,
+        description="regular expression of the white space that may stand between two JSON tokens of an output with a "
+        "grammar, such as [\\n\\t ]*; default: nothing or a blank",
+    )
+    constrained_json_disable_any_whitespace: bool = Field(
+        False, description="no white space between the JSON tokens of an output with a grammar"
+    )
     enable_hisparse: bool = Field(
         False,
         description="keep KV of sparse-attention models in host memory, and a small hot buffer per request on the GPU",
@@ -430,6 +439,15 @@ class DecodeConfig(ServerConfig):
     @model_validator(mode="after")
     def _reachable(self) -> "DecodeConfig":
         self._check_kv_events_port(port=self.port)
+        if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
+            raise ValueError(
+                "constrained_json_disable_any_whitespace allows no white space, and "
+                "constrained_json_whitespace_pattern allows some: give one of them"
+            )
+        try:
+            re.compile(self.constrained_json_whitespace_pattern or "")
+        except re.error as error:
+            raise ValueError(f"constrained_json_whitespace_pattern is not a regular expression: {error}") from error
         if not can_receive_kv(self.public_host):
             field = "host" if self.advertise_host is None else "advertise_host"
             raise ValueError(
@@ -437,6 +455,11 @@ class DecodeConfig(ServerConfig):
                 "or the name of this machine"
             )
         return self
+
+    @property
+    def json_whitespace(self) -> str | None:
+        """White space in JSON, for `Grammar.json_whitespace`."""
+        return "" if self.constrained_json_disable_any_whitespace else self.constrained_json_whitespace_pattern
 
     @property
     def public_host(self) -> str:

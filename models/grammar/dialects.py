@@ -5,6 +5,7 @@ A JSON schema is enforced completely or refused: the output never violates a key
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import llguidance
@@ -23,7 +24,7 @@ large repetitions exceed its limits by seconds."""
 MAX_MULTIPLE_OF = 10_000
 """Of integers: the automaton that divides has as many states."""
 
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"\x20"}
+JSON_WHITESPACE = r"\x20"
 """What may stand between two JSON tokens, besides nothing. If more were allowed, small models would fill every gap with
 it until `max_new_tokens`."""
 
@@ -51,7 +52,7 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
     try:
         match grammar.kind:
             case "json_schema":
-                overrides = cast("llguidance._lib.JsonCompileOptions", JSON_OPTIONS)
+                overrides = cast("llguidance._lib.JsonCompileOptions", _json_options(grammar))
                 return llguidance.LLMatcher.grammar_from_json_schema(
                     json.dumps(with_exact_formats(check_schema(_parsed(text)))), overrides=overrides
                 )
@@ -62,7 +63,8 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
             case "choice":
                 return _from_choices(_parsed(text))
             case "structural_tag":
-                return structural_tag_to_lark(_parsed(text), special_tokens, _inline_schema, check_regex)
+                inline_schema = partial(_inline_schema, _json_options(grammar))
+                return structural_tag_to_lark(_parsed(text), special_tokens, inline_schema, check_regex)
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
     except KeyError as error:
@@ -116,13 +118,19 @@ def _from_ebnf(text: str) -> str:
         raise GrammarError(f"is not a valid EBNF grammar: {error}") from None
 
 
-def _inline_schema(schema: object, lenient: bool) -> str:
+def _json_options(grammar: Grammar) -> dict[str, Any]:
+    """llguidance's options for the JSON of a grammar."""
+    given = grammar.json_whitespace
+    return {"whitespace_pattern": JSON_WHITESPACE if given is None else given}
+
+
+def _inline_schema(options: Mapping[str, Any], schema: object, lenient: bool) -> str:
     """A JSON schema as a part of a Lark grammar. It carries its options itself. `lenient`: what cannot be enforced is
     ignored.
     """
     checked = with_exact_formats(check_schema(schema))
-    options = {"x-guidance": {**JSON_OPTIONS, "lenient": lenient}}
-    return "%json " + json.dumps({**checked, **options} if isinstance(checked, dict) else checked)
+    carried = {"x-guidance": {**options, "lenient": lenient}}
+    return "%json " + json.dumps({**checked, **carried} if isinstance(checked, dict) else checked)
 
 
 def _parsed(text: str) -> Any:

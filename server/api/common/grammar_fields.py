@@ -70,6 +70,10 @@ class GrammarFields(Body):
             raise FieldError(path + found[1][0], f"cannot be combined with another grammar: {names} were given")
         return (path + found[0][0], found[0][1]) if found else None
 
+    def json_whitespace(self) -> str | None:
+        """Returns what the request says about white space, for `Grammar.json_whitespace`."""
+        return None
+
 
 def _check_format(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
@@ -94,7 +98,7 @@ def _without_nulls(value: object) -> object:
 
 @with_config(ConfigDict(extra="forbid"))
 class StructuredFields(TypedDict, total=False):
-    """One grammar. The options `disable_*` are ignored."""
+    """One grammar, and options of its JSON. `disable_fallback` and `disable_additional_properties` are ignored."""
 
     json: SchemaText
     json_object: Boolean
@@ -103,7 +107,7 @@ class StructuredFields(TypedDict, total=False):
     grammar: Text
     structural_tag: TagText
     disable_fallback: Any
-    disable_any_whitespace: Any
+    disable_any_whitespace: Boolean
     disable_additional_properties: Any
 
 
@@ -133,6 +137,9 @@ class OpenAiGrammarFields(GrammarFields):
 
     def grammars(self) -> list[NamedGrammar]:
         return [*super().grammars(), *self._response_format(), *self._structured_outputs()]
+
+    def json_whitespace(self) -> str | None:
+        return "" if (self.structured_outputs or {}).get("disable_any_whitespace") else None
 
     def _response_format(self) -> list[NamedGrammar]:
         given = self.response_format or {"type": "text"}

@@ -36,6 +36,8 @@ class Limits:
     """Hosts that a request may name as its prefill server. A prefill server allows all, because it connects to none."""
     default_sampling: SamplingParams = NEUTRAL_SAMPLING
     """Used for fields that a request does not set."""
+    json_whitespace: str | None = None
+    """`Grammar.json_whitespace` of requests that do not set it."""
 
     @classmethod
     def of(cls, config: AnyServerConfig, ready: Ready, default_sampling: SamplingParams) -> "Limits":
@@ -52,6 +54,7 @@ class Limits:
             max_batch_items=config.max_batch_items,
             bootstrap_hosts=config.allowed_bootstrap_hosts if isinstance(config, DecodeConfig) else ANY_HOST,
             default_sampling=default_sampling,
+            json_whitespace=config.json_whitespace if isinstance(config, DecodeConfig) else None,
         )
 
     def describe_total(self) -> str:

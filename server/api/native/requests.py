@@ -79,6 +79,7 @@ def make_call(
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
     routed, group = fields.submits(shape, limits, prompt_ids)
     named = [asked.grammar(path) for asked, path in params] if grammars is None else grammars
+    named = [_with_whitespace(found, asked, limits) for found, (asked, _) in zip(named, params, strict=True)]
     submits, text_rules = [], []
     for submit, (asked, path), wanted, grammar in zip(routed, params, logprobs, named, strict=True):
         sampling = asked.sampling(limits, len(submit.prompt_ids), grammar[1] if grammar is not None else None, path)
@@ -93,6 +94,15 @@ def make_call(
         listed=batched or shape.samples > 1,
         grammars=tuple({grammar[1]: grammar for grammar in named if grammar is not None}.values()),
     )
+
+
+def _with_whitespace(found: NamedGrammar | None, asked: SamplingFields, limits: Limits) -> NamedGrammar | None:
+    """Returns the grammar with the white space that the request asks for, or else the server's."""
+    given = asked.json_whitespace()
+    whitespace = limits.json_whitespace if given is None else given
+    if found is None or whitespace is None:
+        return found
+    return found[0], msgspec.structs.replace(found[1], json_whitespace=whitespace)
 
 
 def read_prompts(

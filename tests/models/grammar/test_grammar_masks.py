@@ -157,6 +157,27 @@ def test_what_a_grammar_accepts(
     assert [accepts(compiler, grammar, each) for each in others] == [False] * len(others)
 
 
+@pytest.mark.parametrize(
+    ("whitespace", "matching", "others"),
+    [
+        ("", ['{"a":1}'], ['{"a": 1}', "{ }"]),
+        (r"[\n\t ]*", ['{"a":1}', '{\n\t\t"a":  1\n}'], ['{"a":\r1}']),
+        (None, ['{"a":1}', '{ "a": 1 }'], ['{"a":  1}']),
+    ],
+    ids=["none", "any", "default"],
+)
+def test_whitespace_of_the_request_holds_in_schemas_and_in_structural_tags(
+    compiler: GrammarCompiler, whitespace: str | None, matching: list[str], others: list[str]
+) -> None:
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    for grammar in (
+        Grammar("json_schema", '{"type": "object"}', json_whitespace=whitespace),
+        Grammar("structural_tag", json.dumps({"format": content}), json_whitespace=whitespace),
+    ):
+        assert [accepts(compiler, grammar, each) for each in matching] == [True] * len(matching)
+        assert [accepts(compiler, grammar, each) for each in others] == [False] * len(others)
+
+
 def test_masks_have_exactly_the_allowed_tokens(compiler: GrammarCompiler) -> None:
     digits, letter = set(encode(compiler, "0123456789")), encode(compiler, "a")[0]
     grammar = Grammar("regex", "a[0-9]{2}")

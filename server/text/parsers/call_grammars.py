@@ -43,8 +43,8 @@ class ArgumentTags:
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """The text around one call (`begin`, with the function's `{name}`, and `end`), between calls, and around all calls.
-    `arguments` is None if the arguments are one JSON object.
+    """The text around one call (`begin`, with the function's `{name}`, `end` and `close`), between calls, and around
+    all calls. `arguments` is None if the arguments are one JSON object.
     """
 
     begin: str
@@ -53,6 +53,8 @@ class CallTags:
     list_begin: str = ""
     list_end: str = ""
     arguments: ArgumentTags | None = None
+    close: str = ""
+    """The part of the end without which the last call is complete, too: some models end their output before it."""
     first_character: str = ""
     """For formats in which the output is either only calls or only text: the character with which calls begin."""
 
@@ -62,36 +64,42 @@ class CallTags:
         """
         listed: Format = {
             "type": "tags_with_separator",
-            "tags": [self._call(function) for function in functions],
-            "separator": self.separator,
+            "tags": [self._call(function, self.end) for function in functions],
+            "separator": self.close + self.separator,
             "any_space": True,
             "at_least_one": True,
             "stop_after_first": not parallel,
         }
+        if self.close:
+            return _sequence(listed, _optional(_sequence(_constant(self.close.strip()), _SPACE)))
         if not self.list_begin:
             return listed
         return _sequence(_constant(self.list_begin), listed, _constant(self.list_end), _SPACE)
 
     def text_with_calls(self, functions: Sequence[FunctionSchema]) -> Format:
         """Any text, with any number of calls of these functions."""
-        calls = self.calls(functions, parallel=True)
         if self.first_character:
             other = rf"([^\s\{self.first_character}](.|\n)*)?"
-            return {"type": "or", "elements": [calls, {"type": "regex", "pattern": other}]}
+            return {
+                "type": "or",
+                "elements": [self.calls(functions, parallel=True), {"type": "regex", "pattern": other}],
+            }
         if self.list_begin:
-            tags = [{"begin": self.list_begin, "content": calls["elements"][1], "end": self.list_end}]
+            calls = self.calls(functions, parallel=True)["elements"][1]
+            tags = [{"begin": self.list_begin, "content": calls, "end": self.list_end}]
             return {"type": "triggered_tags", "triggers": [self.list_begin], "tags": tags}
         trigger = self.begin[: self.begin.index("{name}")].partition("\n")[0]
-        return {"type": "triggered_tags", "triggers": [trigger], "tags": calls["tags"]}
+        tags = [self._call(function, self.end + self.close) for function in functions]
+        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
-    def _call(self, function: FunctionSchema) -> Format:
+    def _call(self, function: FunctionSchema, end: str) -> Format:
         schema = dict(function.parameters) or {"type": "object", "properties": {}}
         content = _json(schema, function) if self.arguments is None else _arguments(schema, function, self.arguments)
         return {
             "type": "tag",
             "begin": self.begin.replace("{name}", function.name),
             "content": content,
-            "end": self.end,
+            "end": end,
         }
 
 

@@ -92,7 +92,13 @@ _FAMILIES = (
         "qwen3-coder",
         Qwen3CoderParser,
         ("<function=", "<parameter="),
-        CallTags("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", arguments=_QWEN3_ARGUMENT),
+        CallTags(
+            "<tool_call>\n<function={name}>\n",
+            "</function>",
+            "\n",
+            arguments=_QWEN3_ARGUMENT,
+            close="\n</tool_call>",
+        ),
     ),
     CallFamily(
         "mistral-v11", MistralParser, ("[TOOL_CALLS]", "[ARGS]"), CallTags("[TOOL_CALLS]{name}[ARGS]", ""), "", 9
@@ -109,7 +115,7 @@ _FAMILIES = (
         "hermes",
         HermesParser,
         ("<tool_call>",),
-        CallTags(f"<tool_call>\n{_NAME_ARGUMENTS}", "}\n</tool_call>", "\n"),
+        CallTags(f"<tool_call>\n{_NAME_ARGUMENTS}", "}", "\n", close="\n</tool_call>"),
     ),
     CallFamily(
         "pythonic",

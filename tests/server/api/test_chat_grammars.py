@@ -38,6 +38,11 @@ def format_of(**body: Any) -> Any:
     return json.loads(found[1].text)["format"]
 
 
+def listed(calls: dict[str, Any]) -> Any:
+    """The part of a grammar of calls that lists them. After it, the closing tag is optional."""
+    return calls["elements"][0]
+
+
 def names(tags: list[dict[str, Any]]) -> list[str]:
     return [json.loads(tag["begin"].removeprefix("<tool_call>\n") + "0}")["name"] for tag in tags]
 
@@ -49,12 +54,12 @@ def test_chat_without_required_calls_or_a_format_has_no_grammar() -> None:
 
 
 def test_required_and_named_calls() -> None:
-    required = format_of(tools=[NOW, ADD], tool_choice="required")
+    required = listed(format_of(tools=[NOW, ADD], tool_choice="required"))
     assert (names(required["tags"]), required["stop_after_first"]) == (["now", "add"], False)
     assert [tag["content"]["lenient"] for tag in required["tags"]] == [True, False]
-    one = format_of(tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False)
+    one = listed(format_of(tools=[NOW, ADD], tool_choice="required", parallel_tool_calls=False))
     assert one["stop_after_first"]
-    named = format_of(tools=[NOW, ADD], tool_choice=NAMED, response_format=SCHEMA)
+    named = listed(format_of(tools=[NOW, ADD], tool_choice=NAMED, response_format=SCHEMA))
     assert (names(named["tags"]), named["stop_after_first"]) == (["add"], True)
 
 
@@ -80,7 +85,8 @@ def test_strict_functions() -> None:
 )
 def test_output_is_a_call_or_matches_the_format(body: dict[str, Any], answer: dict[str, Any]) -> None:
     found = format_of(tools=[NOW], **body)
-    assert (found["type"], names(found["elements"][0]["tags"]), found["elements"][1]) == ("or", ["now"], answer)
+    calls, other = found["elements"]
+    assert (found["type"], names(listed(calls)["tags"]), other) == ("or", ["now"], answer)
 
 
 def test_grammars_that_cannot_be_combined_are_refused() -> None:

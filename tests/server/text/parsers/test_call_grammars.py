@@ -107,6 +107,7 @@ def test_white_space_and_the_end_may_follow_each_call(compiler: GrammarCompiler,
     """
     tags = FAMILIES[family].tags
     call = tags.begin.replace("{name}", "now") + ("{}" if tags.arguments is None else "") + tags.end
+    call += tags.close
     one = f"{tags.list_begin}{call}{space}{tags.list_end}{space}"
     two = f"{tags.list_begin}{call}{space}{tags.separator.strip()}{space}{call}{space}{tags.list_end}{space}"
     grammars = [grammar_of(tags.calls([WEATHER, NOW], parallel=parallel)) for parallel in (True, False)]
@@ -115,6 +116,18 @@ def test_white_space_and_the_end_may_follow_each_call(compiler: GrammarCompiler,
     assert [accepted(compiler, grammar, two) == two + "." for grammar in grammars] == [True, False, True]
     assert calls_of(parse(family, one)) == [("now", {})]
     assert calls_of(parse(family, two)) == [("now", {})] * 2
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.tags.close])
+def test_output_may_end_before_the_closing_tag_of_the_last_call(compiler: GrammarCompiler, family: str) -> None:
+    """Small models write their end token there: after the closing tag, which is new to them, they would go on."""
+    tags = FAMILIES[family].tags
+    call = tags.begin.replace("{name}", "now") + ("{}" if tags.arguments is None else "") + tags.end
+    for parallel in (True, False):
+        grammar = grammar_of(tags.calls([WEATHER, NOW], parallel=parallel))
+        assert accepted(compiler, grammar, call) == call + "."
+        assert accepted(compiler, grammar, f"{call}\n{call}") in (f"{call}\n", f"{call}\n<"), "only the last call"
+    assert calls_of(parse(family, call)) == [("now", {})]
 
 
 @pytest.mark.parametrize("family", OUTPUTS)

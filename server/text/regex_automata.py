@@ -6,7 +6,7 @@ parts are the same in Python 3.11 to 3.13: tests/server/text/test_regex_automata
 interpreters to check that, so it has no third-party imports.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from re import RegexFlag, _compiler, _parser, error  # type: ignore[attr-defined]  # not in the stubs
@@ -36,56 +36,137 @@ class StopRegexError(ValueError):
 
 
 @dataclass(eq=False, slots=True)
-class State:
+class _State:
     """A state of an automaton. With `accepts` it consumes a character, with `condition` it checks the position; without
     both it does neither. Then the states in `next` follow.
     """
 
     accepts: Callable[[str], bool] | None = None
     condition: Callable[[str | None, str], bool] | None = None
-    next: "list[State]" = field(default_factory=list)
+    next: "list[_State]" = field(default_factory=list)
     final: bool = False
 
 
-def follow(
-    origins: Iterable[tuple[State, int]], previous: str | None, following: str
-) -> tuple[dict[State, int], int | None]:
-    """Follows all transitions that consume no character. Returns the states that can consume the next character, each
-    with the beginning of its match, and the beginning of a match that ends here, if there is one.
-
-    `origins` are states with the beginning of their match, sorted by it: so each state is first reached with its
-    earliest beginning.
-    """
-    ready: dict[State, int] = {}
-    seen: set[State] = set()
-    matched: int | None = None
-    for origin, start in origins:
-        waiting = [origin]
-        while waiting:
-            state = waiting.pop()
-            if state in seen:
-                continue
-            seen.add(state)
-            if state.accepts is not None:
-                ready[state] = start
-            elif state.final:
-                matched = start
-            elif state.condition is None or state.condition(previous, following):
-                waiting += state.next
-    return ready, matched
+StateSet = int
+"""A set of the states that consume a character: bit i is state i. Bit 0 is the beginning of the expression in a set of
+states that have consumed a character, and its end in a set of states that may consume the next one.
+"""
+BEGIN = END_STATE = 1
+MOST_SETS = 512
+"""Most results that are kept for each kind of position, and for accepted characters."""
 
 
-@lru_cache(maxsize=256)
-def compile_stop_regex(pattern: str) -> State:
-    """Compiles an expression and returns the first state of its automaton; raises StopRegexError."""
+class Automaton:
+    """An expression. Requests share it; what it has computed before takes one look-up per character."""
+
+    def __init__(self, begin: _State, size: int, listed: int) -> None:
+        self.size = size
+        self.listed = listed
+        states = _reachable(begin)
+        self._consuming = [state for state in states if state.accepts is not None]
+        numbers = {id(state): number for number, state in enumerate(self._consuming, 1)}
+        self._states = [(state, numbers.get(id(state), 0)) for state in states]
+        self._begin = begin
+        matchers: dict[Callable[[str], bool], StateSet] = {}
+        for number, state in enumerate(self._consuming, 1):
+            assert state.accepts is not None
+            matchers[state.accepts] = matchers.get(state.accepts, 0) | 1 << number
+        self._matchers = tuple(matchers.items())
+        self._accepting: dict[str, StateSet] = {}
+        self._conditions = tuple({state.condition: None for state in states if state.condition is not None})
+        self._positions: dict[tuple[bool, ...], _Position] = {}
+
+    def at(self, previous: str | None, following: str) -> "_Position":
+        """What may follow between these characters."""
+        holds = tuple([condition(previous, following) for condition in self._conditions])
+        position = self._positions.get(holds)
+        if position is None:
+            position = self._positions[holds] = self._position(holds)
+        return position
+
+    def accepting(self, character: str) -> StateSet:
+        """The states that accept this character."""
+        states = self._accepting.get(character)
+        if states is None:
+            if len(self._accepting) == MOST_SETS:
+                self._accepting.clear()
+            states = 0
+            for accepts, those in self._matchers:
+                if accepts(character):
+                    states |= those
+            self._accepting[character] = states
+        return states
+
+    def _position(self, holds: tuple[bool, ...]) -> "_Position":
+        """Follows all transitions that consume no character."""
+        truth = dict(zip(self._conditions, holds, strict=True))
+        ready = {id(state): END_STATE if state.final else 1 << number & ~1 for state, number in self._states}
+        changed = True
+        while changed:  # successors come first, so a second round is needed only for repetitions
+            changed = False
+            for state, number in self._states:
+                if number or not state.next or (state.condition is not None and not truth[state.condition]):
+                    continue
+                found = 0
+                for following in state.next:
+                    found |= ready[id(following)]
+                if found != ready[id(state)]:
+                    ready[id(state)] = found
+                    changed = True
+        return _Position([ready[id(self._begin)], *(ready[id(state.next[0])] for state in self._consuming)])
+
+
+class _Position:
+    """Between two characters: the states that may consume the next one, for each state that has consumed the last."""
+
+    def __init__(self, after: Sequence[StateSet]) -> None:
+        self.found: dict[StateSet, StateSet] = {}
+        """Results of `ready`."""
+        self._after = after
+
+    def ready(self, states: StateSet) -> StateSet:
+        """The states that may follow a set of states, also those that `found` does not have yet."""
+        if len(self.found) == MOST_SETS:
+            self.found.clear()
+        ready, rest = 0, states
+        while rest:
+            lowest = rest & -rest
+            ready |= self._after[lowest.bit_length() - 1]
+            rest ^= lowest
+        self.found[states] = ready
+        return ready
+
+
+def _reachable(begin: _State) -> list[_State]:
+    """All states, each after those that follow it (except within repetitions)."""
+    states: list[_State] = []
+    seen = {id(begin)}
+    path = [(begin, iter(begin.next))]
+    while path:
+        state, following = path[-1]
+        new = next((each for each in following if id(each) not in seen), None)
+        if new is None:
+            states.append(state)
+            path.pop()
+        else:
+            seen.add(id(new))
+            path.append((new, iter(new.next)))
+    return states
+
+
+@lru_cache(maxsize=64)
+def compile_stop_regex(pattern: str) -> Automaton:
+    """Compiles an expression; raises StopRegexError."""
+    builder = _Builder()
     try:
         tree = _parser.parse(pattern)
-        begin = _Builder().sequence(tree, tree.state.flags, State(final=True))
+        begin = builder.sequence(tree, tree.state.flags, _State(final=True))
     except (error, OverflowError, RecursionError) as problem:
         raise StopRegexError(f"is not a valid regular expression: {problem}") from None
-    if follow([(begin, 0)], None, END)[1] is not None:
+    automaton = Automaton(begin, builder.size, builder.listed)
+    if automaton.at(None, END).ready(BEGIN) & END_STATE:
         raise StopRegexError("matches the empty text, so it would end every output at once")
-    return begin
+    return automaton
 
 
 class _Builder:
@@ -94,45 +175,50 @@ class _Builder:
     """
 
     def __init__(self) -> None:
-        self._size = 0
-        self._listed = 0
+        self.size = 0
+        self.listed = 0
         self._matchers: dict[tuple[str, int], Callable[[str], bool]] = {}
         """Compiled matchers by item and flags. `re` needs 30 ms for a class of many characters, and an expression with
         repetitions has many copies of it."""
 
-    def sequence(self, items: Sequence[Any], flags: int, then: State) -> State:
+    def sequence(self, items: Sequence[Any], flags: int, then: _State) -> _State:
         for item in reversed(items):
             then = self._item(item, flags, then)
         return then
 
-    def _item(self, item: Any, flags: int, then: State) -> State:
+    def _item(self, item: Any, flags: int, then: _State) -> _State:
         self._grow()
         name, argument = str(item[0]), item[1]
         match name:
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
-                return State(accepts=self._matcher(item, flags), next=[then])
+                return _State(accepts=self._matcher(item, flags), next=[then])
             case "MAX_REPEAT" | "MIN_REPEAT":  # greedy and lazy do not differ, because the first complete match counts
                 least, most, items = argument
                 return self._repeat(least, None if most is _parser.MAXREPEAT else most, items, flags, then)
             case "BRANCH":
-                return State(next=[self.sequence(option, flags, then) for option in argument[1]])
+                return _State(next=[self.sequence(option, flags, then) for option in argument[1]])
             case "SUBPATTERN":
                 _, added, removed, items = argument
                 kept = flags & ~_ALPHABETS if added & _ALPHABETS else flags  # a new alphabet replaces the old one
                 return self.sequence(items, (kept | added) & ~removed, then)
             case "AT":
-                return State(condition=_condition(str(argument), flags), next=[then])
+                return _State(
+                    condition=_condition(
+                        str(argument), bool(flags & RegexFlag.MULTILINE), bool(flags & RegexFlag.ASCII)
+                    ),
+                    next=[then],
+                )
         raise StopRegexError(f"has {_UNSUPPORTED.get(name, name)}, which is not supported")
 
-    def _repeat(self, least: int, most: int | None, items: Sequence[Any], flags: int, then: State) -> State:
+    def _repeat(self, least: int, most: int | None, items: Sequence[Any], flags: int, then: _State) -> _State:
         if most is None:
-            state = State()
+            state = _State()
             state.next = [self.sequence(items, flags, state), then]
         else:
             state = then
             for _ in range(most - least):
                 self._grow()
-                state = State(next=[self.sequence(items, flags, state), then])
+                state = _State(next=[self.sequence(items, flags, state), then])
         for _ in range(least):
             self._grow()
             state = self.sequence(items, flags, state)
@@ -152,21 +238,21 @@ class _Builder:
 
     def _count_listed(self, item: Any) -> None:
         ranges = [part for kind, part in item[1] if str(kind) == "RANGE"] if str(item[0]) == "IN" else []
-        self._listed += sum(min(last, LAST_LISTED) - min(first, LAST_LISTED) for first, last in ranges)
-        if self._listed > MAX_LISTED:
+        self.listed += sum(min(last, LAST_LISTED) - min(first, LAST_LISTED) for first, last in ranges)
+        if self.listed > MAX_LISTED:
             raise StopRegexError(
                 f"is too large: the ranges of its character classes have more than {MAX_LISTED} characters"
             )
 
     def _grow(self) -> None:
-        self._size += 1
-        if self._size > MAX_SIZE:
+        self.size += 1
+        if self.size > MAX_SIZE:
             raise StopRegexError(f"is too large: with repetitions written out, it has more than {MAX_SIZE} items")
 
 
-def _condition(name: str, flags: int) -> Callable[[str | None, str], bool]:
+@lru_cache
+def _condition(name: str, lines: bool, only_ascii: bool) -> Callable[[str | None, str], bool]:
     """Returns a test of a position, such as `^` or `\\b`, which takes the characters before and after the position."""
-    lines, only_ascii = bool(flags & RegexFlag.MULTILINE), bool(flags & RegexFlag.ASCII)
 
     def is_word(character: str | None) -> bool:
         if character is None:

@@ -1,15 +1,13 @@
 """Finds stop regular expressions, and stop strings beside them, in a text that arrives in pieces.
 
 Expressions are simulated as automata (regex_automata.py) in one pass over the text, without backtracking. The work per
-character is at most proportional to the size of the expressions, which is bounded, so no expression can block the
-server.
+character is bounded by the size of all expressions together (MAX_SIZE): at most a quarter of a millisecond.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
-from .regex_automata import END, State, compile_stop_regex, follow
+from .regex_automata import BEGIN, END, END_STATE, Automaton, StateSet, compile_stop_regex
 from .stop_strings import StopStrings
 
 MAX_MATCH_CHARACTERS = 4096
@@ -40,8 +38,9 @@ class StopRegexes:
         self._string_match: Match | None = None
         """Match of the stop string that ends at `_position`, if one does."""
         self._automata = [(pattern, compile_stop_regex(pattern)) for pattern in dict.fromkeys(patterns)]
-        # for each automaton: the states that the text so far has reached, with the position where their match began
-        self._reached: list[dict[State, int]] = [{} for _ in self._automata]
+        # for each automaton: the states that the text so far has reached, by the position where their match began, in
+        # order; each state is in one set only
+        self._reached: list[list[tuple[int, StateSet]]] = [[] for _ in self._automata]
         self._position = 0
         self._held_back = ""
         """The last characters of the text, up to `_position`, which are not shown yet because they may be in a match.
@@ -57,7 +56,7 @@ class StopRegexes:
         if (match := self._search(text, armed)) is not None:
             self.matched, self._held_back = match.name, ""
             return pending[: (match.end if self._show_stop else match.start) - begin]
-        starts = [start for reached in self._reached for start in reached.values()]
+        starts = [reached[0][0] for reached in self._reached if reached]
         shown = min([*starts, self._position - self._strings.begun]) - begin
         self._held_back = pending[shown:]
         return pending[:shown]
@@ -85,28 +84,41 @@ class StopRegexes:
         consumed.
         """
         best = self._string_match
-        for index, (pattern, begin) in enumerate(self._automata):
-            origins = (*sorted(self._reached[index].items(), key=itemgetter(1)), (begin, self._position))
-            ready, start = follow(origins, self._previous, following)
+        for index, (pattern, automaton) in enumerate(self._automata):
+            start, reached = self._follow(automaton, self._reached[index], following)
             if start is not None and (best is None or start < best.start):
                 best = Match(start, self._position, pattern)
             if following != END:
-                self._reached[index] = self._consume(ready, following)
+                self._reached[index] = reached
         if following != END:
             self._string_match = self._consume_in_strings(following)
         return best
+
+    def _follow(
+        self, automaton: Automaton, reached: list[tuple[int, StateSet]], following: str
+    ) -> tuple[int | None, list[tuple[int, StateSet]]]:
+        """Returns the beginning of the match that ends before `following`, and the states that consume this character.
+        A state that several beginnings reach belongs to the first.
+        """
+        position = automaton.at(self._previous, following)
+        rest = automaton.accepting(following) if following != END else 0
+        oldest = self._position + 1 - MAX_MATCH_CHARACTERS
+        matched: int | None = None
+        after: list[tuple[int, StateSet]] = []
+        found = position.found.get
+        for start, states in (*reached, (self._position, BEGIN)):
+            ready = found(states)
+            if ready is None:
+                ready = position.ready(states)
+            if ready & END_STATE and matched is None:
+                matched = start
+            consumed = ready & rest
+            if consumed and start >= oldest:
+                after.append((start, consumed))
+                rest ^= consumed
+        return matched, after
 
     def _consume_in_strings(self, character: str) -> Match | None:
         """Returns the match of the longest stop string that ends with this character."""
         end, string = self._position + 1, self._strings.follow(character)
         return None if string is None else Match(end - len(string), end, string)
-
-    def _consume(self, ready: dict[State, int], character: str) -> dict[State, int]:
-        oldest = self._position + 1 - MAX_MATCH_CHARACTERS
-        reached: dict[State, int] = {}
-        for state, start in ready.items():
-            assert state.accepts is not None
-            if start >= oldest and state.accepts(character):
-                (following,) = state.next
-                reached[following] = min(start, reached.get(following, start))
-        return reached

@@ -16,7 +16,7 @@ from pydantic import PlainValidator
 from ....configs.sampling import Grammar, SamplingParams
 from ....configs.words import counted, shown
 from ...text.output_text import TextRules
-from ...text.regex_automata import StopRegexError, compile_stop_regex
+from ...text.regex_automata import MAX_LISTED, MAX_SIZE, Automaton, StopRegexError, compile_stop_regex
 from .fields import (
     Body,
     Boolean,
@@ -38,6 +38,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_REGEXES = 8
+MAX_SIZE_OF_CALL = 4 * MAX_SIZE
 MAX_LOGIT_BIASES = 1024
 MAX_SEED = (1 << 63) - 1
 
@@ -61,14 +62,8 @@ def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | Non
 
 
 def _stop_regexes(value: object) -> list[str] | None:
-    """The same for regular expressions, which must compile (text/regex_automata.py)."""
-    checked = stop_strings(value, MAX_STOP_REGEXES)
-    for pattern in checked or ():
-        try:
-            compile_stop_regex(pattern)
-        except StopRegexError as error:
-            raise problem(f"{shown(pattern)} {error}") from None
-    return checked
+    """The same for regular expressions, which `check_stop_regexes` compiles."""
+    return stop_strings(value, MAX_STOP_REGEXES)
 
 
 class DistributionFields(Body):
@@ -243,6 +238,34 @@ class SamplingFields(DistributionFields, GrammarFields):
                 raise FieldError(name, f"names token {int(key)} twice")
             biases[int(key)] = bias
         return tuple(sorted(biases.items()))
+
+
+def check_stop_regexes(params: Sequence[tuple[SamplingFields, str]]) -> None:
+    """Compiles the stop expressions of a call. `params` are those of `check_samples`. Raises FieldError.
+
+    The size of a prompt's expressions bounds the work for each character of its output; the sizes of all different ones
+    bound the time that it takes to compile them.
+    """
+    compiled: dict[str, Automaton] = {}
+    items = listed = 0
+    for fields, path in params:
+        name, own = f"{path}stop_regex", 0
+        for pattern in dict.fromkeys(fields.stop_regex or ()):
+            if pattern not in compiled:
+                try:
+                    automaton = compiled[pattern] = compile_stop_regex(pattern)
+                except StopRegexError as error:
+                    raise FieldError(name, f"{shown(pattern)} {error}") from None
+                items += automaton.size
+                listed += automaton.listed
+            own += compiled[pattern].size
+        for count, most, what in (
+            (own, MAX_SIZE, "items"),
+            (items, MAX_SIZE_OF_CALL, "items in all prompts"),
+            (listed, MAX_LISTED, "characters in ranges of classes"),
+        ):
+            if count > most:
+                raise FieldError(name, f"is too large: it has {count} {what} in total; at most {most} are allowed")
 
 
 def check_samples(params: Sequence[tuple[SamplingFields, str]], limits: Limits) -> int:

@@ -17,7 +17,7 @@ from ..common.grammar_fields import NamedGrammar
 from ..common.limits import ContextLengthError, Limits
 from ..common.parsed_output import ParsedOutput
 from ..common.routing import CallShape, RoutingFields
-from ..common.sampling_fields import SamplingFields, check_samples
+from ..common.sampling_fields import SamplingFields, check_samples, check_stop_regexes
 from .models import GenerateBody, NativeSampling, is_id_batch
 
 FieldsT = TypeVar("FieldsT", bound=RoutingFields)
@@ -77,6 +77,7 @@ def make_call(
     `grammars` are those of the prompts' outputs; if None, they are taken from the sampling fields.
     """
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
+    check_stop_regexes(params)
     routed, group = fields.submits(shape, limits, prompt_ids)
     named = [asked.grammar(path) for asked, path in params] if grammars is None else grammars
     named = [_with_whitespace(found, asked, limits) for found, (asked, _) in zip(named, params, strict=True)]

@@ -101,12 +101,24 @@ async def test_stop_regex_of_generate(decode: RunningServer) -> None:
         ("a*", 'stop_regex "a*" matches the empty text'),
         (["a"] * 9, "stop_regex holds 9 items; at most 8 are allowed"),
         ("a" * 257, "stop_regex must have 1 to 256 characters, got 257"),
+        ([".{150}a", ".{150}b"], "stop_regex is too large: it has 604 items in total; at most 512 are allowed"),
+        (
+            ["[\u0100-\uffff]", "[\u0101-\uffff]", "[\u0102-\uffff]", "[\u0103-\uffff]", "[\u0104-\uffff]"],
+            "stop_regex is too large: it has 326385 characters in ranges of classes in total; at most 262144",
+        ),
     ],
 )
 async def test_invalid_stop_regex_is_refused(decode: RunningServer, value: object, problem: str) -> None:
     answer = await decode.http.post("/v1/completions", json={"prompt": "a", "stop_regex": value})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stop_regex")
     assert answer.json()["error"]["message"].startswith(problem)
+
+
+async def test_stop_regexes_of_many_prompts_are_limited_together(decode: RunningServer) -> None:
+    params = [{"stop_regex": "a{200}" + "b" * number} for number in range(1, 20)]
+    answer = await decode.http.post("/generate", json={"text": ["a"] * len(params), "sampling_params": params})
+    assert answer.json()["error"]["param"] == "sampling_params[5].stop_regex"
+    assert "items in all prompts in total; at most 2048 are allowed" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/generate", *PROMPTS])

@@ -160,6 +160,14 @@ def test_expression_that_defeats_backtracking_takes_linear_time(pattern: str) ->
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("pattern", [r"(?:.*\b){60}Q", r"(?:a*b?){60}Q"])
+def test_large_expression_takes_as_long_as_a_small_one_when_its_text_repeats(pattern: str) -> None:
+    stops, started = StopRegexes([], [pattern]), time.process_time()
+    for _ in range(2500):
+        stops.push("aaaa")
+    assert time.process_time() - started < 0.4  # 0.05 s; 0.9 s and more if the states are followed for each character
+
+
 def test_repeated_class_of_many_characters_is_compiled_once() -> None:
     """`re` takes 30 ms for this class. 200 copies of it would block the event loop for seconds."""
     started = time.monotonic()

@@ -159,6 +159,19 @@ class DecodeScheduler:
                 request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now
             )
 
+    def fail(self, rid: str, error: RequestError, now: float) -> bool:
+        """Fail a request. Returns False if it has ended."""
+        request = self.requests.get(rid)
+        if request is not None:
+            self.endings.end(request, error, now)
+        return request is not None
+
+    def fail_prompt(self, key: TransferKey, error: RequestError, now: float) -> None:
+        """Fail the requests of this transfer. Unknown transfers have ended."""
+        prompt = self.prompt_of(key)
+        if prompt is not None:
+            self.endings.end_all(prompt, error, now)
+
     def stop_accepting(self) -> None:
         """Refuse new requests from now on (shutdown)."""
         self._submissions.accepting = False

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 from typing import Literal
 
-from ...configs.errors import ClientError
+from ...configs.errors import ClientError, ServerError
 from ...configs.sampling import Grammar, SamplingParams
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
@@ -233,6 +233,12 @@ class DecodeEngine(Engine[DecodeScheduler]):
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
         self.control.send(instance, message, *arrays)
+
+    def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:  # noqa: ARG002 (keys are unique)
+        self.scheduler.fail_prompt(key, ServerError(reason), now)
+
+    def fail_request(self, rid: str, reason: str, now: float) -> bool:
+        return self.scheduler.fail(rid, ServerError(reason), now)
 
     def _all_done(self, what: Literal["command", "copy"], number: int) -> bool:
         """Count the report of one rank; returns whether it is the last."""

@@ -15,7 +15,20 @@ import numpy as np
 from ...configs.words import counted
 from ...models.config.sharding import RankTokens
 from ...transfer.control.events import LoadReported, PeerRefused, SendFailed
-from ...transfer.protocol.messages import AnyMessage, InstanceId, Load
+from ...transfer.protocol.messages import (
+    AnyMessage,
+    ChunkArrived,
+    InstanceId,
+    KvDestination,
+    Load,
+    PrefillDone,
+    StageArrived,
+    StageFree,
+    StageGrant,
+    StageRequest,
+    StageStopped,
+    TransferKey,
+)
 from ...transfer.protocol.wire import IntArray
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
@@ -67,7 +80,7 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Pass requests that wait for their grammar to the scheduler, which refuses them because the server stops."""
 
     def perform(self, effect: Effect) -> None:
-        """Perform one effect that is not for the frontend."""
+        """Perform one effect that is not for the frontend. Raises if it cannot be performed."""
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
                 self._send(instance, message, *(np.asarray(array, dtype=np.int32) for array in arrays))
@@ -79,6 +92,14 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     @abc.abstractmethod
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
         """Send a message to a peer."""
+
+    @abc.abstractmethod
+    def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:
+        """Fail the transfer with this peer, and its requests."""
+
+    @abc.abstractmethod
+    def fail_request(self, rid: str, reason: str, now: float) -> bool:
+        """Fail a request of a client; False if it is not open here."""
 
     @abc.abstractmethod
     def next_step(self, now: float) -> RunStep | None:
@@ -110,6 +131,17 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
         return now - started
+
+
+def transfer_of(message: AnyMessage) -> TransferKey | None:
+    """The transfer that cannot go on without this message. None if it has ended, or if the message is about none."""
+    match message:
+        case KvDestination() | ChunkArrived() | PrefillDone():
+            return message.key
+        case StageRequest() | StageGrant() | StageArrived() | StageStopped() | StageFree():
+            return message.part.key
+        case _:
+            return None
 
 
 def joint_step(steps: Sequence[RunStep | None]) -> list[RunStep | AssistStep]:

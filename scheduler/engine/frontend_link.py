@@ -10,18 +10,28 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import zmq
 
-from ..messages.frontend import Status, ToFrontend, ToLeader
+from ...configs.errors import PdserveError
+from ..messages.frontend import Failed, Finished, Prefilled, PromptSent, Status, ToFrontend, Tokens, ToLeader
 
 log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.25
+_ENCODING_ERRORS = (msgspec.MsgspecError, TypeError, ValueError, OverflowError)
 LINGER_MS = 1000
 """How long close() waits for the frontend to read."""
+
+
+class UnsentError(PdserveError):
+    """Messages that cannot be encoded: the reasons, by the rid of their request."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{rid}: {reason}" for rid, reason in reasons.items()))
+        self.reasons = reasons
 
 
 class FrontendLink:
@@ -53,10 +63,33 @@ class FrontendLink:
         self._status = status
 
     def send(self, *messages: ToFrontend) -> None:
-        """Send the messages as one batch."""
+        """Send the messages as one batch. If some cannot be encoded, send those of other requests, and raise
+        UnsentError.
+        """
+        reasons: dict[str, str] = {}
         with self._lock:
-            self._socket.send(self._encoder.encode(messages))
+            try:
+                payload = self._encoder.encode(messages)
+            except _ENCODING_ERRORS:
+                reasons = self._problems(messages)
+                payload = self._encoder.encode([each for each in messages if _rid_of(each) not in reasons])
+            self._socket.send(payload)
             self._receive()  # the descriptor signals an arrival once, and a send may consume the signal
+        if reasons:
+            raise UnsentError(reasons)
+
+    def _problems(self, messages: Iterable[ToFrontend]) -> dict[str, str]:
+        """Why messages cannot be encoded, by the rid of their request. Raises if a message is about no request."""
+        found: dict[str, str] = {}
+        for message in messages:
+            try:
+                self._encoder.encode(message)
+            except _ENCODING_ERRORS as error:
+                rid = _rid_of(message)
+                if rid is None:
+                    raise
+                found[rid] = f"{type(message).__name__} cannot be sent: {error}"
+        return found
 
     def lost(self) -> None:
         """The frontend has exited: close() drops what is queued instead of waiting for a reader."""
@@ -102,3 +135,8 @@ class FrontendLink:
                 self._on_message(self._decoder.decode(payload))
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 log.error("cannot decode a message of the frontend: %s", error)
+
+
+def _rid_of(message: ToFrontend) -> str | None:
+    """The request of a message, if it is about one."""
+    return message.rid if isinstance(message, Tokens | Prefilled | Finished | Failed | PromptSent) else None

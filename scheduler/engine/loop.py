@@ -9,20 +9,21 @@ import contextlib
 import logging
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from ...configs.errors import PdserveError
+from ...configs.errors import PdserveError, ServerError
 from ...configs.stuck import ABSENCE_S
 from ...configs.words import counted
 from ...transfer.protocol.messages import Load
-from ..messages.effects import SendToFrontend
+from ..decode.responses import failed
+from ..messages.effects import ConnectPeer, SendToFrontend, SendToPeer
 from ..messages.frontend import Stop, ToFrontendBatch
 from ..messages.ranks import AssistStep, CacheChecked, CheckCache, RankFailed, Report, RunStep, StepDone
 from ..ranks.group import RankLostError, Ranks
 from ..shutdown import LAST_WRITES_S
-from .engine import Engine, joint_step
-from .frontend_link import FrontendLink
+from .engine import Engine, joint_step, transfer_of
+from .frontend_link import FrontendLink, UnsentError
 from .routing import EventRouter, ToEngine
 from .snapshot import Snapshot, total_load
 
@@ -83,11 +84,12 @@ class EngineLoop(Generic[EngineT]):
         """Run until a Stop. If a rank is lost, fail all requests and raise RankLostError."""
         while not self._stopped():
             self._handle_events()
+            if self._lost is None:
+                self._turn()
             if self._lost is not None:
                 self._stop_accepting()
                 self._fail_all(f"the server lost a rank: {self._lost}", time.monotonic())
                 raise RankLostError(self._lost)
-            self._turn()
             self._publish()
             self.turned_at = time.monotonic()
 
@@ -121,10 +123,13 @@ class EngineLoop(Generic[EngineT]):
         for number in self._router.rebalance(now):
             self.engines[number].scheduler.advance(now)
         self._perform_effects()
-        while steps := self._next_steps(now):
+        while self._lost is None and (steps := self._next_steps(now)):
             self._perform_effects()  # first: pages of retracted requests are saved before this step overwrites them
+            if self._lost is not None:
+                return
             for engine, step in zip(self.engines, steps, strict=True):
-                engine.start(step, now)
+                with self._command(step):
+                    engine.start(step, now)
         self._perform_effects()
         if not all(engine.scheduler.idle for engine in self.engines):
             self._checked_idle, self._busy_at, self._idle_published = False, now, False
@@ -211,15 +216,62 @@ class EngineLoop(Generic[EngineT]):
         return self.engines[report.rank % len(self.engines)]
 
     def _perform_effects(self) -> None:
+        """Perform what the schedulers have decided. A message that cannot be sent fails its request, and that has
+        effects too.
+        """
+        while self._perform_once():
+            pass
+
+    def _perform_once(self) -> bool:
+        """Whether there were effects."""
         to_frontend: ToFrontendBatch = []
+        others = 0
         for engine in self.engines:
             for effect in engine.scheduler.take_effects():
                 if isinstance(effect, SendToFrontend):
                     to_frontend.append(effect.message)
+                    continue
+                others += 1
+                if isinstance(effect, SendToPeer | ConnectPeer):
+                    self._perform_for_peer(engine, effect)
                 else:
-                    engine.perform(effect)
+                    with self._command(effect):
+                        engine.perform(effect)
         if to_frontend:
-            self._frontend.send(*to_frontend)
+            self._send_to_frontend(to_frontend)
+        return bool(to_frontend or others)
+
+    @contextlib.contextmanager
+    def _command(self, command: object) -> Iterator[None]:
+        """A command that the ranks do not get ends the server: without it, their memory has other contents."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("%s cannot be sent to the ranks", type(command).__name__)
+            self._lost = self._lost or f"{type(command).__name__} cannot be sent to the ranks: {error}"
+
+    def _perform_for_peer(self, engine: EngineT, effect: SendToPeer | ConnectPeer) -> None:
+        try:
+            engine.perform(effect)
+        except Exception as error:
+            what = effect.message if isinstance(effect, SendToPeer) else effect
+            reason = f"{type(what).__name__} cannot be sent: {error}"
+            self._count_unsent(reason)
+            if isinstance(effect, SendToPeer) and (key := transfer_of(effect.message)) is not None:
+                engine.fail_transfer(effect.instance, key, reason, time.monotonic())
+
+    def _send_to_frontend(self, messages: ToFrontendBatch) -> None:
+        try:
+            self._frontend.send(*messages)
+        except UnsentError as error:
+            for rid, reason in error.reasons.items():
+                self._count_unsent(reason)
+                if not any(engine.fail_request(rid, reason, time.monotonic()) for engine in self.engines):
+                    self._frontend.send(failed(rid, ServerError(reason)))  # it has ended, and its end was not sent
+
+    def _count_unsent(self, reason: str) -> None:
+        log.error("%s", reason)
+        self.engines[0].scheduler.counters["effect_errors"] += 1
 
     def _begin_stop(self, drain_s: float) -> None:
         self._stop_accepting()

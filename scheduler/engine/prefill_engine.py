@@ -136,7 +136,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
             self._receive(held, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
-        """A PrefillDone that is too large fails its transfer; all other messages have bounded sizes."""
         try:
             self._control.send(instance, message, *arrays)
         except WireError as error:
@@ -144,8 +143,13 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 raise
             scored = len(message.input_logprobs)
             reason = f"the log-probabilities of {scored} prompt tokens are too large for one message: {error}"
-            log.error("transfer %s: %s", message.key, reason)
-            self._control.send(instance, TransferFailed(message.key, reason, retryable=False))
+            raise WireError(reason) from error
+
+    def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:
+        self.scheduler.fail(instance, key, reason, now)
+
+    def fail_request(self, rid: str, reason: str, now: float) -> bool:  # noqa: ARG002 (clients send none to prefill)
+        return False
 
     def _chunk_written(self, part: ChunkWritten, now: float) -> None:
         """A rank has ended its share of a chunk. The chunk has ended when all ranks have."""

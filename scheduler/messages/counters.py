@@ -34,6 +34,7 @@ COMMON_COUNTERS = (
     "steps_failed",
     "stale_messages",
     "event_errors",
+    "effect_errors",
     "integrity_errors",
 )
 """Of both roles."""

@@ -28,6 +28,7 @@ from ...transfer.protocol.messages import (
     StageFree,
     StageGrant,
     TransferFailed,
+    TransferKey,
 )
 from ..chunking.fair_queue import MAX_MISFITS, FairQueue
 from ..messages.counters import PREFILL_COUNTERS
@@ -135,6 +136,15 @@ class PrefillScheduler:
             self._outbox.append(SendToPeer(instance, AbortAck(message.key)))
         else:
             self._transfers.close(request, message.reason, now, aborted=True)
+
+    def fail(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:
+        """Fail a transfer. Decode is told too if it has ended here: it waits for a message that cannot be sent."""
+        request = self.requests.get((instance, key))
+        if request is None:
+            self._outbox.append(SendToPeer(instance, TransferFailed(key, reason, retryable=False)))
+        else:
+            request.retryable = False
+            self._transfers.close(request, reason, now)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; decode servers use other prefill servers (shutdown, lost rank)."""

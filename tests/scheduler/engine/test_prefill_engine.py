@@ -170,6 +170,23 @@ def test_prefill_done_that_cannot_be_queued_fails_its_transfer(
     assert "the limits are 65536 messages and 2000 B" in failed.reason
 
 
+def test_message_that_cannot_be_sent_fails_its_transfer_only(engine: Engine) -> None:
+    """The end of a chunk is a number that no message can have."""
+    prompt, indices = np.zeros(100, dtype=np.int32), np.zeros(7, dtype=np.int32)
+    for key in (KEY, TransferKey(2, 1)):
+        wanted = KvDestination(key, "r", SamplingParams(), timeout_s=60.0)
+        engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
+    engine.turn()
+    engine.loop._turn()
+    engine.inbox.put(ChunkReport(0, ChunkWritten(DECODE, KEY, 0, 1 << 70, ok=True)))
+    engine.turn()
+    failed = engine.answer()
+    assert isinstance(failed, TransferFailed)
+    assert (failed.key, failed.retryable) == (KEY, False)
+    assert "ChunkArrived cannot be sent: " in failed.reason
+    assert [key for _, key in engine.scheduler.requests] == [TransferKey(2, 1)]
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["hang", "end"])
 def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(
     engine: Engine, ends: bool, caplog: pytest.LogCaptureFixture

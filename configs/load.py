@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import StartupError
 from .key_strength import HOW_TO_MAKE_ONE, describe_weak_key
+from .machine.address import own_address
 from .other_names import setting_of_others
 from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
 from .words import counted
@@ -96,6 +97,11 @@ def build_config(model: type[ConfigT], layers: Sequence[tuple[str, Mapping[str, 
     ]
     if unknown:
         raise StartupError("\n".join(unknown))
+    if values.get("advertise_host") == "auto":
+        try:
+            values["advertise_host"] = own_address()
+        except ValueError as error:
+            raise StartupError(f"advertise_host auto: {error}: give an address") from None
     try:
         config = model.model_validate(values)
     except ValidationError as error:

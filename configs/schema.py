@@ -102,7 +102,10 @@ class ServerConfig(BaseModel):
     )
 
     host: str = Field("127.0.0.1", description="address that the HTTP and control ports bind to")
-    advertise_host: str | None = Field(None, description="address of this machine for peers; default: host")
+    advertise_host: str | None = Field(
+        None,
+        description="address of this machine for peers; auto: that of its host name; default: host",
+    )
     api_key: SecretStr | None = Field(None, min_length=1, description="bearer token that HTTP clients must send")
     allow_role_switch: bool = Field(
         False,

@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,7 @@ def test_pods_run_without_privileges(role: str) -> None:
     pod = deployment(role)["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"]
     assert container(role)["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container(role)["securityContext"]["readOnlyRootFilesystem"]
     mounts = {mount["name"]: mount for mount in container(role)["volumeMounts"]}
     assert mounts["models"]["readOnly"]
     assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
@@ -219,7 +222,7 @@ def test_containers_mount_existing_files(name: str) -> None:
 
 def test_store_example_uses_its_etcd() -> None:
     content = yaml.safe_load((ROOT / "deploy" / "docker-compose.store.yml").read_text(encoding="utf-8"))
-    services = {name: service for name, service in content["services"].items() if name != "etcd"}
+    services = {name: service for name, service in content["services"].items() if name not in ("etcd", "check")}
     assert services.keys() == {"store-1", "store-2", "prefill-1", "prefill-2", "decode"}
     for name, service in services.items():
         options, unknown = make_parser().parse_known_args(service["command"])
@@ -232,6 +235,7 @@ def test_store_example_uses_its_etcd() -> None:
 def test_health_checks_use_the_port_of_their_server(name: str) -> None:
     services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
     servers = {title: service for title, service in services.items() if "pdserve" in service.get("image", "")}
+    servers.pop("check", None)
     assert servers
     for title, service in servers.items():
         role = service["command"][0]
@@ -242,11 +246,78 @@ def test_health_checks_use_the_port_of_their_server(name: str) -> None:
         default = CONFIG_OF_ROLE[role].model_fields["port"].default
         given = [word.partition("=")[2] for word in service["command"] if word.startswith("--port=")]
         port = given[0] if given else str(default)
-        # HEALTHCHECK of the image reads HEALTH_PORT
-        checked = (
-            healthcheck["test"][-1] if "test" in healthcheck else service["environment"].get("HEALTH_PORT", "8200")
-        )
-        assert port in checked, f"{title} listens on {port}"
+        assert "test" not in healthcheck, "HEALTHCHECK of the image, which reads HEALTH_PORT, prints one line"
+        assert service["environment"].get("HEALTH_PORT", "8200") == port, f"{title} listens on {port}"
+
+
+COMPOSE_FILES = sorted(path.name for path in (ROOT / "deploy").glob("docker-compose*.yml"))
+
+
+@pytest.mark.parametrize("name", COMPOSE_FILES)
+def test_one_service_builds_the_image(name: str) -> None:
+    """If several build one tag, the image differs after each build, and `up` recreates all containers."""
+    services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
+    builders = [title for title, service in services.items() if "build" in service and title != "router"]
+    assert builders == (["check"] if name in ("docker-compose.yml", "docker-compose.store.yml") else [])
+    for title, service in services.items():
+        if service.get("image") == "pdserve" and title not in builders and name != "docker-compose.hosts.yml":
+            assert service["pull_policy"] == "never", f"{title} would be pulled from Docker Hub"
+        if "build" in service:
+            assert service["build"]["args"]["BASE"] == "${BASE:-python:3.12-slim-bookworm}"
+
+
+@pytest.mark.parametrize("name", COMPOSE_FILES)
+def test_servers_in_containers_write_only_to_their_cache(name: str) -> None:
+    services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
+    for title, service in services.items():
+        if service.get("image") == "pdserve" and title not in ("check", "store"):
+            assert (service["read_only"], service["tmpfs"]) == (True, ["/tmp"])
+            assert any(volume.endswith(":/home/pdserve/.cache") for volume in service["volumes"]), title
+
+
+@pytest.mark.parametrize("name", COMPOSE_FILES)
+def test_memory_is_locked_only_where_gpus_or_rdma_need_it(name: str) -> None:
+    """An engine that may not raise limits, such as a rootless one, does not start such a container."""
+    services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
+    locking = {title for title, service in services.items() if "memlock" in service.get("ulimits", {})}
+    assert bool(locking) == (name in ("docker-compose.gpu.yml", "docker-compose.hosts.yml"))
+
+
+def test_projects_of_compose_files_differ() -> None:
+    """Files with one project name would stop each other's containers."""
+    contents = [yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8")) for name in COMPOSE_FILES]
+    names = [content["name"] for content in contents if "name" in content]
+    assert sorted(names) == ["pdserve", "pdserve-hosts", "pdserve-store"]
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.store.yml", "docker-compose.hosts.yml"])
+def test_missing_key_is_reported_before_anything_is_built(name: str) -> None:
+    """Compose reads `:?` when it parses the file. It prints the path, not the key."""
+    content = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))
+    found = re.fullmatch(r"\$\{PDSERVE_CLUSTER_KEY_FILE:\?(.*)\}", content["secrets"]["cluster_key"]["file"])
+    assert found is not None
+    assert "openssl rand -hex 32" in found[1]
+
+
+def test_examples_compute_no_prompts_on_decode() -> None:
+    """On the cores of prefill, decode would compute all prompts after the first."""
+    for name in ("docker-compose.yml", "docker-compose.store.yml"):
+        services = yaml.safe_load((ROOT / "deploy" / name).read_text(encoding="utf-8"))["services"]
+        decodes = [service["command"] for service in services.values() if service.get("command", [""])[0] == "decode"]
+        assert decodes
+        for command in decodes:
+            assert {"--local-prefill=never", "--prefill-wait-s=30"} <= set(command)
+
+
+@pytest.mark.parametrize(("gib", "missing"), [("0", []), ("1000000", ["memory", "disk"])])
+def test_examples_check_for_memory_and_disk(gib: str, missing: list[str]) -> None:
+    command = [sys.executable, "-I", str(ROOT / "deploy" / "room.py"), f"--memory-gib={gib}", f"--disk-gib={gib}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == bool(missing)
+    lines = result.stderr.splitlines()
+    assert len(lines) == len(missing)
+    for line, what in zip(lines, missing, strict=True):
+        assert line.startswith(f"this example needs 1e+06 GiB of {what}, and ")
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda13"])

@@ -1,4 +1,4 @@
-"""Starts the processes of `pdserve up`, merges their logs, notices when one exits, and ends them in bounded time.
+"""Starts the processes of `pdserve up`, merges their logs, restarts those that exit, and ends them in bounded time.
 
 Each child has its own session. So Ctrl-C reaches only the parent, which then ends the children in order. If the parent
 is killed before it can do so, the kernel ends them (`end_with_parent`).
@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +24,9 @@ from ...configs.errors import PdserveError
 
 _STYLES = ("cyan", "green", "magenta", "yellow")
 LABEL_WIDTH = len("[prefill] ")
+RESTART_WINDOW_S = 60.0
+MOST_RESTARTS = 5
+"""Of one child within RESTART_WINDOW_S."""
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -39,28 +43,75 @@ class ChildEndedError(PdserveError):
 
 @dataclass
 class Child:
-    """One running process and the thread that reads its output."""
+    """One process and the thread that reads its output. Both are replaced when the child is started again."""
 
     name: str
-    process: subprocess.Popen[str]
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    style: str
+    process: subprocess.Popen[str] = field(init=False)
     reader: threading.Thread = field(init=False)
-    started_at: float = field(default_factory=time.monotonic)
-    last_line: str = ""
+    started_at: float = field(init=False)
+    last_line: str = field(init=False)
+    restarts: list[float] = field(default_factory=list)
+    """When it ended, of the restarts within RESTART_WINDOW_S."""
+    restart_at: float | None = None
+    """When it is started again; None while it runs."""
 
 
 class Children:
     """Starts, watches and ends a few processes. All calls come from one thread; `stop()` may be called twice."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._children: list[Child] = []
         self._lock = threading.Lock()
         self._held: list[Text] | None = None
 
     def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Child:
-        process = subprocess.Popen(
-            command,
-            env=environ,
+        child = Child(name, command, environ, _STYLES[len(self._children) % len(_STYLES)])
+        self._run(child)
+        self._children.append(child)
+        return child
+
+    def check(self) -> None:
+        """Raise ChildEndedError when a child has ended."""
+        for child in self._children:
+            self._check(child)
+
+    def restart_ended(self) -> None:
+        """Start children again that have ended: at once, and with growing pauses if that happens often. To be called
+        again and again.
+
+        Raises ChildEndedError for a child whose settings are wrong, and for one that ends too often.
+        """
+        for child in self._children:
+            now = self._clock()
+            if child.restart_at is not None:
+                if now >= child.restart_at:
+                    child.restart_at = None
+                    self._run(child)
+                continue
+            try:
+                self._check(child)
+            except ChildEndedError as error:
+                child.restarts = [ended_at for ended_at in child.restarts if ended_at > now - RESTART_WINDOW_S]
+                often = len(child.restarts)
+                if error.exit_code == 2:
+                    raise
+                if often == MOST_RESTARTS:
+                    raise ChildEndedError(f"{error}; it was started {often} times within a minute", 1) from None
+                _kill_group(child)  # its descendants must not hold memory and ports that the next process needs
+                pause_s = 2.0 ** (often - 1) if often else 0.0
+                child.restarts.append(now)
+                child.restart_at = now + pause_s
+                self._print(Text(f"{error}; starting it again{f' in {pause_s:g} s' if pause_s else ''}", style="red"))
+
+    def _run(self, child: Child) -> None:
+        child.process = subprocess.Popen(
+            child.command,
+            env=child.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -69,24 +120,21 @@ class Children:
             encoding="utf-8",
             errors="replace",
         )
-        style = _STYLES[len(self._children) % len(_STYLES)]
-        child = Child(name, process)
-        child.reader = threading.Thread(target=self._relay, args=(child, style), name=f"{name}-log", daemon=True)
+        child.started_at, child.last_line = self._clock(), ""
+        child.reader = threading.Thread(
+            target=self._relay, args=(child, child.process.stdout), name=f"{child.name}-log", daemon=True
+        )
         child.reader.start()
-        self._children.append(child)
-        return child
 
-    def check(self) -> None:
-        """Raise ChildEndedError when a child has ended."""
-        for child in self._children:
-            code = child.process.poll()
-            if code is None:
-                continue
-            child.reader.join(timeout=1.0)  # its last lines may still be in the pipe
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            words = f"; its last line: {child.last_line}" if child.last_line else ""
-            age_s = time.monotonic() - child.started_at
-            raise ChildEndedError(f"{child.name} {how} after {age_s:.1f} s{words}", code)
+    def _check(self, child: Child) -> None:
+        code = child.process.poll()
+        if code is None:
+            return
+        child.reader.join(timeout=1.0)  # its last lines may still be in the pipe
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        words = f"; its last line: {child.last_line}" if child.last_line else ""
+        age_s = self._clock() - child.started_at
+        raise ChildEndedError(f"{child.name} {how} after {age_s:.1f} s{words}", code)
 
     @contextmanager
     def logs_held(self) -> Iterator[None]:
@@ -119,19 +167,18 @@ class Children:
                 time.sleep(0.05)
             if child.process.poll() is None:
                 self._print(Text(f"{child.name} did not stop in time: killing it", style="red"))
-            with suppress(ProcessLookupError):  # the child and all its descendants have ended
-                os.killpg(child.process.pid, signal.SIGKILL)
+            if child.restart_at is None:  # otherwise that was done when it ended
+                _kill_group(child)
             child.process.wait()
             child.reader.join(timeout=3.0)  # it ends when the last process that holds the pipe has ended
 
-    def _relay(self, child: Child, style: str) -> None:
-        assert child.process.stdout is not None
-        with child.process.stdout as lines:
+    def _relay(self, child: Child, lines: IO[str]) -> None:
+        with lines:
             for line in lines:
                 text = line.rstrip("\r\n")
                 child.last_line = text.strip() or child.last_line
                 label = f"[{child.name}] ".ljust(LABEL_WIDTH)
-                self._print(Text.assemble((label, style), without_role(text, child.name)))
+                self._print(Text.assemble((label, child.style), without_role(text, child.name)))
 
     def _print(self, line: Text) -> None:
         with self._lock:
@@ -139,6 +186,11 @@ class Children:
                 self._held.append(line)
             else:
                 self._console.print(line, soft_wrap=True)
+
+
+def _kill_group(child: Child) -> None:
+    with suppress(ProcessLookupError):  # the child and all its descendants have ended
+        os.killpg(child.process.pid, signal.SIGKILL)
 
 
 def without_role(line: str, role: str) -> str:

@@ -1,4 +1,4 @@
-"""`pdserve up`: one prefill and one decode server on this machine, started, watched and ended together."""
+"""`pdserve up`: one prefill and one decode server on this machine, started, restarted and ended together."""
 
 import json
 import os
@@ -94,9 +94,11 @@ class RunningPair:
         self.console.print(f"ready after {time.monotonic() - started:.1f} s")
 
     def watch(self) -> None:
-        """Wait forever: ends only when a signal raises KeyboardInterrupt, or with ChildEndedError when a child ends."""
+        """Start servers again that end. Ends only when a signal raises KeyboardInterrupt, or with ChildEndedError when
+        the settings of a server are wrong or it ends too often.
+        """
         while True:
-            self.children.check()
+            self.children.restart_ended()
             time.sleep(POLL_S)
 
 
@@ -143,8 +145,8 @@ def running_pair(config: PairConfig, console: Console, store: StoreOptions | Non
 
 
 def run_up(config: PairConfig, store: StoreOptions | None = None) -> int:
-    """Serve until Ctrl-C (exit code 0), or until a server ends (1; 2 when its settings were wrong). `store` is a KV
-    store to start together with the servers.
+    """Serve until Ctrl-C (exit code 0), or until a server ends at start or too often (1; 2 when its settings were
+    wrong). `store` is a KV store to start together with the servers.
     """
     console = Console(stderr=True, highlight=False)
     try:

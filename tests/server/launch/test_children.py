@@ -88,6 +88,63 @@ def test_killed_child_is_reported_with_its_signal(children: Children) -> None:
         children.check()
 
 
+def test_child_that_ends_is_started_again_with_growing_pauses(console: Console) -> None:
+    """At most five times within a minute."""
+    now = 0.0
+    children = Children(console, lambda: now)
+    child = children.start("prefill", python("print('out of luck')"), ENVIRON)
+    pauses = []
+    for _ in range(5):
+        child.process.wait()
+        ended_at = now
+        children.restart_ended()
+        former = child.process
+        while child.process is former:
+            now += 0.5
+            children.restart_ended()
+        pauses.append(now - ended_at)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+    child.process.wait()
+    with pytest.raises(ChildEndedError, match=r"last line: out of luck; it was started 5 times within a minute$"):
+        children.restart_ended()
+    now += 60
+    children.restart_ended()
+    assert output(console).splitlines()[-1].endswith("last line: out of luck; starting it again")
+    children.stop(0.0)
+
+
+def test_child_whose_settings_are_wrong_is_not_started_again(children: Children) -> None:
+    child = children.start("prefill", python("raise SystemExit(2)"), ENVIRON)
+    child.process.wait()
+    with pytest.raises(ChildEndedError, match="prefill ended with exit code 2") as ended:
+        children.restart_ended()
+    assert ended.value.exit_code == 2
+
+
+def test_descendants_of_a_killed_child_end_before_it_is_started_again(children: Children, console: Console) -> None:
+    child = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)
+    wait_until(lambda: "[parent]" in output(console), 30, "it has started")
+    grandchild, former = int(output(console).split("[parent]")[1].split()[0]), child.process
+    former.kill()
+    former.wait()
+    children.restart_ended()
+    wait_until(lambda: gone(grandchild), 10, "the grandchild has ended")
+    children.restart_ended()
+    assert child.process is not former
+    assert "parent was killed by SIGKILL" in output(console)
+
+
+def test_stop_ends_at_once_while_a_child_waits_for_its_restart(children: Children) -> None:
+    child = children.start("prefill", python("raise SystemExit(1)"), ENVIRON)
+    child.process.wait()
+    children.restart_ended()
+    began = time.monotonic()
+    children.stop(60.0)
+    assert time.monotonic() - began < 5
+    children.restart_ended()
+    assert child.process.poll() == 1, "nothing is started after stop"
+
+
 def test_stop_kills_children_that_ignore_sigterm_and_all_descendants(children: Children, console: Console) -> None:
     deaf = children.start("deaf", python(IGNORES_TERM), ENVIRON)
     parent = children.start("parent", python(HAS_GRANDCHILD), ENVIRON)

@@ -1,4 +1,4 @@
-"""`pdserve up` with fake servers: readiness, the banner, signals, and a server that exits.
+"""`pdserve up` with fake servers: readiness, the banner, signals, and servers that exit.
 
 The children are small HTTP servers; tests/cluster uses the real ones. Everything else is product code in its own
 process.
@@ -16,7 +16,7 @@ from typing import IO
 import pytest
 
 from tests.cluster.forkserver import ForkedProcess
-from tests.cluster.servers import fork_server
+from tests.cluster.servers import fork_server, wait_until
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -116,14 +116,19 @@ def test_up_waits_for_both_servers_and_serves_until_a_signal(
     assert len(interrupted) == (2 if number == signal.SIGINT else 0), "the servers get the same signal"
 
 
-def test_up_stops_the_other_server_and_reports_why_when_one_dies(up: RunningUp, ports: list[int]) -> None:
+def test_up_starts_a_server_again_that_dies(up: RunningUp, ports: list[int]) -> None:
     read_until(up, "Ctrl-C stops both.")
     with pytest.raises(OSError, match="closed"):
         urllib.request.urlopen(f"http://127.0.0.1:{ports[1]}/die", timeout=5)
-    lines = read_until(up, "pdserve: error: prefill ended with exit code 7 after")
-    assert up.process.wait(timeout=10) == 1
-    assert "its last line: prefill is starting" in lines[-1]
+    line = read_until(up, "prefill ended with exit code 7 after")[-1]
+    assert line.endswith("its last line: prefill is starting; starting it again")
+    read_until(up, "[prefill] prefill is starting")
+    assert listening(ports[0]), "the other server goes on"
+    wait_until(lambda: listening(ports[1]), 10, "prefill is there again")
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(timeout=10) == 0
     assert not listening(ports[0])
+    assert not listening(ports[1])
 
 
 @pytest.mark.parametrize(("up", "code"), [(-1, 1), (-2, 2), (-7, 1)], indirect=["up"])

@@ -61,6 +61,7 @@ ToolParserName = Literal[
     "glm45",
     "glm47",
     "hermes",
+    "hermes-lenient",
     "llama3-json",
     "mistral",
     "mistral-v11",

@@ -38,7 +38,7 @@ def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], 
     """Raises FieldError if the text that the client has begun contains a tool call, or an unfinished part of the JSON
     that a schema requires: calls are parsed, and grammars applied, only from the beginning of the output.
     """
-    if tools and chat.family is not None and any(marker in begun for marker in chat.family.parser.markers):
+    if tools and chat.family is not None and any(tag in begun for tag in chat.family.parser.tags):
         raise FieldError("continue_final_message", "cannot continue a message that calls tools")
     given = fields.grammar()
     if given is not None and given[1].kind == "json_schema":

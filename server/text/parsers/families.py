@@ -2,7 +2,7 @@
 
 import random
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .call_grammars import ArgumentTags, CallTags
 from .call_parser import CallParser
@@ -13,6 +13,7 @@ from .json_calls import (
     CALLS_END,
     SEPARATOR,
     DeepSeekParser,
+    HermesLenientParser,
     HermesParser,
     Llama3Parser,
     MistralParser,
@@ -127,6 +128,7 @@ _FAMILIES = (
     CallFamily("llama3-json", Llama3Parser, ("<|python_tag|>",), _LLAMA3),
 )
 FAMILIES = {family.name: family for family in reversed(_FAMILIES)}
+FAMILIES["hermes-lenient"] = replace(FAMILIES["hermes"], name="hermes-lenient", parser=HermesLenientParser)
 
 
 def family_of_template(template: str) -> CallFamily | None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from .call_parser import CallParser, NotACallError, is_one_word
 from .json_scanner import JsonValue
@@ -91,7 +91,7 @@ def _loads(text: str) -> Any:
 class HermesParser(JsonCallParser):
     r"""`<tool_call>\n{"name": "f", "arguments": {...}}\n</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
-    markers = ("<tool_call>",)
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     tags = ("<tool_call>", "</tool_call>")
 
     def _parse_calls(self, _marker: str) -> Steps[None]:
@@ -103,6 +103,57 @@ class HermesParser(JsonCallParser):
         _, tag = yield from self._soon("</tool_call>", "<tool_call>")
         if tag == "<tool_call>":
             self._put_back(tag)
+
+
+class HermesLenientParser(HermesParser):
+    r"""Hermes calls, and those that small models write as a code block: "```json", `{"name": "f", "arguments": {...}}`,
+    "```". A block may have several such objects, also as a list. Only an object with these two keys and the name of a
+    tool is a call, because a code block may be an answer.
+    """
+
+    markers = (*HermesParser.markers, "```")
+    _in_code = False
+    """Whether the last code block was not one of calls, and its end has not been found."""
+
+    def _parse_calls(self, marker: str) -> Steps[None]:
+        if marker != "```":
+            yield from super()._parse_calls(marker)
+            return
+        self._in_code = not self._in_code
+        if not self._in_code:
+            raise NotACallError
+        if (yield from self._skip_space()) not in "{[":
+            yield from self._tag("json")
+        calls_before = self._calls
+        tag = yield from self._tag("{", "[")
+        while tag != "```":
+            if tag == "{":
+                yield from self._call_in_code()
+            tag = yield from self._tag("{", "[", "]", ",", "```")
+            if self._calls > calls_before:
+                self._unsure = []
+        self._in_code = False
+        if self._calls == calls_before:
+            raise NotACallError
+
+    def _call_in_code(self) -> Steps[None]:
+        """Parse a call after its opening bracket."""
+        yield from self._tag('"name"')
+        yield from self._tag(":")
+        yield from self._skip_space()
+        name = _loads((yield from self._value('"')))
+        if name not in self._tools:
+            raise NotACallError
+        yield from self._tag(",")
+        yield from self._tag('"arguments"')
+        yield from self._tag(":")
+        yield from self._skip_space()
+        if self._buffer[0] != "{":
+            raise NotACallError
+        self._begin(name)
+        yield from self._value(pass_on=self._argue)
+        yield from self._tag("}")
+        self._end()
 
 
 class Llama3Parser(JsonCallParser):

@@ -124,14 +124,17 @@ def test_reasoning_before_a_grammar() -> None:
         ('<tool_call>\n{"name": "now"', {}, None),
         ("<think>Is it <tool_call>", {"tools": [NOW]}, None),
         ("Let me look.", {"tools": [NOW], "tool_choice": "required"}, None),
+        ("Run this:\n```sh\n", {"tools": [NOW]}, None),
     ],
 )
 def test_json_and_calls_that_have_begun_are_not_continued(
     begun: str, body: dict[str, Any], problem: str | None
 ) -> None:
     """Grammars and parsers of calls see only the output, not the message that it continues."""
-    if problem is None:
-        grammar_of(THINKING, begun=begun, **body)
-    else:
-        with pytest.raises(FieldError, match=f"^continue_final_message {problem}"):
-            grammar_of(THINKING, begun=begun, **body)
+    for name in ("hermes", "hermes-lenient"):
+        chat = ChatFormat(FAMILIES[name], THINK)
+        if problem is None:
+            grammar_of(chat, begun=begun, **body)
+        else:
+            with pytest.raises(FieldError, match=f"^continue_final_message {problem}"):
+                grammar_of(chat, begun=begun, **body)

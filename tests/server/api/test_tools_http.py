@@ -87,6 +87,33 @@ async def test_calls_of_a_whole_reply(server: RunningServer) -> None:
     assert len({call["id"] for call in calls}) == 2
 
 
+async def test_lenient_parser_reads_calls_in_code_blocks(tools_tokenizer: Tokenizer) -> None:
+    """Qwen2.5-Coder-1.5B writes calls in this way. Without the option they are content."""
+    call = '```json\n{\n  "name": "get_weather",\n  "arguments": {\n    "city": "Rome"\n  }\n}\n```'
+    other = '```json\n{"name": "Anna", "arguments": {}}\n```'
+    async with running_server(tools_tokenizer, DecodeConfig(tool_parser="hermes-lenient")) as server:
+        _, reply = await answer(server, f"I look.\n{call}", tools=[WEATHER])
+        choice = reply["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I look.", "tool_calls")
+        (whole,) = choice["message"]["tool_calls"]
+        assert json.loads(whole["function"]["arguments"]) == {"city": "Rome"}
+        _, events = await answer(server, f"I look.\n{call}", tools=[WEATHER], stream=True)
+        deltas = deltas_of(events)
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+        streamed = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+        assert streamed[0]["name"] == "get_weather"
+        assert "".join(part["arguments"] for part in streamed) == whole["function"]["arguments"]
+        for stream in (False, True):
+            _, reply = await answer(server, other, tools=[WEATHER], stream=stream)
+            if stream:
+                assert "".join(delta.get("content") or "" for delta in deltas_of(reply)) == other
+            else:
+                assert reply["choices"][0]["message"] == {"role": "assistant", "content": other}
+    async with running_server(tools_tokenizer) as server:
+        _, reply = await answer(server, call, tools=[WEATHER])
+        assert reply["choices"][0]["message"] == {"role": "assistant", "content": call}
+
+
 async def test_content_is_null_only_beside_calls(server: RunningServer) -> None:
     _, reply = await answer(server, CALL, tools=[WEATHER])
     assert reply["choices"][0]["message"]["content"] is None

@@ -102,6 +102,7 @@ GLM45 = """Let me look.
 PYTHONIC = f'[get_weather(city={CITY}, days=3, unit="C", options={{"hourly": True, "none": None}}), now()]'
 OUTPUTS = {
     "hermes": HERMES,
+    "hermes-lenient": HERMES,
     "llama3-json": LLAMA3,
     "mistral": MISTRAL,
     "mistral-v11": MISTRAL_V11,
@@ -190,6 +191,21 @@ MALFORMED = {
         "<tool_call>\n{'name': 'now'}\n</tool_call>",
         '<tool_call>{"name": "now"',
     ],
+    "hermes-lenient": [
+        "Write <tool_call> and </tool_call> around it.",
+        "```json\n{}\n```",
+        "```json\n[]\n``` and\n```\n{\n```",
+        '```json\n{"name": "Anna", "arguments": {"age": 31}}\n``` is a person.',
+        '```json\n{"name": "now"}\n```',
+        '```json\n{"name": "now", "description": "The time.", "arguments": {}}\n```',
+        '```json\n{"name": "now", "arguments": "{}"}\n```',
+        '```json\n{"name": ["now"], "arguments": {}}\n```',
+        '```json5\n{"name": "now", "arguments": {}}\n```',
+        '```python\nprint(1)\n```\n{"name": "now", "arguments": {}}',
+        '```\nls\n```\n\n```python\n{"name": "now", "arguments": {}}\n```\n',
+        '```json\n{"name": "now", "argu',
+        '{"name": "now", "arguments": {}}',
+    ],
     "llama3-json": ['{"name": "Bob", "age": 3}', '{"a": {"name": "now"}}', '<|python_tag|>search.call(query="x")', "{"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS] are tags", '[TOOL_CALLS][{"x": 1}]', "[TOOL_CALLS]now[ARGS"],
     "deepseek-v3": ["<｜tool▁calls▁begin｜> no", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>x\nnothing here {}"],
@@ -222,6 +238,48 @@ def test_hermes_tolerates_what_models_write() -> None:
     )
     assert calls_of(parse("hermes", together)) == [("now", {}), ("get_weather", {"days": 3})]
     assert content_of(parse("hermes", together)) == ""
+
+
+FENCED_WEATHER = f'{{\n  "name": "get_weather",\n  "arguments": {JSON}\n}}'
+FENCED_NOW = '{"name": "now", "arguments": {}}'
+FENCED = [
+    (f"```json\n{FENCED_WEATHER}\n```\n```json\n{FENCED_NOW}\n```", ""),
+    (f"Let me look.\n\n```json\n{FENCED_WEATHER}\n{FENCED_NOW}\n```\n", "Let me look."),
+    (f"Let me look.\n```\n[{FENCED_WEATHER}, {FENCED_NOW}]\n```\nDone.", "Let me look.Done."),
+    (f"```sh\nls\n```\n```json\n{FENCED_WEATHER}\n```\n<tool_call>{FENCED_NOW}</tool_call>", "```sh\nls\n```"),
+    (f"```json\n{FENCED_WEATHER}```\n```json\n{FENCED_NOW}", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "content"), FENCED)
+def test_lenient_hermes_reads_calls_in_code_blocks(text: str, content: str) -> None:
+    events = parse("hermes-lenient", text)
+    assert calls_of(events) == [("get_weather", ARGUMENTS), ("now", {})]
+    assert content_of(events) == content
+    assert parse("hermes-lenient", *text) == events
+
+
+def test_lenient_hermes_streams_calls_and_other_code_blocks() -> None:
+    """Other code blocks are held back up to the first character that cannot be in a call."""
+    parser = FAMILIES["hermes-lenient"].parser(TOOLS)
+    assert parser.feed("Use this:\n```") == [Content("Use this:")]
+    assert parser.feed("json\n{") == []
+    assert parser.feed('"na') == []
+    assert parser.feed('ture"') == [Content('\n```json\n{"nature"')]
+    assert parser.feed(": 1}\n```\nNow") == [Content(": 1}\n```\nNow")]
+    assert parser.feed(" I look.\n\n```json") == [Content(" I look.")]
+    assert parser.feed('\n{"name": "get_weather", ') == []
+    assert parser.feed('"arguments": {"city": "Ro') == [CallBegin(0, "get_weather"), CallArguments(0, '{"city": "Ro')]
+    assert parser.feed('me"}}\n``') == [CallArguments(0, 'me"}'), CallEnd(0)]
+    assert parser.feed("`\nBye") == [Content("Bye")]
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize("other", ["[1]", "[]", '{"name": "Anna"}'])
+def test_code_block_that_is_no_call_is_content_after_a_call(other: str) -> None:
+    events = parse("hermes-lenient", f"```json\n{FENCED_NOW}\n```\n```json\n{other}\n```")
+    assert calls_of(events) == [("now", {})]
+    assert content_of(events) == f"```json\n{other}\n```"
 
 
 def test_arguments_of_dsml_may_be_an_object() -> None:
@@ -324,6 +382,8 @@ def test_text_after_a_call_without_its_closing_tag_is_content(family: str, call:
     ("family", "beginning"),
     [
         ("hermes", '<tool_call>{"name": "now"}'),
+        ("hermes-lenient", '```json\n{"name": "now", "arguments": {"a": "'),
+        ("hermes-lenient", "```json\n{"),
         ("qwen3-coder", "<function=now><parameter=a>"),
         ("qwen3-coder", "<function=now>"),
     ],
@@ -396,7 +456,24 @@ def test_broken_arguments_end_the_call() -> None:
 
 TAGS = sorted({tag for family in FAMILIES.values() for tag in family.parser.tags})
 FRAGMENTS = st.sampled_from(
-    [*TAGS, '{"name": "now"', ', "arguments": ', '{"a": "b"}', "}", "]", "[", "now(", "now", '">', "\n", " ", ";", ","]
+    [
+        *TAGS,
+        '{"name": "now"',
+        ', "arguments": ',
+        '{"a": "b"}',
+        "}",
+        "]",
+        "[",
+        "now(",
+        "now",
+        '">',
+        "\n",
+        " ",
+        ";",
+        ",",
+        "```json",
+        "```",
+    ]
 )
 
 
@@ -405,7 +482,7 @@ def split_texts(draw: st.DrawFn) -> tuple[str, str, list[str]]:
     """A family, a text with its tags, and pieces of the text."""
     family = draw(st.sampled_from(sorted(OUTPUTS)))
     noise = st.lists(FRAGMENTS | st.text(max_size=3), max_size=12).map("".join)
-    text = draw(noise | st.just(OUTPUTS[family]))
+    text = draw(noise | st.just(OUTPUTS[family]) | st.sampled_from([fenced for fenced, _ in FENCED]))
     if draw(st.booleans()):
         text = draw(noise) + OUTPUTS[family][: draw(st.integers(0, len(OUTPUTS[family])))] + text
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=20)))
@@ -456,7 +533,7 @@ def test_family_of_a_template() -> None:
         "llama3-json": 'the format {"name": function name, "parameters": dictionary of argument name and its value}',
         "pythonic": "[func_name1(params_name1=params_value1, params_name2=params_value2...)]",
     }
-    assert set(templates) == set(FAMILIES)
+    assert {*templates, "hermes-lenient"} == set(FAMILIES), "the lenient format is by option only"
     for name, template in templates.items():
         family = family_of_template(template)
         assert family is not None

@@ -15,6 +15,9 @@ class ReasoningTags(msgspec.Struct, array_like=True, frozen=True):
     is_open: bool
 
 
+MAX_GRAMMAR_CHARACTERS = 1 << 17
+
+
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What the output has to match (models/grammar/). Small text: every server compiles it itself.
 

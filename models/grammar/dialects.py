@@ -12,12 +12,12 @@ import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ...configs.errors import ClientError
-from ...configs.sampling import Grammar
+from ...configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
+from .json_text import parse_json
 from .regex_size import regex_size
 from .string_formats import with_exact_formats
 from .structural_tags import reasoning_to_lark, structural_tag_to_lark
 
-MAX_CHARACTERS = 1 << 17
 MAX_REGEX_SIZE = 10_000
 """Characters of a regular expression with all repetitions written out. llguidance limits the work of a mask, but very
 large repetitions exceed its limits by seconds."""
@@ -47,8 +47,8 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
 def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
     """The same without the reasoning before it."""
     text = grammar.text
-    if len(text) > MAX_CHARACTERS:
-        raise GrammarError(f"has {len(text)} characters; at most {MAX_CHARACTERS} are allowed")
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise GrammarError(f"has {len(text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     try:
         match grammar.kind:
             case "json_schema":
@@ -135,9 +135,9 @@ def _inline_schema(options: Mapping[str, Any], schema: object, lenient: bool) ->
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
-        raise GrammarError(f"is not valid JSON: {error}") from None
+        raise GrammarError(str(error)) from None
 
 
 def _objects(value: object) -> Iterator[dict[str, Any]]:

@@ -5,12 +5,12 @@
 
 import re
 
+from ....models.grammar.json_text import MAX_DIGITS
+
 MOST_PARTS = 100_000
 """Most objects, arrays and strings of a body. Token ids and other numbers are not counted."""
-MOST_DIGITS = 1000
-"""Digits of a number: the time to decode it grows with their square."""
 _TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_TOO_MANY_DIGITS = (MOST_DIGITS + 1) * b"0"
+_TOO_MANY_DIGITS = (MAX_DIGITS + 1) * b"0"
 _NUMBER = re.compile(rb"[0-9]+")
 
 
@@ -18,10 +18,10 @@ def find_excess(body: bytes) -> str | None:
     """Returns what a body has too much of, for an error message; None if it can be decoded. Does not look at most
     bodies byte by byte.
     """
-    if len(body) > MOST_DIGITS and _TOO_MANY_DIGITS in body.translate(_TO_ZEROS):
+    if len(body) > MAX_DIGITS and _TOO_MANY_DIGITS in body.translate(_TO_ZEROS):
         digits = max(map(len, _NUMBER.findall(_without_strings(body).translate(_TO_ZEROS))), default=0)
-        if digits > MOST_DIGITS:
-            return f"a number of {digits} digits; at most {MOST_DIGITS} are allowed"
+        if digits > MAX_DIGITS:
+            return f"a number of {digits} digits; at most {MAX_DIGITS} are allowed"
     if len(body) <= MOST_PARTS or body.count(b"[") + body.count(b"{") + body.count(b'"') // 2 <= MOST_PARTS:
         return None
     strings = _without_escapes(body).count(b'"') // 2

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.configs.sampling import Grammar
+from pdserve.configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
-from pdserve.models.grammar.dialects import MAX_CHARACTERS, GrammarError
+from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import Bitmask, GrammarMasks, GrammarState, GrammarStateError, MaskRow
 from pdserve.models.grammar.regex_size import regex_size
 from pdserve.models.loading.catalog import locate_model
@@ -240,6 +240,7 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
     ("kind", "text", "message"),
     [
         ("json_schema", "{", "is not valid JSON"),
+        ("json_schema", '{"maxLength": 1' + 1000 * "0" + "}", "^has a number of 1001 digits; at most 1000 are allowed"),
         ("json_schema", "[]", "must be a JSON schema"),
         ("json_schema", "false", "allows no value"),
         ("json_schema", '{"uniqueItems": true, "type": "array"}', "uniqueItems"),
@@ -252,7 +253,11 @@ def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> No
         ("json_schema", '{"type": "string", "pattern": "(a{900}){900}"}', "810000 characters with its repetitions"),
         ("json_schema", '{"type": "integer", "multipleOf": 999983}', "multipleOf 999983; at most 10000"),
         ("regex", "(?=a)b", "look-around"),
-        ("regex", "a" * (MAX_CHARACTERS + 1), f"has {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"),
+        (
+            "regex",
+            "a" * (MAX_GRAMMAR_CHARACTERS + 1),
+            f"has {MAX_GRAMMAR_CHARACTERS + 1} characters; at most {MAX_GRAMMAR_CHARACTERS}",
+        ),
         ("ebnf", "root := a", "is not a valid EBNF grammar"),
         ("choice", "[]", "at least one string"),
         (

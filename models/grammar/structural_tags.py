@@ -63,7 +63,7 @@ class _Builder:
         """`last`: nothing follows it, so that any text may run to the end."""
         match given["type"]:
             case "const_string":
-                return self._literal(given["value"])
+                return json.dumps(given["value"]) if given.get("text") else self._literal(given["value"])
             case "json_schema":
                 return self._rule(self._inline_schema(given["json_schema"], bool(given.get("lenient"))))
             case "regex":

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from ....configs.sampling import Grammar, ReasoningTags
+from ....models.grammar.json_text import parse_json
 from ...text.chat_format import ChatFormat
-from ...text.parsers.call_grammars import FunctionSchema
+from ...text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
 from ..common.fields import FieldError
 from ..common.grammar_fields import NamedGrammar
 from .models import ChatBody
@@ -24,7 +25,10 @@ def chat_grammar(
     """Returns the grammar of the output, if there is one, with the name of its field; raises FieldError. `prompt` and
     `begun` are those of `ReasoningStyle.is_open`.
     """
-    found = _with_calls(fields, tools, chat)
+    try:
+        found = _with_calls(fields, tools, chat)
+    except UnwritableCallsError as error:
+        raise FieldError("tools", str(error)) from None
     style = chat.reasoning
     if style is None or not style.is_open(prompt, begun):
         _check_begun(begun, fields, tools, chat)
@@ -89,9 +93,9 @@ def _as_format(name: str, grammar: Grammar) -> dict[str, Any]:
 
 def _parsed(name: str, grammar: Grammar) -> Any:
     try:
-        return json.loads(grammar.text)
+        return parse_json(grammar.text)
     except ValueError as error:
-        raise FieldError(name, f"is not valid JSON: {error}") from None
+        raise FieldError(name, str(error)) from None
 
 
 def _structural_tag(content: dict[str, Any]) -> Grammar:

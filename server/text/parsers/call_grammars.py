@@ -5,16 +5,39 @@ JSON arguments match the schema of their function. In formats with tags around e
 order of the schema; a string is any text, or a value of its `enum`, and other values match their schema.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....configs.sampling import MAX_GRAMMAR_CHARACTERS
+from ....configs.words import shown
 from .xml_calls import is_text
 
 Format = dict[str, Any]
 
 _NOTHING: Format = {"type": "const_string", "value": ""}
 _SPACE: Format = {"type": "regex", "pattern": r"[ \n]{0,8}"}
+
+
+class UnwritableCallsError(ValueError):
+    """No grammar can be made for calls of these functions; the message says why."""
+
+
+class _Room:
+    """The characters that a grammar may still have. They are counted while it is built: copies of small schemas may add
+    up to gigabytes.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_GRAMMAR_CHARACTERS
+
+    def take(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise UnwritableCallsError(
+                f"make a grammar of more than {MAX_GRAMMAR_CHARACTERS} characters: give fewer or simpler parameters"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +83,12 @@ class CallTags:
 
     def calls(self, functions: Sequence[FunctionSchema], *, parallel: bool) -> Format:
         """One or more calls and nothing else but white space. It may stand after every call, also the last one: a model
-        that has learned to write a line break there must still be able to end.
+        that has learned to write a line break there must still be able to end. Raises UnwritableCallsError.
         """
+        room = _Room()
         listed: Format = {
             "type": "tags_with_separator",
-            "tags": [self._call(function, self.end) for function in functions],
+            "tags": [self._call(function, self.end, room) for function in functions],
             "separator": self.close + self.separator,
             "any_space": True,
             "at_least_one": True,
@@ -77,7 +101,7 @@ class CallTags:
         return _sequence(_constant(self.list_begin), listed, _constant(self.list_end), _SPACE)
 
     def text_with_calls(self, functions: Sequence[FunctionSchema]) -> Format:
-        """Any text, with any number of calls of these functions."""
+        """Any text, with any number of calls of these functions. Raises UnwritableCallsError."""
         if self.first_character:
             other = rf"([^\s\{self.first_character}](.|\n)*)?"
             return {
@@ -89,12 +113,17 @@ class CallTags:
             tags = [{"begin": self.list_begin, "content": calls, "end": self.list_end}]
             return {"type": "triggered_tags", "triggers": [self.list_begin], "tags": tags}
         trigger = self.begin[: self.begin.index("{name}")].partition("\n")[0]
-        tags = [self._call(function, self.end + self.close) for function in functions]
+        room = _Room()
+        tags = [self._call(function, self.end + self.close, room) for function in functions]
         return {"type": "triggered_tags", "triggers": [trigger], "tags": tags}
 
-    def _call(self, function: FunctionSchema, end: str) -> Format:
+    def _call(self, function: FunctionSchema, end: str, room: _Room) -> Format:
         schema = dict(function.parameters) or {"type": "object", "properties": {}}
-        content = _json(schema, function) if self.arguments is None else _arguments(schema, function, self.arguments)
+        if self.arguments is None:
+            content = _json(schema, function)
+            room.take(_size(content))
+        else:
+            content = _arguments(schema, function, self.arguments, room)
         return {
             "type": "tag",
             "begin": self.begin.replace("{name}", function.name),
@@ -103,25 +132,31 @@ class CallTags:
         }
 
 
-def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
+def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags, room: _Room) -> Format:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
         properties = {}
-    required = schema.get("required") or ()
+    needed = {key for key in schema.get("required") or () if isinstance(key, str)}
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    items = [(_argument(key, value, shared, function, tags), key in required) for key, value in properties.items()]
+    items: list[tuple[Format, bool]] = []
+    sizes: list[int] = []
+    all_items = _Room()
+    for key, value in properties.items():
+        items.append((_argument(key, value, shared, function, tags), key in needed))
+        sizes.append(_size(items[-1][0]))
+        all_items.take(sizes[-1])
     if not tags.separator:
-        return _sequence(*(item if needed else _optional(item) for item, needed in items))
+        room.take(sum(sizes))
+        return _sequence(*(item if must else _optional(item) for item, must in items))
     # only the first argument has no separator before it, and optional ones may be absent: hence one alternative for
     # each argument that may be the first
+    following = [(_sequence(_constant(tags.separator), item), must) for item, must in items]
+    rest = [item if must else _optional(item) for item, must in following]
     alternatives: list[Format] = []
-    for at, (item, needed) in enumerate(items):
-        rest = [
-            after if must else _optional(after)
-            for after, must in ((_sequence(_constant(tags.separator), each), must) for each, must in items[at + 1 :])
-        ]
-        alternatives.append(_sequence(item, *rest))
-        if needed:
+    for at, (item, must) in enumerate(items):
+        room.take(sum(sizes[at:]))
+        alternatives.append(_sequence(item, *rest[at + 1 :]))
+        if must:
             break
     else:
         alternatives.append(_NOTHING)
@@ -131,18 +166,48 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
 def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
     text = tags.text and is_text(schema) is True
     begin = tags.begin.replace("{key}", key).replace("{string}", "true" if text else "false")
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    written = json.dumps(schema, ensure_ascii=False)
+    closing = tags.end.strip()  # the string ends here even if the model leaves out the line break before it
+    if closing and closing in written and (value := _value_with(closing, schema)) is not None:
+        raise UnwritableCallsError(
+            f"cannot be called in the format of this model: a value of {shown(key)} of {shown(function.name)}, "
+            f"{shown(value)}, has the text {closing}, which ends a value"
+        )
+    choices = _choices(schema) if text else None
     content: Format
-    if text and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        content = {"type": "or", "elements": [_constant(choice) for choice in choices]}
+    if choices is not None:
+        content = {"type": "or", "elements": [{**_constant(choice), "text": True} for choice in choices]}
     elif text:
-        # the string ends at the closing tag even if the model leaves out the line break before it, as in the parser
-        closing = tags.end.strip()
         string = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": closing}
         return _sequence(string, _constant(tags.end.partition(closing)[2]))
     else:
-        content = _json({**schema, **shared} if isinstance(schema, Mapping) else schema, function)
+        has_definitions = isinstance(schema, Mapping) and '"$ref"' in written
+        content = _json({**schema, **shared} if has_definitions else schema, function)
     return {"type": "tag", "begin": begin, "content": content, "end": tags.end}
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str] | None:
+    """The strings that a schema lists; None if it lists none, or other values."""
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return choices if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices) else None
+
+
+def _value_with(text: str, schema: object) -> str | None:
+    """A string in an `enum` or `const` of a schema that contains `text`."""
+    waiting = [(schema, False)]
+    while waiting:
+        part, listed = waiting.pop()
+        if isinstance(part, str) and listed and text in part:
+            return part
+        if isinstance(part, Mapping):
+            waiting += ((value, listed or name in ("enum", "const")) for name, value in part.items())
+        elif isinstance(part, list):
+            waiting += ((value, listed) for value in part)
+    return None
+
+
+def _size(content: Format) -> int:
+    return len(json.dumps(content))
 
 
 def _json(schema: object, function: FunctionSchema) -> Format:

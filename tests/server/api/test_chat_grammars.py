@@ -53,6 +53,14 @@ def test_chat_without_required_calls_or_a_format_has_no_grammar() -> None:
     assert grammar_of(tools=[ADD], tool_choice="none") is None
 
 
+def test_functions_without_a_grammar_are_refused_where_calls_are_required() -> None:
+    parameters = {"type": "object", "properties": {f"a{at}": {"type": "integer"} for at in range(5000)}}
+    large = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(FieldError, match="tools make a grammar of more than 131072 characters"):
+        grammar_of(tools=[large], tool_choice="required")
+    assert grammar_of(tools=[large]) is None
+
+
 def test_required_and_named_calls() -> None:
     required = listed(format_of(tools=[NOW, ADD], tool_choice="required"))
     assert (names(required["tags"]), required["stop_after_first"]) == (["now", "add"], False)

@@ -1,13 +1,15 @@
 """Grammars of tool calls: they accept what the parsers read, and only calls that match the schema."""
 
 import json
+import re
+import time
 from typing import Any
 
 import pytest
 
 from pdserve.configs.sampling import Grammar, ReasoningTags
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
-from pdserve.server.text.parsers.call_grammars import Format, FunctionSchema
+from pdserve.server.text.parsers.call_grammars import Format, FunctionSchema, UnwritableCallsError
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.parsers.reasoning import CHANNELS
 from tests.server.text.parsers.test_call_parsers import OUTPUTS, calls_of, parse
@@ -190,6 +192,58 @@ def test_grammar_and_parser_end_a_string_at_the_same_place(compiler: GrammarComp
     assert accepted(compiler, grammar, f"{begin}x{close}y") == f"{begin}x{close}"
     parser = FAMILIES[family].parser({"f": parameters})
     assert calls_of([*parser.feed(text), *parser.finish()]) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
+@pytest.mark.parametrize("listed", [{"enum": ["<think>", "[TOOL_CALLS]x"]}, {"const": "[TOOL_CALLS]x"}])
+def test_special_tokens_in_listed_strings_are_written_as_text(
+    compiler: GrammarCompiler, family: str, listed: dict[str, Any]
+) -> None:
+    schema = {"type": "string", **listed}
+    tags = FAMILIES[family].tags
+    assert tags.arguments is not None
+    call = tags.calls(
+        [FunctionSchema("f", {"type": "object", "properties": {"a": schema}, "required": ["a"]})], parallel=False
+    )
+    matcher = compiler.new_matcher(grammar_of(call))
+    special = compiler.vocabulary.special
+    begin = f"{tags.list_begin}{tags.begin}{tags.arguments.begin}".replace("{string}", "true").format(name="f", key="a")
+    parts = re.split("(" + "|".join(map(re.escape, special)) + ")", begin) if special else [begin]
+    tokens = [token for part in parts for token in ([special[part]] if part in special else part.encode())]
+    assert all(matcher.consume_token(token) for token in (*tokens, *b"[TOOL_CALLS]x"))
+
+
+@pytest.mark.parametrize("family", ["qwen3-coder", "glm45", "deepseek-v32"])
+def test_values_with_the_closing_tag_are_refused(family: str) -> None:
+    tags = FAMILIES[family].tags
+    assert tags.arguments is not None
+    value = f"a{tags.arguments.end.strip()}b"
+    for schema in ({"type": "string", "enum": ["a", value]}, {"const": value}, {"anyOf": [{"enum": [[value]]}]}):
+        function = FunctionSchema("f", {"properties": {"a": schema}})
+        with pytest.raises(UnwritableCallsError, match=r'a value of "a" of "f", .* which ends a value'):
+            tags.calls([function], parallel=True)
+    described = FunctionSchema("f", {"properties": {"a": {"type": "string", "description": value}}})
+    tags.calls([described], parallel=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("definitions", [{}, {"Long": {"description": 4000 * "x"}}], ids=["arguments", "definitions"])
+def test_grammar_of_too_many_arguments_is_refused_while_it_is_built(family: str, definitions: dict[str, Any]) -> None:
+    argument = {"$ref": "#/$defs/Long"} if definitions else {"type": "integer", "description": 200 * "x"}
+    schema = {"properties": {f"a{at}": argument for at in range(1000)}, "$defs": definitions}
+    tags, started = FAMILIES[family].tags, time.process_time()
+    if tags.arguments is None and definitions:
+        tags.calls([FunctionSchema("f", schema)], parallel=True)  # definitions are written once
+    else:
+        with pytest.raises(UnwritableCallsError, match="make a grammar of more than 131072 characters"):
+            tags.calls([FunctionSchema("f", schema)], parallel=True)
+    assert time.process_time() - started < 0.1  # at most 5 ms; with all copies more than 1 s
+
+
+def test_definitions_are_copied_only_to_arguments_that_refer_to_them() -> None:
+    properties = {"a": {"$ref": "#/$defs/A"}, "b": {"type": "integer"}}
+    function = FunctionSchema("f", {"properties": properties, "$defs": {"A": {"type": "null"}}})
+    assert json.dumps(FAMILIES["qwen3-coder"].tags.calls([function], parallel=True)).count("$defs") == 2
 
 
 def test_optional_arguments_of_pythonic_calls(compiler: GrammarCompiler) -> None:

@@ -5,10 +5,10 @@ errors of the code are documented.
 import ast
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -42,6 +42,15 @@ DOCUMENTS = (
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
 OTHERS_FLAGS = {"--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend", "--tp-size"}
+OTHERS_NAMES = {
+    *("DecodePreallocQueue", "allocate_slots", "group_concurrent_contiguous", "k_pe", "kv_c", "kv_transfer_params"),
+    *("new_token_ratio", "req_pool_idx", "req_to_token"),  # docs/glossary.md: of SGLang and vLLM
+    *("__init__.py", "utils.py"),  # CONTRIBUTING.md: not in this repository
+    *("HTTPS_PROXY", "OTEL_SERVICE_NAME", "proxy_pass"),  # of other programs
+    "Person(name='Anna', age=31, mood='happy')",  # docs/tools.md: the output of an example
+}
+SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".h", ".js")
+METRIC_NAME = re.compile(r"(pdserve|process|python)_\w+")
 LIMITS = Limits(
     vocab_size=258,
     eos_token_ids=frozenset({256}),
@@ -82,11 +91,18 @@ _WITHOUT_STRINGS = (ast.Load, ast.Store, ast.Name)
 
 
 @cache
+def trees() -> list[ast.Module]:
+    """The syntax trees of the product."""
+    paths = (path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+@cache
 def strings_in_the_code() -> str:
     """Every string constant of the product, one after another; f-strings without their values."""
     found: list[str] = []
-    for path in (path for folder in CODE_FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        _add_strings(ast.parse(path.read_text(encoding="utf-8")), found)
+    for tree in trees():
+        _add_strings(tree, found)
     return "\n".join(found)
 
 
@@ -221,6 +237,83 @@ def test_documented_files_and_tests_exist(document: str) -> None:
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, f"{document} names {name}"
+
+
+class Definitions(NamedTuple):
+    functions: frozenset[str]
+    members: Mapping[str, set[str]]
+    """Of each class, with those of its base classes."""
+    files: frozenset[str]
+    words: frozenset[str]
+    """All words of the source files, also those of tests and benchmarks."""
+
+
+@cache
+def definitions() -> Definitions:
+    functions: set[str] = set()
+    classes: dict[str, ast.ClassDef] = {}
+    for tree in trees():
+        for node in (node for top in tree.body for node in (top, *getattr(top, "body", ()))):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions.add(node.name)
+    folders = (*CODE_FOLDERS, "tests", "benchmarks", "docs", "deploy", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.suffix in SOURCE_SUFFIXES]
+    texts = (path.read_text(encoding="utf-8") for path in paths if path != Path(__file__))
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    members: dict[str, set[str]] = {}
+
+    def members_of(name: str) -> set[str]:
+        if name not in classes:
+            return set()
+        if name not in members:
+            text = ast.unparse(classes[name])
+            members[name] = set(re.findall(r"(?:^    (?:async )?(?:def )?|self\.)(\w+)", text, re.MULTILINE)).union(
+                *(members_of(base) for base in re.findall(r"\w+", " ".join(map(ast.unparse, classes[name].bases))))
+            )
+        return members[name]
+
+    for name in classes:
+        members_of(name)
+    return Definitions(frozenset(functions), members, frozenset(path.name for path in paths), frozenset(words))
+
+
+def exists(name: str) -> bool:
+    """Whether a name in backticks is one of this repository, or does not look like a name in code. A private function
+    needs its class: several have one of that name.
+    """
+    known = definitions()
+    if found := re.fullmatch(r"([A-Z]\w+)\.(\w+)(\(.*\))?", name):  # Class.member
+        return found[2] in known.members.get(found[1], ())
+    if found := re.fullmatch(r"(?:\w+\.)*(\w+)\([^()]*\)", name):  # function(), or Class()
+        return not found[1].startswith("_") and (found[1] in known.functions or found[1] in known.members)
+    if found := re.fullmatch(rf"(?:[\w.-]+/)*([\w-]+(?:{'|'.join(map(re.escape, SOURCE_SUFFIXES))}))", name):  # file.py
+        return found[1] in known.files
+    if re.fullmatch(r"[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+|_?[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+", name):
+        return name in known.words
+    return True
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documented_code_names_exist(document: str) -> None:
+    """Classes, members, functions, files and identifiers. Metrics have a test of their own."""
+    names = {name for name in quoted(read(document)) if not METRIC_NAME.fullmatch(name)}
+    assert {name for name in names - OTHERS_NAMES if not exists(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "real"),
+    [
+        *[("DecodeScheduler.step", False), ("DecodeConfig.public_host", True), ("DecodeConfig.kv_memory_gib", True)],
+        *[("load_config()", True), ("load_configuration()", False), ("_check_command()", False)],
+        *[("configs/load.py", True), ("loads.py", False)],
+        *[("DecodeConfig", True), ("DecodeConfiguration", False), ("kv_memory_gib", True), ("kv_memory_gb", False)],
+        *[("a sentence", True), ("--flag", True), ("1.5", True)],
+    ],
+)
+def test_names_that_do_not_exist_are_found(name: str, real: bool) -> None:
+    assert exists(name) is real
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -13,6 +13,7 @@ from ....configs.sampling import Grammar, ReasoningTags
 from ....models.grammar.json_text import parse_json
 from ...text.chat_format import ChatFormat
 from ...text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
+from ...text.unfinished_json import ends_inside_json
 from ..common.fields import FieldError
 from ..common.grammar_fields import NamedGrammar
 from .models import ChatBody
@@ -39,15 +40,15 @@ def chat_grammar(
 
 
 def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], chat: ChatFormat) -> None:
-    """Raises FieldError if the text that the client has begun contains a tool call, or an unfinished part of the JSON
-    that a schema requires: calls are parsed, and grammars applied, only from the beginning of the output.
+    """Raises FieldError if the text that the client has begun contains a tool call, or ends inside JSON although a
+    schema is given: calls are parsed, and grammars applied, only from the beginning of the output.
     """
     if tools and chat.family is not None and any(tag in begun for tag in chat.family.parser.tags):
         raise FieldError("continue_final_message", "cannot continue a message that calls tools")
     given = fields.grammar()
     if given is not None and given[1].kind == "json_schema":
         answer = begun.rpartition(chat.reasoning.close)[2] if chat.reasoning is not None else begun
-        if any(answer.count(opening) > answer.count(closing) for opening, closing in ("{}", "[]")):
+        if ends_inside_json(answer):
             raise FieldError(
                 "continue_final_message", "cannot continue JSON that has begun: its schema is for the output"
             )

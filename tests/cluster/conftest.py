@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
 from tests.cluster.servers import Cluster, cluster
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a context of 4,096 tokens."""
+    pytest.importorskip("transformers", reason="needs transformers: it is not installed")
+    from tests.checkpoints import make_checkpoint
+
     return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", max_position_embeddings=4096)
 
 

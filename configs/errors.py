@@ -62,6 +62,12 @@ class OverloadedError(ClientError):
     code = "overloaded"
 
 
+class GrammarTooComplexError(ClientError):
+    """Following the grammar of a request has become too expensive: at its output so far, not when it was compiled."""
+
+    code = "grammar_too_complex"
+
+
 class AbortedError(ClientError):
     status = 499
     code = "aborted"

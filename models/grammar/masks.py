@@ -24,6 +24,18 @@ class GrammarStateError(PdserveError):
     """The output does not match the grammar, or the grammar has become too expensive."""
 
 
+class GrammarLimitError(GrammarStateError):
+    """The grammar has become too expensive: llguidance has reached one of its limits. The message is llguidance's."""
+
+    @classmethod
+    def of(cls, matcher: llguidance.LLMatcher) -> "GrammarLimitError":
+        return cls(matcher.get_error().partition("\n")[0].strip())
+
+
+_MISMATCH = "doesn't satisfy the grammar"
+"""In llguidance's message about a token that the grammar does not allow. Its other messages are about limits."""
+
+
 class GrammarState:
     """The state of one sequence after `length` output tokens. After an end token, everything is allowed: the request
     has ended, and tokens of steps in flight are dropped.
@@ -41,12 +53,14 @@ class GrammarState:
         self.ended = False
 
     def consume(self, tokens: Iterable[int]) -> None:
-        """Advance by output tokens; raises GrammarStateError if the grammar does not allow them."""
+        """Advance by output tokens; raises GrammarStateError."""
         for token in tokens:
             self.length += 1
             if self.ended or (token in self.end_tokens and self.matcher.is_accepting()):
                 self.ended = True
             elif not self.matcher.consume_token(token):
+                if _MISMATCH not in self.matcher.get_error():
+                    raise GrammarLimitError.of(self.matcher)
                 raise GrammarStateError(f"output token {self.length - 1} ({token}) does not match the grammar")
 
 
@@ -56,7 +70,7 @@ class MaskRow:
     def __init__(self, state: GrammarState, *, may_end: bool) -> None:
         self.state = state
         self.may_end = may_end
-        self.problem: str | None = None
+        self.problem: GrammarLimitError | None = None
         """Why there is no mask."""
 
 
@@ -123,7 +137,7 @@ def _allow_ends(mask: npt.NDArray[np.int32], row: MaskRow) -> None:
     """Allow end tokens exactly where the grammar may end. If nothing else can follow, they stay allowed."""
     state, matcher = row.state, row.state.matcher
     if matcher.is_error():
-        row.problem = f"the grammar cannot be continued: {matcher.get_error().strip()}"
+        row.problem = GrammarLimitError.of(matcher)
         mask.fill(-1)
         return
     accepting = matcher.is_accepting()

@@ -27,6 +27,7 @@ from .endings import WITH_KV, Endings
 from .memory.resources import Resources
 from .requests.limits import MAX_ATTEMPTS
 from .requests.request import Attempt, LocalPrompt, Prompt, Request
+from .responses import grammar_failure
 from .run_queue import RunQueue
 
 PAGES_INSERTED = 256
@@ -156,6 +157,8 @@ class Arrivals:
             self._refused(prompt, now, full=failed.full)
         elif failed.retryable:
             self._retry_or_fail(prompt, now)
+        elif failed.too_complex:
+            self._endings.end_all(prompt, grammar_failure(failed.reason, too_complex=True), now)
         else:
             self._endings.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 

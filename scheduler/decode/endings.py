@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...configs.errors import AbortedError, RequestError
+from ...configs.errors import AbortedError, GrammarTooComplexError, RequestError
 from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
@@ -90,6 +90,7 @@ class Endings:
         self.draining.add(request)
         request.lifecycle.advance(State.DRAINING, now)
         if isinstance(outcome, RequestError):
+            self._counters["grammars_too_complex"] += isinstance(outcome, GrammarTooComplexError)
             self._counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
             self._outbox.append(SendToFrontend(failed(request.rid, outcome)))
         else:

@@ -5,7 +5,9 @@ from collections.abc import Container
 from ...configs.errors import (
     ClientError,
     DuplicateRequestError,
+    GrammarTooComplexError,
     RequestError,
+    ServerError,
     TooLargeError,
     UnavailableError,
 )
@@ -85,3 +87,10 @@ def finished(request: Request, reason: FinishReason, now: float) -> Finished:
 
 def failed(rid: str, error: RequestError) -> Failed:
     return Failed(rid, error.status, error.code, str(error), error.retry_after_s)
+
+
+def grammar_failure(problem: str, too_complex: bool) -> RequestError:
+    """Why a request ends whose grammar cannot be followed."""
+    if too_complex:
+        return GrammarTooComplexError(f"the grammar has become too complex at this output: {problem}")
+    return ServerError(f"the grammar cannot be followed: {problem}")

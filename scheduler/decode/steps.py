@@ -11,6 +11,7 @@ from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
 from .memory.resources import Resources
 from .requests.request import Request
+from .responses import grammar_failure
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
 
@@ -81,10 +82,10 @@ class Steps:
             if result.problem is None:
                 self._endings.accept_token(row.request, result.drawn[0], now)
             else:
-                self._endings.end(row.request, ServerError(f"the grammar cannot be followed: {result.problem}"), now)
+                self._endings.end(row.request, grammar_failure(result.problem, result.too_complex), now)
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
             if result.problem is not None and chunk.prompt in self._dispatcher.local.queue:
-                error = ServerError(f"the grammar cannot be followed: {result.problem}")
+                error = grammar_failure(result.problem, result.too_complex)
                 self._endings.end_all(chunk.prompt.prompt, error, now)
             self._admission.admit_received(self._arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:

@@ -41,6 +41,7 @@ COMMON_COUNTERS = (
 
 DECODE_COUNTERS = (
     *COMMON_COUNTERS,
+    "grammars_too_complex",
     "redispatches",
     "dispatch_prefix",
     "dispatch_load",

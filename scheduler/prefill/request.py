@@ -103,6 +103,8 @@ class PrefillRequest:
         self.input_logprobs: list[TokenLogprob] = []
         self.failure: str | None = None
         self.retryable = True
+        self.too_complex = False
+        """Its grammar has become too expensive."""
         self.aborted = False
         """Decode sent Abort: it gets an AbortAck instead of a TransferFailed."""
 

@@ -216,7 +216,9 @@ class PrefillScheduler:
                 continue
             if result.problem is not None:
                 request.retryable = False
-                self._transfers.close(request, f"the grammar cannot be followed: {result.problem}", now)
+                request.too_complex = result.too_complex
+                reason = result.problem if result.too_complex else f"the grammar cannot be followed: {result.problem}"
+                self._transfers.close(request, reason, now)
                 continue
             self.counters["prompt_tokens"] += end - start
             request.computed = end

@@ -164,7 +164,14 @@ class Transfers:
             self.reply(request, AbortAck(request.key, request.late_writes))
         else:
             self._counters["requests_failed"] += 1
-            failed = TransferFailed(request.key, reason, request.retryable, request.late_writes, leaving=self.leaving)
+            failed = TransferFailed(
+                request.key,
+                reason,
+                request.retryable,
+                request.late_writes,
+                leaving=self.leaving,
+                too_complex=request.too_complex,
+            )
             self.reply(request, failed)
         self._release(request, now)
 

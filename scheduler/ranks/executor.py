@@ -9,6 +9,7 @@ import torch
 from ...configs.sampling import TokenLogprob
 from ...memory.kv_pool import KvCache
 from ...models.config.sharding import RankTokens
+from ...models.grammar.masks import GrammarLimitError
 from ...models.layers.batch import SequenceSlice
 from ...models.layers.host_copies import ReadBack, upload
 from ...models.runner import ModelRunner
@@ -16,7 +17,7 @@ from ...models.sampling.logprobs import Logprobs, entries, score
 from ...models.sampling.penalties import Choice
 from ...models.sampling.sampler import Sampler
 from ..messages.step import StepResult, StepRow
-from .step_grammars import NO_MASKS, StepGrammars, StepMasks
+from .step_grammars import NO_MASKS, GrammarProblem, StepGrammars, StepMasks
 
 _SCORED_ELEMENTS = 1 << 24
 """Most logits of prompt tokens in memory at once: those of a chunk of 8192 tokens would take gigabytes."""
@@ -259,7 +260,7 @@ def _results(
     drawn: int,
     tops: dict[int, int],
     scored: Sequence[int],
-    problems: Mapping[int, str],
+    problems: Mapping[int, GrammarProblem],
     values: list[list[float]],
 ) -> list[StepResult]:
     """The results of all rows. `values` was read back: four lists per block of prompt tokens, the sampled tokens, and
@@ -278,9 +279,14 @@ def _results(
                 sampled[at] = entry
     in_order = iter(sampled)
     return [
-        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt), problems.get(index))
+        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt), *_described(problems.get(index)))
         for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
+
+
+def _described(problem: GrammarProblem | None) -> tuple[str | None, bool]:
+    """The last fields of a StepResult."""
+    return (None, False) if problem is None else (str(problem), isinstance(problem, GrammarLimitError))
 
 
 def _first_token(row: StepRow) -> list[TokenLogprob]:

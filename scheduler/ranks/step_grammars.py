@@ -1,7 +1,7 @@
 """The grammars of a step: which tokens each of its rows may sample. Only the rank that samples uses them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -19,9 +19,10 @@ class StepMasks(NamedTuple):
     """
 
     allowed: TokenMasks | None
-    problems: dict[int, str]
+    problems: "dict[int, GrammarProblem]"
 
 
+GrammarProblem: TypeAlias = GrammarError | GrammarStateError
 LEAST_BUFFER_ROWS = 64
 NO_MASKS = StepMasks(None, {})
 
@@ -45,7 +46,7 @@ class StepGrammars:
         """
         masked: list[int] = []
         wanted: list[MaskRow] = []
-        problems: dict[int, str] = {}
+        problems: dict[int, GrammarProblem] = {}
         for index, row in enumerate(rows):
             if not row.has_grammar:
                 continue
@@ -53,7 +54,7 @@ class StepGrammars:
             try:
                 state = self._state(row, sampled)
             except (GrammarError, GrammarStateError) as error:
-                problems[index] = str(error)
+                problems[index] = error
                 continue
             masked.append(index)
             wanted.append(MaskRow(state, may_end=draw.output_index >= draw.sampling.min_new_tokens))

@@ -87,6 +87,7 @@ COUNTERS: Mapping[str, Exported] = (
             "requests_finished": "Requests that the engine has finished; on prefill, sent completely.",
             "requests_failed": "Requests that have failed in the engine.",
             "requests_aborted": "Requests that were aborted.",
+            "grammars_too_complex": "Requests whose grammar has become too expensive while they ran.",
             "redispatches": "Prompts that were queued again after a failed attempt on a prefill server.",
             "retractions": "Times that a request was retracted: it gave up its KV memory to others.",
             "retractions_recomputed": "Retractions whose KV is computed again instead of copied.",

@@ -239,7 +239,8 @@ class TransferFailed(Message, frozen=True):
 
     `late_writes`: bytes already sent may still land for a while. `refused`: the transfer was never started, so another
     server may accept it, or this one later. `full`: the server is overloaded but healthy. `leaving`: it accepts no more
-    transfers, because it is shutting down or has lost a rank or its frontend.
+    transfers, because it is shutting down or has lost a rank or its frontend. `too_complex`: the grammar of the request
+    has become too expensive, with `reason`.
     """
 
     key: TransferKey
@@ -249,6 +250,7 @@ class TransferFailed(Message, frozen=True):
     refused: bool = False
     leaving: bool = False
     full: bool = False
+    too_complex: bool = False
 
 
 class Abort(Message, frozen=True):

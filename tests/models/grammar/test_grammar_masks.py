@@ -12,7 +12,14 @@ from tokenizers import Tokenizer
 from pdserve.configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
-from pdserve.models.grammar.masks import Bitmask, GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from pdserve.models.grammar.masks import (
+    Bitmask,
+    GrammarLimitError,
+    GrammarMasks,
+    GrammarState,
+    GrammarStateError,
+    MaskRow,
+)
 from pdserve.models.grammar.regex_size import regex_size
 from pdserve.models.loading.catalog import locate_model
 from tests.checkpoints import EOS_ID, make_checkpoint
@@ -353,3 +360,15 @@ def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     with pytest.raises(GrammarError, match="no end token"):
         GrammarCompiler.of(locate_model(str(directory))).compile(Grammar("regex", "a"))
+
+
+def test_grammar_that_becomes_too_expensive_says_so(compiler: GrammarCompiler) -> None:
+    """Its first mask is cheap. A token that does not match is another error."""
+    options = [{"type": "object", "properties": {f"a{at}": {"type": "integer"}}} for at in range(200)]
+    grammar = Grammar("json_schema", json.dumps({"anyOf": options}))
+    assert allowed(compiler, state_after(compiler, grammar, ""))[0]
+    with pytest.raises(GrammarLimitError, match="Current row has 2200 items; max is 2000"):
+        state_after(compiler, grammar, "{")
+    with pytest.raises(GrammarStateError, match=r"output token 0 .* does not match the grammar") as mismatch:
+        state_after(compiler, grammar, "x")
+    assert not isinstance(mismatch.value, GrammarLimitError)

@@ -14,8 +14,11 @@ from pdserve.scheduler.decode import scheduler as decode_module
 from pdserve.scheduler.decode.admission import Admission
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
-from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.effects import SendToFrontend
+from pdserve.scheduler.messages.frontend import Failed, Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
+from pdserve.scheduler.messages.step import StepResult
+from pdserve.transfer.protocol.messages import KvDestination, TransferFailed
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer, sampled
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
@@ -188,6 +191,38 @@ def test_no_step_starts_after_the_last_token() -> None:
             steps.append(step)
     assert [step.rows[0].output_index for step in steps] == list(range(1, 9))
     assert simulator.decode.counters["requests_finished"] == 1
+
+
+@pytest.mark.parametrize("too_complex", [True, False])
+def test_request_ends_when_its_grammar_cannot_be_followed(too_complex: bool) -> None:
+    simulator = Simulator()
+    (step,) = running_steps(simulator, 1)
+    simulator.decode.step_done(step.command_id, [StepResult((), (), "too many items", too_complex)], simulator.now)
+    (ended,) = [effect.message for effect in simulator.decode.take_effects() if isinstance(effect, SendToFrontend)]
+    assert isinstance(ended, Failed)
+    assert (ended.status, ended.code) == ((400, "grammar_too_complex") if too_complex else (500, "internal"))
+    assert "too many items" in ended.message
+    assert simulator.decode.counters["grammars_too_complex"] == too_complex
+
+
+@pytest.mark.parametrize("too_complex", [True, False])
+def test_request_ends_when_prefill_cannot_follow_its_grammar(too_complex: bool) -> None:
+    simulator = Simulator(local_prefill="never")
+    simulator.decode.submit(Submit("x", (1, 2, 3), SamplingParams(max_new_tokens=9)), simulator.now)
+    simulator.submitted.add("x")
+    simulator.decode.advance(simulator.now)
+    simulator.act()
+    (key,) = [
+        effect.message.key
+        for server in simulator.servers.values()
+        for effect in server.to_prefill
+        if isinstance(effect.message, KvDestination)
+    ]
+    failed = TransferFailed(key, "too many items", retryable=False, too_complex=too_complex)
+    simulator.decode.transfer_failed(failed, simulator.now)
+    (ended,) = [effect.message for effect in simulator.decode.take_effects() if isinstance(effect, SendToFrontend)]
+    assert isinstance(ended, Failed)
+    assert (ended.status, ended.code) == ((400, "grammar_too_complex") if too_complex else (500, "internal"))
 
 
 def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_the_step() -> None:

@@ -127,6 +127,14 @@ def test_abort_is_acknowledged_at_once_when_nothing_is_being_written() -> None:
     assert prefill.scheduler.staging.parts == 0
 
 
+def test_grammar_that_is_too_complex_is_reported_to_decode() -> None:
+    prefill = Prefill()
+    prefill.start_step()
+    prefill.scheduler.step_done(1, [StepResult((), (), "too many items", too_complex=True)], 0.0)
+    failed = TransferFailed(KEY, "too many items", retryable=False, too_complex=True)
+    assert [message for message in prefill.messages() if isinstance(message, TransferFailed)] == [failed]
+
+
 def test_abort_is_acknowledged_after_the_part_in_flight_has_ended() -> None:
     prefill = Prefill()
     parts = prefill.start_step()

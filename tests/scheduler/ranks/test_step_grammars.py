@@ -1,5 +1,6 @@
 """Steps with grammars on a tiny model of one byte per token: grammar states across steps, and delayed sampling."""
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -150,6 +151,20 @@ def test_row_that_cannot_follow_its_grammar_does_not_affect_others(executor: Exe
     words, free = run(executor, sequences.prompts((1, 2, 3)))
     assert words.problem is not None
     assert "output token 0 (1) does not match the grammar" in words.problem
+    assert not words.too_complex
+    assert free.problem is None
+
+
+def test_grammar_that_becomes_too_expensive_ends_only_its_request(executor: Executor) -> None:
+    options = [{"type": "object", "properties": {f"a{at}": {"type": "integer"}}} for at in range(200)]
+    grammar = Grammar("json_schema", json.dumps({"anyOf": options}))
+    sequences = Sequences(executor)
+    sequences.samplings = (SamplingParams(seed=3, grammar=grammar), FREE)
+    assert executor.grammars is not None
+    costly, free = run(executor, sequences.prompts(executor.grammars.compiler.vocabulary(b"{")))
+    assert costly.problem is not None
+    assert "max is 2000" in costly.problem
+    assert costly.too_complex
     assert free.problem is None
 
 

@@ -77,6 +77,7 @@ def _allocate(transport: str) -> _Buffers:
 def _transfer(transport: str, host: str, devices: Sequence[str]) -> float:
     """GiB per second of writes of SIZE_BYTES bytes, one after another. The received bytes are compared."""
     from ...transfer.mooncake.engine import ReceiveEngine, SendEngine
+    from ...transfer.mooncake.rdma_engine import RdmaEngine
     from ...transfer.mooncake.sockets import Region
 
     buffers = _allocate(transport)
@@ -87,8 +88,7 @@ def _transfer(transport: str, host: str, devices: Sequence[str]) -> float:
             receiver.session,
             [Region(buffers.target, SIZE_BYTES)],
             transport=transport,  # type: ignore[arg-type]
-            host=host,
-            devices=devices,
+            rdma=RdmaEngine(host, devices=devices) if transport == "rdma" else None,
             sources=[Region(buffers.source, SIZE_BYTES)],
         )
         try:

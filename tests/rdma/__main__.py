@@ -15,8 +15,8 @@ PYTEST = f"""
 cd {REPOSITORY}
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=.dev:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PDSERVE_RDMA=10.8.0.1
-{sys.executable} -m pytest -c /dev/null --rootdir . -p no:cacheprovider --noconftest -v -W error"""
-TESTS = ("tests/rdma/test_engines.py",)
+{sys.executable} -m pytest -c /dev/null --rootdir . -p no:cacheprovider --noconftest -v -W error -rP"""
+TESTS = ("tests/rdma/test_engines.py tests/rdma/test_faults.py",)
 
 
 def main(arguments: list[str]) -> int:

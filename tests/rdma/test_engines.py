@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.configs.errors import StartupError
 from pdserve.transfer.mooncake.engine import ReceiveEngine, SendEngine, WriteId, WriteState
+from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
 from tests.rdma.receiver import HOST, Receiver
 
@@ -35,8 +36,8 @@ def ipv4_gid(device: str) -> int:
     return next(index for index in range(16) if ":ffff:" in (gids / str(index)).read_text(encoding="ascii"))
 
 
-def open_sender(receiver: Receiver, devices: tuple[str, ...] = ("rxe0",)) -> SendEngine:
-    return SendEngine(receiver.session, [receiver.region], transport="rdma", host=HOST, devices=devices, sources=[OURS])
+def open_sender(receiver: Receiver, rdma: RdmaEngine) -> SendEngine:
+    return SendEngine(receiver.session, [receiver.region], transport="rdma", rdma=rdma, sources=[OURS])
 
 
 def wait_for(engine: SendEngine, write: WriteId | None) -> WriteState:
@@ -55,8 +56,13 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def sender(receiver: Receiver) -> Iterator[SendEngine]:
-    engine = open_sender(receiver)
+def rdma() -> RdmaEngine:
+    return RdmaEngine(HOST, devices=("rxe0",))
+
+
+@pytest.fixture(scope="module")
+def sender(receiver: Receiver, rdma: RdmaEngine) -> Iterator[SendEngine]:
+    engine = open_sender(receiver, rdma)
     yield engine
     engine.destroy()
 
@@ -99,9 +105,9 @@ def test_an_engine_works_on_after_refused_writes(receiver: Receiver, sender: Sen
     assert (receiver.pool[:4096] == source[:4096]).all()
 
 
-def test_opening_detects_memory_that_the_peer_has_not_registered(receiver: Receiver) -> None:
+def test_opening_detects_memory_that_the_peer_has_not_registered(receiver: Receiver, rdma: RdmaEngine) -> None:
     with pytest.raises(PeerUnreachableError, match="has not registered the memory"):
-        SendEngine(receiver.session, [Region(receiver.region.addr + POOL_BYTES, 1)], transport="rdma", host=HOST)
+        SendEngine(receiver.session, [Region(receiver.region.addr + POOL_BYTES, 1)], transport="rdma", rdma=rdma)
 
 
 def test_an_engine_without_its_device_is_refused() -> None:
@@ -109,9 +115,9 @@ def test_an_engine_without_its_device_is_refused() -> None:
         ReceiveEngine(HOST, transport="rdma", devices=("rxe9",))
 
 
-def test_a_set_gid_index_works() -> None:
+def test_a_set_gid_index_works(rdma: RdmaEngine) -> None:
     with Receiver(POOL_BYTES, gid_index=ipv4_gid("rxe0")) as process:
-        engine = open_sender(process)
+        engine = open_sender(process, rdma)
         assert wait_for(engine, engine.submit(OURS.addr, process.region.addr, 4096)) is WriteState.DONE
         engine.destroy()
 
@@ -121,7 +127,7 @@ def test_other_devices_carry_writes(devices: tuple[str, ...]) -> None:
     if not (INFINIBAND / "rxe1").exists():
         subprocess.run(ADD_DEVICE, shell=True, check=True)
     with Receiver(POOL_BYTES, devices=devices) as process:
-        engine = open_sender(process, devices)
+        engine = open_sender(process, RdmaEngine(HOST, devices=devices))
         assert wait_for(engine, engine.submit(OURS.addr, process.region.addr, 100_000)) is WriteState.DONE
         assert (process.pool[:100_000] == source[:100_000]).all()
         engine.destroy()

@@ -86,9 +86,7 @@ class RoutedEngine:
             route.session,
             sorted(targets, key=lambda region: region.addr),
             transport=route.transport,
-            host=self._local.host,
-            devices=self._local.rdma_devices,
-            gid_index=self._local.gid_index,
+            rdma=self._local.rdma if route.transport == "rdma" else None,
             sources=sorted(sources, key=lambda region: region.addr),
         )
         for pair in self._pools:

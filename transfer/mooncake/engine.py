@@ -3,8 +3,8 @@
 The roles are separate because of how engines fail. A send engine whose peer hangs, restarts or overflows stays broken,
 and writes that it reported as failed may still run later and read source memory that has a new owner. The remedy is to
 destroy the engine and create a new one, which takes a millisecond. So each peer has its own send engine, and it
-registers no memory, except over RDMA, where the source memory must be registered. The receive engine exists as long as
-the process: its port is the published address, and its registrations are the pools.
+registers no memory. The receive engine exists as long as the process: its port is the published address, and its
+registrations are the pools. Over RDMA all peers share an engine (`rdma_engine.py`).
 
 Engines do not survive fork: create them in the process that uses them.
 """
@@ -14,13 +14,15 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final, NewType
 
 from ...configs.errors import StartupError
 from ...configs.schema import LOOPBACK_HOSTS, can_receive_kv
 from ...configs.stuck import RunningTime
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
+from .rdma_engine import RdmaEngine, register
 from .sockets import (
     PeerUnreachableError,
     Region,
@@ -47,6 +49,8 @@ GUARD_WAITS: Final = 15
 one part passes meanwhile.
 """
 CUT_AGAIN_S: Final = 0.2
+HANG_UP_AGAIN_S: Final = 0.1
+"""Mooncake may connect to the peer again, to repeat the writes that have not ended: a few times."""
 CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
 LONGEST_GAP_S: Final = 0.02
@@ -93,7 +97,7 @@ class ReceiveEngine:
     def register(self, address: int, size_bytes: int) -> None:
         """Open [address, address + size_bytes) to writes. The caller keeps the memory alive until close()."""
         assert self._engine is not None, "register on a closed engine"
-        _register(self._engine, address, size_bytes)
+        register(self._engine, address, size_bytes)
 
     def close(self) -> None:
         """Stop receiving. Afterwards no peer writes into the registered memory. May be called twice."""
@@ -109,8 +113,8 @@ class SendEngine:
     to. So a peer that is dead, hung or another process is detected within PREFLIGHT_TIMEOUT_S, before any write. Raises
     PeerUnreachableError, and StartupError if Mooncake cannot create the engine.
 
-    Over RDMA, `sources` is the source memory of the writes, and `host` the address at which the peer reaches us: it
-    connects back to get our HCA's address. Other transports need neither.
+    Over RDMA, `rdma` is the engine of the process, and `sources` the source memory of the writes. Other transports need
+    neither.
     """
 
     def __init__(
@@ -119,13 +123,13 @@ class SendEngine:
         targets: Sequence[Region],
         *,
         transport: Transport = "tcp",
-        host: str = "127.0.0.1",
-        devices: Sequence[str] = (),
-        gid_index: int | None = None,
+        rdma: RdmaEngine | None = None,
         sources: Sequence[Region] = (),
     ) -> None:
+        if transport == "rdma" and rdma is None:
+            raise StartupError("this process has no engine for rdma")
         self.session = session
-        description = describe_engine(session, PREFLIGHT_TIMEOUT_S)
+        self._peer = description = describe_engine(session, PREFLIGHT_TIMEOUT_S)
         for target in targets:
             if not description.holds(target):
                 raise PeerUnreachableError(
@@ -134,23 +138,25 @@ class SendEngine:
                 )
         self._data_port = description.tcp_data_port if transport == "tcp" else None
         self._addresses = _addresses(session) if self._data_port else frozenset()
-        rdma = transport == "rdma"
-        self._engine: MooncakeEngine | None = create_engine(
-            host if rdma else "127.0.0.1", transport, sends=True, devices=devices, gid_index=gid_index
-        )
-        self._port = self._engine.get_rpc_port()
         self._in_flight: set[WriteId] = set()
         self._connected = False
         self._broken = False
-        if (not rdma or _is_loopback(host)) and (problem := confine(self._port)) is not None:
-            log.debug("listeners of a send engine stay open: %s", problem)
-        if rdma:
+        self._rdma = rdma
+        self._held: list[Region] = []
+        if rdma is not None:
+            self._engine: MooncakeEngine | None = rdma.mooncake
             try:
                 for region in sources:
-                    _register(self._engine, region.addr, region.length)
+                    rdma.hold(region)
+                    self._held.append(region)
             except StartupError:
                 self.destroy()
                 raise
+            return
+        self._engine = create_engine("127.0.0.1", transport, sends=True)
+        self._port = self._engine.get_rpc_port()
+        if (problem := confine(self._port)) is not None:
+            log.debug("listeners of a send engine stay open: %s", problem)
 
     def submit(self, source: int, destination: int, size_bytes: int) -> WriteId | None:
         """Start to copy from our address `source` to the peer's address `destination`; None if the peer is gone.
@@ -162,13 +168,8 @@ class SendEngine:
             write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
         else:
             # The first write does the handshake, which would wait 60 s for a peer that hangs since the pre-flight.
-            submitted = threading.Event()
-            guard = (submitted, self.session)
-            threading.Thread(target=_cut_late_handshake, args=guard, name=f"guard-{self.session}", daemon=True).start()
-            try:
+            with self._guarded():
                 write = self._engine.transfer_submit_write(self.session, source, destination, size_bytes)
-            finally:
-                submitted.set()
             self._connected = True
         if write == 0:
             return None
@@ -180,7 +181,8 @@ class SendEngine:
         it succeeded. Call only after a successful write.
         """
         assert self._engine is not None, "read on a destroyed engine"
-        return self._engine.transfer_sync_read(self.session, destination, source, size_bytes) == 0
+        with self._guarded() if self._rdma is not None else contextlib.nullcontext():
+            return self._engine.transfer_sync_read(self.session, destination, source, size_bytes) == 0
 
     def poll(self, write: WriteId) -> WriteState:
         """The state of a write. Does not block."""
@@ -206,14 +208,44 @@ class SendEngine:
         network or in the peer's kernel may still arrive.
 
         Takes milliseconds, also with writes in flight to a hung peer; up to CONNECTING_S if such writes cannot connect.
-        May be called twice.
+        Over RDMA it returns when every write has reported an end. May be called twice.
         """
-        if self._engine is not None:
+        if self._engine is None:
+            return
+        if self._rdma is not None:
+            hang_up: Callable[[], None] = partial(self._rdma.hang_up, self._peer)
+            while self._count_pending():
+                hang_up()
+                hung_up = time.monotonic()
+                while self._count_pending() and time.monotonic() < hung_up + HANG_UP_AGAIN_S:
+                    time.sleep(0.001)
+                hang_up = self._cut  # the rest may wait for a handshake
+            for region in self._held:
+                self._rdma.release(region)
+        else:
             if self._data_port:
                 self._drop_unsent(self._data_port)
             wake_listener(self._port)
-            self._engine = None
-            self._in_flight.clear()
+        self._engine = None
+        self._in_flight.clear()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """End what blocks inside of Mooncake after FIRST_WRITE_TIMEOUT_S."""
+        ended = threading.Event()
+        guard = (ended, self._cut)
+        threading.Thread(target=_cut_late_handshake, args=guard, name=f"guard-{self.session}", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _cut(self) -> None:
+        """End handshakes with the peer and, over RDMA, its connections."""
+        with contextlib.suppress(OSError):  # the host name cannot be resolved at the moment
+            cut_connections(self.session)
+        if self._rdma is not None:
+            self._rdma.hang_up(self._peer)
 
     def _drop_unsent(self, data_port: int) -> None:
         """Make all connections drop their unsent bytes, also those that Mooncake is still opening: it would still fill
@@ -231,24 +263,16 @@ class SendEngine:
         return sum(self.poll(write) is WriteState.PENDING for write in list(self._in_flight))
 
 
-def _cut_late_handshake(submitted: threading.Event, session: str) -> None:
+def _cut_late_handshake(ended: threading.Event, cut: Callable[[], None]) -> None:
     """Cut a handshake that exceeds FIRST_WRITE_TIMEOUT_S. Repeats until it has ended: if this process was stopped or
     starved, the connection may not exist yet at the first timeout.
     """
-    if any(submitted.wait(FIRST_WRITE_TIMEOUT_S / GUARD_WAITS) for _ in range(GUARD_WAITS)):
+    if any(ended.wait(FIRST_WRITE_TIMEOUT_S / GUARD_WAITS) for _ in range(GUARD_WAITS)):
         return
     while True:
-        with contextlib.suppress(OSError):  # the host name cannot be resolved at the moment
-            cut_connections(session)
-        if submitted.wait(CUT_AGAIN_S):
+        cut()
+        if ended.wait(CUT_AGAIN_S):
             return
-
-
-def _register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:
-    status = engine.register_memory(address, size_bytes)
-    if status != 0:
-        reason = "it overlaps a registered region" if status == -7 else f"status {status}"
-        raise StartupError(f"Mooncake cannot register {size_bytes} bytes at {address:#x}: {reason}")
 
 
 def _addresses(session: str) -> frozenset[str]:

@@ -89,6 +89,8 @@ class MooncakeEngine(Protocol):
 
     def register_memory(self, address: int, size: int, /) -> int: ...
 
+    def unregister_memory(self, address: int, /) -> int: ...
+
     def transfer_submit_write(self, session: str, source: int, destination: int, size: int, /) -> int:
         """An id (a raw pointer), or 0 when the peer cannot be reached."""
 

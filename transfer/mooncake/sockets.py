@@ -3,13 +3,14 @@ listeners, cut and reset its connections.
 
 Every engine opens two listeners on all interfaces, without authentication: one for handshakes (its port is the engine's
 address, the *session*) and one for data. The handshake frame is `uint64 length, uint8 type, JSON`; type 1 asks for the
-engine's description, which names the data port and the registered regions.
+engine's description, which names the data port, the registered regions and the HCAs; type 0 asks for a connection
+between two HCAs.
 """
 
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ import msgspec
 from ...configs.errors import PdserveError
 from ..tcp_info import NO_LINGER, borrowed_socket, tcp_counters
 
+_CONNECT: Final = 0
 _DESCRIBE: Final = 1
 _HEADER: Final = struct.Struct("<QB")
 _REPLY_LIMIT_BYTES: Final = 16 << 20
@@ -37,12 +39,20 @@ class Region(msgspec.Struct, frozen=True):
     length: int
 
 
+class Hca(msgspec.Struct, frozen=True):
+    """A device of an RDMA engine, and its address."""
+
+    name: str
+    gid: str = ""
+
+
 class EngineDescription(msgspec.Struct, frozen=True):
     """The description that an engine sends of itself; unknown fields are ignored."""
 
     name: str
     tcp_data_port: int | None = None
     buffers: tuple[Region, ...] = ()
+    devices: tuple[Hca, ...] = ()
 
     def holds(self, wanted: Region) -> bool:
         return any(
@@ -62,25 +72,40 @@ def describe_engine(session: str, timeout_s: float) -> EngineDescription:
     The kernel of a stopped or hung process accepts connections, but nothing answers, which Mooncake itself notices only
     after 60 s. Raises PeerUnreachableError with a sentence for the operator.
     """
+    answer = _ask(session, _DESCRIBE, {}, timeout_s)
+    try:
+        return _description.decode(answer)
+    except msgspec.DecodeError as error:
+        raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake: {error}") from error
+
+
+def end_rdma_connection(session: str, ours: str, theirs: str, timeout_s: float) -> None:
+    """Make our engine at `session` give up its RDMA connection from `ours` to `theirs` (ENGINE@DEVICE), in the name of
+    the peer: as if the peer had restarted, but with no queue pairs, so that the new connection fails.
+    """
+    refused = {"local_nic_path": theirs, "peer_nic_path": ours, "qp_num": (), "reply_msg": ""}
+    _ask(session, _CONNECT, refused, timeout_s)
+
+
+def _ask(session: str, kind: int, message: Mapping[str, object], timeout_s: float) -> bytes:
+    """Send a handshake message and return the answer. Raises PeerUnreachableError."""
     host, port = split_session(session)
     deadline = time.monotonic() + timeout_s
+    content = msgspec.json.encode(message)
     try:
         with socket.create_connection((host, port), timeout_s) as connection:
-            connection.sendall(_HEADER.pack(3, _DESCRIBE) + b"{}")
+            connection.sendall(_HEADER.pack(1 + len(content), kind) + content)
             header = _receive(connection, _HEADER.size, deadline)
-            length, kind = _HEADER.unpack(header)
-            if kind != _DESCRIBE or not 1 < length <= _REPLY_LIMIT_BYTES:
+            length, answered = _HEADER.unpack(header)
+            if answered != kind or not 1 < length <= _REPLY_LIMIT_BYTES:
                 raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake")
-            body = _receive(connection, length - 1, deadline)
-        return _description.decode(body)
+            return _receive(connection, length - 1, deadline)
     except TimeoutError as error:
         raise PeerUnreachableError(f"decode {session} does not answer (waited {timeout_s:g} s)") from error
     except ConnectionRefusedError as error:
         raise PeerUnreachableError(f"decode {session} refuses connections: no engine listens there") from error
     except (OSError, UnicodeError) as error:  # the latter: no host can have this name
         raise PeerUnreachableError(f"decode {session} cannot be reached: {error}") from error
-    except msgspec.DecodeError as error:
-        raise PeerUnreachableError(f"{session} does not speak Mooncake's handshake: {error}") from error
 
 
 def split_session(session: str) -> tuple[str, int]:

@@ -4,14 +4,14 @@ Each (prefill rank, decode rank, pool) has a list, best first. `auto` has RDMA i
 pools are on GPUs of one machine, and TCP. Host memory never uses nvlink. At pairing the sender probes them (`probe.py`)
 and uses the first that works.
 
-This project has not run RDMA on hardware: the tests check the calls into Mooncake only.
+This project has not run RDMA on hardware: `make test-rdma` runs it with SoftRoCE in a virtual machine.
 """
 
 import hashlib
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ..protocol.messages import Pool, Rank
 from .engine import ReceiveEngine
 from .infiniband import devices_for_rank
 from .library import Transport
+from .rdma_engine import RdmaEngine
 from .sockets import Region
 
 log = logging.getLogger(__name__)
@@ -44,12 +45,15 @@ class KvRoute(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalTransport:
-    """Transport settings of this rank: the setting, the address for peers, and its HCAs (empty: no RDMA)."""
+    """Transport settings of this rank: the setting, the address for peers, and its HCAs (empty: no RDMA). `rdma` is the
+    engine of a rank that writes over RDMA.
+    """
 
     setting: TransportSetting
     host: str
     rdma_devices: tuple[str, ...] = ()
     gid_index: int | None = None
+    rdma: RdmaEngine | None = field(default=None, compare=False)
 
 
 def resolve_transport(config: ServerConfig, local_rank: int) -> LocalTransport:
@@ -68,18 +72,25 @@ def resolve_transport(config: ServerConfig, local_rank: int) -> LocalTransport:
     return LocalTransport(config.transport, config.public_host, devices, config.ib_gid_index)
 
 
-def drop_unusable_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport:
-    """`local` without RDMA if an RDMA engine cannot be started or cannot register this memory.
+def open_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport:
+    """`local` with an RDMA engine in which this memory is registered, for as long as the process lives.
 
-    For example, GPU memory needs a kernel module. Costs a registration. Raises StartupError if the setting is `rdma`.
+    Without RDMA if the engine cannot be started or cannot register the memory: for example, GPU memory needs a kernel
+    module. Raises StartupError if the setting is `rdma`.
     """
     if not local.rdma_devices:
         return local
-    engine = open_receiver("rdma", local, memory)
-    if engine is None:
+    try:
+        engine = RdmaEngine(local.host, devices=local.rdma_devices, gid_index=local.gid_index)
+        for region in memory:
+            engine.hold(region)
+    except StartupError as error:
+        if local.setting == "rdma":
+            raise
+        log.warning("transport rdma is not available: %s", error)
         return replace(local, rdma_devices=())
-    engine.close()
-    return local
+    log.info("KV is written over RDMA with %s; the KV pools are registered", engine.describe())
+    return replace(local, rdma=engine)
 
 
 def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[Region]) -> ReceiveEngine | None:

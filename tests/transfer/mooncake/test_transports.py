@@ -28,16 +28,18 @@ from pdserve.transfer.data.routed_engine import PoolPair
 from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake import engine as engine_module
 from pdserve.transfer.mooncake import library as mooncake_library
+from pdserve.transfer.mooncake import rdma_engine as rdma_engine_module
 from pdserve.transfer.mooncake import transports as transports_module
 from pdserve.transfer.mooncake.engine import SendEngine
 from pdserve.transfer.mooncake.infiniband import devices_for_rank
+from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import EngineDescription, Region
 from pdserve.transfer.mooncake.transports import (
     KvRoute,
     LocalTransport,
     describe_transport_mismatch,
-    drop_unusable_rdma,
     machine_id,
+    open_rdma,
     possible_routes,
     resolve_transport,
 )
@@ -107,6 +109,10 @@ class RecordingEngine:
         self.registered.append((address, size))
         return self.registers
 
+    def unregister_memory(self, address: int) -> int:
+        self.registered = [region for region in self.registered if region[0] != address]
+        return 0
+
     def transfer_submit_write(self, session: str, source: int, destination: int, size: int) -> int:
         assert session == "10.0.0.9:3"
         self.written.append((source, destination, size))
@@ -128,7 +134,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
     for name in (*mooncake_library.SETTINGS, "MC_GID_INDEX", "MC_FORCE_TCP", "MC_FORCE_HCA"):
         monkeypatch.setenv(name, "before")
     description = EngineDescription("", buffers=(Region(0, 1 << 62),))
-    monkeypatch.setattr(engine_module, "describe_engine", lambda *_: description)
+    for module in (engine_module, rdma_engine_module):
+        monkeypatch.setattr(module, "describe_engine", lambda *_: description)
     monkeypatch.setattr(engine_module, "confine_to_loopback", lambda _: None)
     yield RecordingEngine.made
     RecordingEngine.registers = 0
@@ -281,26 +288,30 @@ def test_nvlink_needs_a_pool_on_a_gpu() -> None:
 def test_rdma_is_disabled_if_memory_cannot_be_registered(engines: list[RecordingEngine]) -> None:
     regions = [Region(4096, 100)]
     usable = local("auto", "mlx5_0")
-    assert drop_unusable_rdma(usable, regions) is usable
+    opened = open_rdma(usable, regions)
+    assert (opened, opened.rdma is not None) == (usable, True)
     assert engines[0].registered == [(4096, 100)]
     RecordingEngine.registers = -1
-    assert drop_unusable_rdma(usable, regions) == local("auto")
+    assert open_rdma(usable, regions) == local("auto")
     with pytest.raises(StartupError, match="cannot register 100 bytes"):
-        drop_unusable_rdma(local("rdma", "mlx5_0"), regions)
-    assert drop_unusable_rdma(local("rdma"), regions) == local("rdma")
+        open_rdma(local("rdma", "mlx5_0"), regions)
+    assert open_rdma(local("rdma"), regions) == local("rdma")
     assert len(engines) == 3, "an engine was opened without an HCA"
 
 
-def test_rdma_sender_registers_its_sources_and_listens_on_the_advertised_host(engines: list[RecordingEngine]) -> None:
-    sources = [Region(4096, 100), Region(8192, 50)]
-    send = SendEngine(
-        "10.0.0.9:3", [], transport="rdma", host="10.0.0.1", devices=("mlx5_1",), gid_index=2, sources=sources
-    )
+def test_all_peers_share_an_rdma_engine_and_a_registration(engines: list[RecordingEngine]) -> None:
+    pool, buffer = Region(4096, 100), Region(8192, 50)
+    rdma = RdmaEngine("10.0.0.1", devices=("mlx5_1",), gid_index=2)
+    rdma.hold(pool)
     assert engines[0].arguments == ("10.0.0.1:0", "P2PHANDSHAKE", "rdma", "mlx5_1")
     assert engines[0].environment["MC_GID_INDEX"] == "2"
-    assert engines[0].registered == [(4096, 100), (8192, 50)]
-    send.destroy()
-    SendEngine("10.0.0.9:1", [], sources=sources).destroy()
+    senders = [SendEngine("10.0.0.9:3", [], transport="rdma", rdma=rdma, sources=[pool, buffer]) for _ in range(2)]
+    for sender in senders:
+        assert engines[0].registered == [(4096, 100), (8192, 50)]
+        sender.destroy()
+        sender.destroy()
+    assert engines[0].registered == [(4096, 100)], "the buffer was of these senders only"
+    SendEngine("10.0.0.9:1", [], sources=[pool]).destroy()
     assert engines[1].arguments == ("127.0.0.1:0", "P2PHANDSHAKE", "tcp", "")
     assert engines[1].registered == []
 
@@ -314,23 +325,24 @@ def test_a_sender_over_rdma_writes_from_all_its_pools(engines: list[RecordingEng
         [first, second],
         window=4,
         on_result=results.put,
-        local=LocalTransport("auto", "10.0.0.1", ("mlx5_0",)),
+        local=open_rdma(local("auto", "mlx5_0"), []),
     )
     runs = CopyRuns(np.array([10]), np.array([20]), np.array([30]))
     sender.submit(SendJob(TransferKey(1, 0), runs, first))
     sender.submit(SendJob(TransferKey(1, 0), runs, second))
     assert results.get(timeout=5).ok
     assert results.get(timeout=5).ok
-    sender.close()
     assert engines[0].registered == [(4096, 100), (8192, 50)]
+    sender.close()
     assert engines[0].written == [(4106, 1_000_020, 30), (8202, 2_000_020, 30)]
 
 
 def test_source_memory_that_cannot_be_registered_fails_the_job(engines: list[RecordingEngine]) -> None:
     results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
-    RecordingEngine.registers = -1
     pools = PoolPair(Region(4096, 100), DEVICE)
-    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], [pools], window=4, on_result=results.put)
+    rdma = open_rdma(local("auto", "mlx5_0"), [])
+    RecordingEngine.registers = -1
+    sender = PeerSender([KvRoute("rdma", "10.0.0.9:3")], [pools], window=4, on_result=results.put, local=rdma)
     sender.submit(SendJob(TransferKey(1, 0), CopyRuns(np.array([0]), np.array([0]), np.array([30])), pools))
     result = results.get(timeout=5)
     sender.close()

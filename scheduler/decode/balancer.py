@@ -22,7 +22,7 @@ def choose_for_submit(schedulers: Sequence[DecodeScheduler], submit: Submit) -> 
     prefix that is not crowded, then the one with the fewest requests. If none has enough pages: the one with the
     shortest queue.
     """
-    counts = [len(scheduler.requests) + scheduler.held_requests() for scheduler in schedulers]
+    counts = [len(scheduler.requests) for scheduler in schedulers]
     fewest = min(counts)
     samples = 1 + len(submit.more_rids)
 

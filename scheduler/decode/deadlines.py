@@ -68,7 +68,7 @@ class Deadlines:
                 ends.append((max(prompt.refused_since, self._resumed_at) + limits.prefill_wait_s, "prefill_wait_s"))
         # not for a retracted request (it has output): it has no queue timeout if its KV is saved, so none here either
         if request.waits_for_prefill and not request.output_ids:
-            sent = request.state is not State.QUEUED
+            sent = request.state not in (State.COMPILING, State.QUEUED)
             sent_in_time = since + LAST_CHANCE * limits.queue_timeout_s if sent else since
             ends.append((max(prompt.waits_since + limits.queue_timeout_s, sent_in_time), "queue_timeout_s"))
         return min(ends)
@@ -103,6 +103,10 @@ class Deadlines:
                     f"no prefill server{where} {what}; waited {limits.prefill_wait_s:g} s ({field})"
                     + (f": {why}" if why else ""),
                     retry_after_s=1,
+                )
+            case "queue_timeout_s" if request.state is State.COMPILING:
+                return UnavailableError(
+                    f"its grammar was not compiled within {limits.queue_timeout_s:g} s ({field})", retry_after_s=1
                 )
             case "queue_timeout_s":
                 busy = request.state is not State.QUEUED or self._dispatcher.pace.is_busy(prompt.endpoint)

@@ -7,6 +7,7 @@ from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
+from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Tokens
 from ..messages.lifecycle import State
@@ -32,6 +33,7 @@ class Endings:
         run_queue: RunQueue,
         retracted: Retractions,
         dispatcher: PrefillDispatcher,
+        compiling: GrammarQueue[Prompt],
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""
@@ -45,6 +47,7 @@ class Endings:
         self._run_queue = run_queue
         self._retracted = retracted
         self._dispatcher = dispatcher
+        self._compiling = compiling
 
     def accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
         """Send a sampled token to the frontend; end the request if it is the last one."""
@@ -64,6 +67,8 @@ class Endings:
     def end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
         """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
         match request.state:
+            case State.COMPILING if request.prompt.waiting == [request]:
+                self._compiling.remove(request.prompt)
             case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # no other sample waits
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.COMPUTING if request.prompt.waiting == [request]:

@@ -6,7 +6,8 @@ Pure: integers in, effects out; `now` is a parameter. One thread calls it, betwe
                             '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
                                                    '--- RETRACTED <-- out of pages -'
 
-A prompt is PREFILLING on a prefill server, or COMPUTING here, in chunks beside the running requests.
+A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
+in chunks beside the running requests.
 
 Three invariants:
 - `Admission.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
@@ -19,7 +20,7 @@ empty, a request is retracted (`retraction.py`) and continues later with the sam
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...configs.errors import AbortedError, RequestError, UnavailableError
 from ...memory.index_spaces import KvPage
@@ -39,6 +40,7 @@ from ...transfer.protocol.messages import (
     TransferFailed,
     TransferKey,
 )
+from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect, Outbox
 from ..messages.frontend import FinishReason, Submit
@@ -94,6 +96,7 @@ class DecodeScheduler:
             limits, pages, self.cache, self.memory, self.kv_store, counters=self.counters, outbox=self._outbox
         )
         self.rates = resources.rates
+        self.compiling: GrammarQueue[Prompt] = GrammarQueue(self._outbox)
         self.dispatcher = PrefillDispatcher(resources, rings)
         self.run_queue = RunQueue(limits)
         self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
@@ -104,6 +107,7 @@ class DecodeScheduler:
             run_queue=self.run_queue,
             retracted=self.retracted,
             dispatcher=self.dispatcher,
+            compiling=self.compiling,
         )
         self.requests = self.endings.requests
         self.admission = Admission(
@@ -135,21 +139,20 @@ class DecodeScheduler:
             run_queue=self.run_queue,
             endings=self.endings,
             deadlines=self._deadlines,
+            compiling=self.compiling,
         )
-        self.held_requests: Callable[[], int] = lambda: 0
-        """Counts the requests that wait for their grammars to compile, and are submitted after that."""
         self._peers_changed = False
         """Prefill servers have changed since the last turn: queued prompts may be too long for the present ones."""
 
     # -- events: clients ---------------------------------------------------------------------------------------
 
     def submit(self, submit: Submit, now: float) -> None:
-        """Queue a prompt with all its samples, or refuse it at once."""
+        """Queue a prompt with all its samples, now or when its grammar is compiled; or refuse it at once."""
         self._submissions.submit(submit, now)
 
-    def refuse(self, submit: Submit, error: RequestError) -> None:
-        """Refuse a prompt with all its samples."""
-        self._submissions.refuse(submit, error)
+    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+        """The rank that samples has compiled a grammar, or cannot."""
+        self._submissions.grammar_ready(number, problem, now)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
@@ -413,7 +416,7 @@ class DecodeScheduler:
 
     def load(self) -> Load:
         return Load(
-            waiting_requests=len(self.dispatcher.queue),
+            waiting_requests=len(self.compiling) + len(self.dispatcher.queue),
             running_requests=len(self.run_queue.running),
             waiting_tokens=self.waiting_tokens,
             cache_reports=self.dispatcher.peers.compares_caches,
@@ -426,6 +429,7 @@ class DecodeScheduler:
         for request in self.requests.values():
             prompt = request.prompt
             queued_as = (
+                (State.COMPILING, prompt in self.compiling and request in prompt.waiting),
                 (State.QUEUED, prompt in self.dispatcher.queue and request in prompt.waiting),
                 (State.PREFILLING, prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting),
                 (State.COMPUTING, prompt in self.dispatcher.local and request in prompt.waiting),

@@ -7,8 +7,10 @@ import msgspec
 
 from ...configs.errors import ClientError, OverloadedError, RequestError, UnavailableError
 from ...memory.page_hashes import unpack_hashes
+from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
+from ..messages.lifecycle import State
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .endings import Endings
@@ -32,6 +34,7 @@ class Submissions:
         run_queue: RunQueue,
         endings: Endings,
         deadlines: Deadlines,
+        compiling: GrammarQueue[Prompt],
     ) -> None:
         self._limits = resources.limits
         self._pages = resources.pages
@@ -41,14 +44,13 @@ class Submissions:
         self._run_queue = run_queue
         self._endings = endings
         self._deadlines = deadlines
+        self._compiling = compiling
         self.accepting = True
         self.calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
-        """Whether each of the last calls was accepted, by the rid of its first prompt (`Submit.follows`). Prompts of
-        several calls may arrive interleaved, because each prompt arrives when its grammar is compiled.
-        """
+        """Whether each of the last calls was accepted, by the rid of its first prompt (`Submit.follows`)."""
 
     def submit(self, submit: Submit, now: float) -> None:
-        """Queue a prompt with all its samples, or refuse it at once."""
+        """Queue a prompt with all its samples, now or when its grammar is compiled; or refuse it at once."""
         rids = (submit.rid, *submit.more_rids)
         error = self._refusal(submit, now)
         if error is not None:
@@ -73,9 +75,26 @@ class Submissions:
             prompt.members.append(request)
             self._deadlines.watch(request)
         self._counters["requests"] += len(rids)
-        self._dispatcher.enqueue(prompt, now)
+        if submit.sampling.grammar is None:
+            self._dispatcher.enqueue(prompt, now)
+        else:
+            self._compiling.push(prompt, submit.sampling.grammar)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
+
+    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+        """A grammar is compiled: queue its prompt. Or end its requests, because it cannot be."""
+        prompt = self._compiling.take(number)
+        if prompt is None:
+            return
+        for request in prompt.waiting:
+            request.lifecycle.advance(State.QUEUED, now)
+            self._deadlines.watch(request)
+        self._dispatcher.enqueue(prompt, now)
+        if problem is not None:
+            self._endings.end_all(prompt, ClientError(f"the grammar {problem}"), now)
+        else:
+            self._check_peers(prompt, now)
 
     def refuse(self, submit: Submit, error: RequestError) -> None:
         """Refuse a prompt with all its samples."""
@@ -88,16 +107,17 @@ class Submissions:
         servers.
         """
         for prompt in list(self._dispatcher.queue):
-            if (several := self._several_servers(prompt.endpoint)) is not None:
-                self._endings.end_all(prompt, several, now)
-                continue
-            most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
-            if prompt.tokens > most_tokens:
-                local = most_tokens == self._dispatcher.largest_local
-                error = too_long(
-                    prompt.tokens, prompt.output_tokens, most_tokens, local=local, window=self._limits.window
-                )
-                self._endings.end_all(prompt, error, now)
+            self._check_peers(prompt, now)
+
+    def _check_peers(self, prompt: Prompt, now: float) -> None:
+        if (several := self._several_servers(prompt.endpoint)) is not None:
+            self._endings.end_all(prompt, several, now)
+            return
+        most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
+        if prompt.tokens > most_tokens:
+            local = most_tokens == self._dispatcher.largest_local
+            error = too_long(prompt.tokens, prompt.output_tokens, most_tokens, local=local, window=self._limits.window)
+            self._endings.end_all(prompt, error, now)
 
     def _several_servers(self, endpoint: str | None) -> RequestError | None:
         """The error of a request that names an endpoint which stands for several servers. A router that gives a name
@@ -111,7 +131,8 @@ class Submissions:
         )
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """The error if this prompt is refused. Requests whose KV is here and that do not run count as queued. A call
+        """The error if this prompt is refused. Prompts that wait for their grammar, and requests whose KV is here and
+        that do not run, count as queued. A call
         with several prompts is accepted as a whole if the queue has room for its first prompt: under load, the queue
         would rarely have room for all of them.
         """
@@ -130,7 +151,8 @@ class Submissions:
         )
         if error is not None:
             return error
-        room = len(self._dispatcher.queue) + self._run_queue.waiting < self._limits.max_queued_requests
+        waiting = len(self._compiling) + len(self._dispatcher.queue) + self._run_queue.waiting
+        room = waiting < self._limits.max_queued_requests
         if submit.follows is None:
             self.calls[submit.rid] = room
             self.calls.move_to_end(submit.rid)

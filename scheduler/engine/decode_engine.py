@@ -5,8 +5,7 @@ import dataclasses
 import logging
 from typing import Literal
 
-from ...configs.errors import ClientError, ServerError
-from ...configs.sampling import Grammar, SamplingParams
+from ...configs.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import (
     LoadReported,
@@ -53,7 +52,6 @@ from ..messages.ranks import (
 )
 from ..ranks.group import RankGroup
 from .engine import Engine
-from .grammar_gate import GrammarGate
 from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
@@ -89,21 +87,15 @@ class DecodeEngine(Engine[DecodeScheduler]):
         """Totals of the hot buffers of each stage, by its first rank, which reports them."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
         """How many ranks have completed a command or a copy."""
-        self._gate: GrammarGate[Submit] = GrammarGate(ranks.tell)
-        scheduler.held_requests = lambda: sum(1 + len(held.more_rids) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
-            case Submit(sampling=SamplingParams(grammar=Grammar() as grammar)):
-                self._gate.hold(event, grammar)
             case Submit():
                 scheduler.submit(event, now)
             case GrammarReady(number=number, problem=problem):
-                self._grammar_ready(number, problem, now)
+                scheduler.grammar_ready(number, problem, now)
             case Cancel(rid=rid, stopped=stopped):
-                for held in self._gate.release(lambda held: rid in (held.rid, *held.more_rids)):
-                    scheduler.submit(held, now)
                 scheduler.cancel(rid, now, stopped=stopped)
             case CommandDone(command_id=command_id):
                 if self._all_done("command", command_id):
@@ -161,19 +153,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 scheduler.peers_unreachable(reasons)
             case _:
                 super().handle(event, now)
-
-    def _grammar_ready(self, number: int, problem: str | None, now: float) -> None:
-        held = self._gate.ready(number)
-        if held is None:
-            return
-        if problem is None:
-            self.scheduler.submit(held, now)
-        else:
-            self.scheduler.refuse(held, ClientError(f"the grammar {problem}"))
-
-    def release_held(self, now: float) -> None:
-        for held in self._gate.release():
-            self.scheduler.submit(held, now)
 
     def _handle_message(self, message: object, now: float) -> None:
         scheduler = self.scheduler
@@ -255,4 +234,4 @@ class DecodeEngine(Engine[DecodeScheduler]):
         return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
 
     def answered(self) -> bool:
-        return not self.scheduler.requests and not self._gate
+        return not self.scheduler.requests

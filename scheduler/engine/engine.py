@@ -75,10 +75,6 @@ class Engine(abc.ABC, Generic[SchedulerT]):
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
 
-    @abc.abstractmethod
-    def release_held(self, now: float) -> None:
-        """Pass requests that wait for their grammar to the scheduler, which refuses them because the server stops."""
-
     def perform(self, effect: Effect) -> None:
         """Perform one effect that is not for the frontend. Raises if it cannot be performed."""
         match effect:

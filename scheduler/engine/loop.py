@@ -280,7 +280,6 @@ class EngineLoop(Generic[EngineT]):
     def _stop_accepting(self) -> None:
         for engine in self.engines:
             engine.scheduler.stop_accepting()
-            engine.release_held(time.monotonic())
 
     def _fail_all(self, reason: str, now: float) -> None:
         for engine in self.engines:

@@ -3,7 +3,6 @@
 import logging
 from typing import NamedTuple
 
-from ...configs.sampling import Grammar, SamplingParams
 from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.data.chunks import ChunkWritten
@@ -30,7 +29,6 @@ from ..prefill.request import PageSpace, PrefillRequest
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
 from .engine import Engine
-from .grammar_gate import GrammarGate
 from .step_rows import prefill_row
 
 log = logging.getLogger(__name__)
@@ -68,22 +66,15 @@ class PrefillEngine(Engine[PrefillScheduler]):
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
         """For each chunk that some ranks have written, but not all: the reports so far."""
-        self._gate: GrammarGate[MessageReceived] = GrammarGate(ranks.tell)
-        scheduler.held_tokens = lambda: sum(len(held.arrays[0]) for held in self._gate)
 
     def handle(self, event: object, now: float) -> None:
         scheduler = self.scheduler
         match event:
-            case MessageReceived(message=KvDestination(sampling=SamplingParams(grammar=Grammar() as grammar))):
-                self._gate.hold(event, grammar)
             case MessageReceived(message=KvDestination()):
                 self._receive(event, now)
             case GrammarReady(number=number, problem=problem):
-                if (held := self._gate.ready(number)) is not None:
-                    self._receive(held, now, problem)
-            case MessageReceived(instance=instance, message=Abort(key=key) as message):
-                for held in self._gate.release(lambda held: _is_about(held, instance, key)):
-                    self._receive(held, now)
+                scheduler.grammar_ready(number, problem, now)
+            case MessageReceived(instance=instance, message=Abort() as message):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
@@ -103,7 +94,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 if remark is not None and 0 in self._ranks.numbers:  # once per server
                     log.warning("decode %s: %s", instance, remark)
             case PeerLost(instance=instance, reason=reason):
-                self._gate.release(lambda held: held.instance == instance)
                 scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
                 self._open.discard(instance)
@@ -115,25 +105,17 @@ class PrefillEngine(Engine[PrefillScheduler]):
             case _:
                 super().handle(event, now)
 
-    def _receive(self, event: MessageReceived, now: float, problem: str | None = None) -> None:
-        """Pass a KvDestination to the scheduler, or refuse it because its grammar cannot be compiled."""
+    def _receive(self, event: MessageReceived, now: float) -> None:
+        """Pass a KvDestination to the scheduler."""
         message, (prompt, indices, *more) = event.message, event.arrays
         assert isinstance(message, KvDestination)
-        if problem is None:
-            # older peers send fewer arrays, newer ones may send more
-            hot_indices, trace = (array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2])
-            traceparent = unpack_text(trace) or None
-            request = PrefillRequest(
-                event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices, traceparent
-            )
-            self.scheduler.receive(request, now)
-        else:
-            failed = TransferFailed(message.key, f"the grammar {problem}", retryable=False, refused=True)
-            self._control.send(event.instance, failed)
-
-    def release_held(self, now: float) -> None:
-        for held in self._gate.release():
-            self._receive(held, now)
+        # older peers send fewer arrays, newer ones may send more
+        hot_indices, trace = (array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2])
+        traceparent = unpack_text(trace) or None
+        request = PrefillRequest(
+            event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices, traceparent
+        )
+        self.scheduler.receive(request, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
         try:
@@ -165,7 +147,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         return RunStep(step.command_id, tuple(map(prefill_row, step.chunks))) if step is not None else None
 
     def answered(self) -> bool:
-        return self.scheduler.idle and not self._gate
+        return self.scheduler.idle
 
     def writes(self) -> bool:
         return bool(self.scheduler.requests)
@@ -181,10 +163,6 @@ def _page_space(hello: Hello) -> PageSpace:
         in_host_memory=any(pool.memory == "host" for rank in hello.ranks for pool in rank.pools),
         hot_pages=min(hot) if len(hot) == len(hello.ranks) else 0,
     )
-
-
-def _is_about(held: MessageReceived, instance: InstanceId, key: TransferKey) -> bool:
-    return held.instance == instance and isinstance(held.message, KvDestination) and held.message.key == key
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

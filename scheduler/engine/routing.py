@@ -63,8 +63,7 @@ class DecodeRouter(EventRouter[DecodeScheduler]):
             case Submit():
                 return (self._choose(event),)
             case Cancel(rid=rid):
-                # a request that waits for its grammar is in no scheduler yet
-                return [number for number in self._all if rid in self._schedulers[number].requests] or self._all
+                return [number for number in self._all if rid in self._schedulers[number].requests]
             case _:
                 return self._all
 
@@ -83,8 +82,8 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     """Events of the frontend and of the control thread of a prefill server."""
 
     def route(self, event: object) -> Sequence[int]:
-        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort, the Abort goes to all
-        engines: the transfer has ended, or waits in one of them for its grammar. Repeated answers do no harm.
+        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort, it has ended: the first
+        engine answers.
         """
         if len(self._all) == 1:
             return self._all
@@ -94,7 +93,7 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
                 return (choose_for_prompt(self._schedulers, prompt.tolist()) if known is None else known,)
             case MessageReceived(message=Abort(key=key), instance=instance):
                 holder = self._holder((instance, key))
-                return self._all if holder is None else (holder,)
+                return (holder or 0,)
             case PeerUp() | PeerLost() | PeerClosed() | LoadReported() | FlushCache():
                 return self._all
             case _:

@@ -12,7 +12,7 @@ import msgspec
 from ...transfer.data.chunks import ChunkWrite
 from ...transfer.protocol.messages import AnyMessage, InstanceId
 from .frontend import ToFrontend
-from .ranks import CancelChunks, HotCommand, PageCommand, PartCommand, StoreCommand
+from .ranks import CancelChunks, GrammarCommand, HotCommand, PageCommand, PartCommand, StoreCommand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ Effect = (
     | ChunkWrite
     | CancelChunks
     | StoreCommand
+    | GrammarCommand
 )
 
 

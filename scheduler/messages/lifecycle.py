@@ -13,6 +13,7 @@ from ...configs.errors import PdserveError
 class State(enum.StrEnum):
     """A request on a decode server."""
 
+    COMPILING = "compiling"  # waits until its grammar is compiled
     QUEUED = "queued"  # waits for memory and for a prefill server
     RESERVED = "reserved"  # has its pages
     PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
@@ -28,6 +29,7 @@ class State(enum.StrEnum):
 class PrefillState(enum.StrEnum):
     """A request on a prefill server."""
 
+    COMPILING = "compiling"  # waits until its grammar is compiled
     WAITING = "waiting"  # waits for pages
     LOADING = "loading"  # has pages; a part of its KV is loaded from the KV store
     COMPUTING = "computing"  # has pages; chunks are computed, and sent when they are ready
@@ -37,6 +39,7 @@ class PrefillState(enum.StrEnum):
 
 
 DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.COMPILING: frozenset({State.QUEUED, State.DRAINING}),
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
     State.RESERVED: frozenset({State.PREFILLING, State.COMPUTING}),
     State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
@@ -50,6 +53,7 @@ DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
 }
 
 PREFILL_TRANSITIONS: Mapping[PrefillState, frozenset[PrefillState]] = {
+    PrefillState.COMPILING: frozenset({PrefillState.WAITING, PrefillState.CLOSING}),
     PrefillState.WAITING: frozenset({PrefillState.LOADING, PrefillState.COMPUTING, PrefillState.CLOSING}),
     PrefillState.LOADING: frozenset({PrefillState.COMPUTING, PrefillState.CLOSING}),
     PrefillState.COMPUTING: frozenset({PrefillState.SENDING, PrefillState.CLOSING}),

@@ -170,6 +170,12 @@ class PrepareGrammar(Command, frozen=True):
     grammar: Grammar
 
 
+class DropGrammar(Command, frozen=True):
+    """No request waits for this grammar any more: it is not compiled, unless that has begun."""
+
+    number: int
+
+
 class StoreLoad(Command, frozen=True):
     """Load the first of these blocks that the KV store delivers within `timeout_s`; each lookup may take
     `lookup_timeout_s`. The blocks go to `pages`, from token `offset` on; the first `skip` tokens are in their pages
@@ -215,10 +221,11 @@ StoreCommand = StoreLoad | StoreWrite | StorePing
 InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StoreLoad | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
+GrammarCommand = PrepareGrammar | DropGrammar
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
 TransferCommand = (
-    OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | PrepareGrammar | StoreWrite | StorePing
+    OpenPeer | ClosePeer | ChunkWrite | CancelChunks | PartCommand | GrammarCommand | StoreWrite | StorePing
 )
 """Commands that do not wait for the steps sent before them. They run at once, in order among themselves. They are about
 grammars, or about KV that is complete or that a named step (`ChunkWrite.after`) completes. A ChunkWrite goes to all

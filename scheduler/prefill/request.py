@@ -63,7 +63,8 @@ class PrefillRequest:
         """None unless it is traced."""
         self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
-        self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, PrefillState.WAITING, now)
+        first = PrefillState.WAITING if destination.sampling.grammar is None else PrefillState.COMPILING
+        self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, first, now)
         self.grant: PageGrant[KvPage] | None = None
         self.cached = 0
         """Tokens [0, cached) were found in the prefix cache, or loaded from the KV store."""

@@ -2,7 +2,7 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    KvDestination -> WAITING -> [LOADING ->] COMPUTING -> SENDING -> CLOSED        (PrefillDone)
+    KvDestination -> [COMPILING ->] WAITING -> [LOADING ->] COMPUTING -> SENDING -> CLOSED        (PrefillDone)
                         any of them -> CLOSING -> CLOSED              (TransferFailed or AbortAck)
 
 A chunk is sent as soon as it is computed, while the next one computes. Pages are released, and decode gets the terminal
@@ -12,7 +12,7 @@ message, only after all chunks in flight have reported their end.
 import collections
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
@@ -31,6 +31,7 @@ from ...transfer.protocol.messages import (
     TransferKey,
 )
 from ..chunking.fair_queue import MAX_MISFITS, FairQueue
+from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
@@ -77,8 +78,7 @@ class PrefillScheduler:
         self.requests = self._transfers.requests
         self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
-        self.held_tokens: Callable[[], int] = lambda: 0
-        """Counts the tokens of prompts that wait for their grammars to compile, and arrive here after that."""
+        self._compiling: GrammarQueue[PrefillRequest] = GrammarQueue(self._outbox)
         self.kv_store: KvStore[PrefillRequest] | None = None
         self.stored: StoredPrefixes | None = None
         if store_limits is not None:
@@ -112,11 +112,11 @@ class PrefillScheduler:
         self.staging.peer_closed(instance)
 
     def receive(self, request: PrefillRequest, now: float) -> None:
-        """Queue a new request, or refuse it at once."""
+        """Queue a new request, now or when its grammar is compiled; or refuse it at once."""
         if request.ref in self.requests:
             self.counters["stale_messages"] += 1
             return
-        if len(self._waiting) >= self.limits.max_queued_requests:
+        if self._queued >= self.limits.max_queued_requests:
             self._start_waiting(now)  # many requests may arrive in one turn: make room before one is refused
         refusal = self._refusal(request)
         if refusal is not None:
@@ -127,7 +127,22 @@ class PrefillScheduler:
         request.path = self._transfers.spaces[request.instance].path(request.destination)
         self.requests[request.ref] = request
         self._expire_at = min(self._expire_at, request.deadline)
+        grammar = request.destination.sampling.grammar
+        if grammar is None:
+            self._waiting.push(request)
+        else:
+            self._compiling.push(request, grammar)
+
+    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+        """The rank that samples has compiled a grammar, or cannot."""
+        request = self._compiling.take(number)
+        if request is None:
+            return
+        request.lifecycle.advance(PrefillState.WAITING, now)
         self._waiting.push(request)
+        if problem is not None:
+            request.retryable = False
+            self._transfers.close(request, f"the grammar {problem}", now)
 
     def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
         """Decode aborts a request. An unknown request has ended: none of its writes are in flight."""
@@ -304,7 +319,7 @@ class PrefillScheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that are not computed yet."""
-        waiting = (*self._waiting, *self._loading, *self._computing)
+        waiting = (*self._compiling, *self._waiting, *self._loading, *self._computing)
         return sum(request.prompt_tokens - request.computed for request in waiting)
 
     @property
@@ -316,7 +331,7 @@ class PrefillScheduler:
         running, limits = self._running, self.limits
         tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
-            waiting_requests=len(self._waiting) + len(self._loading) + len(self._computing) - running,
+            waiting_requests=self._queued + len(self._loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
             accepting=not self._transfers.leaving,
@@ -332,6 +347,11 @@ class PrefillScheduler:
     # -- requests ----------------------------------------------------------------------------------------------
 
     @property
+    def _queued(self) -> int:
+        """Requests that wait for their grammar or for pages."""
+        return len(self._compiling) + len(self._waiting)
+
+    @property
     def _running(self) -> int:
         """Requests that are in steps in flight."""
         return sum(request.state is PrefillState.COMPUTING for request in self._computing.running)
@@ -343,8 +363,8 @@ class PrefillScheduler:
         refuse = functools.partial(TransferFailed, request.key, refused=True, leaving=self._transfers.leaving)
         if self._transfers.leaving:
             return refuse(reason="the prefill server is shutting down", retryable=True)
-        if len(self._waiting) >= self.limits.max_queued_requests:
-            reason = f"prefill has {len(self._waiting)} requests queued (max_queued_requests)"
+        if self._queued >= self.limits.max_queued_requests:
+            reason = f"prefill has {self._queued} requests queued (max_queued_requests)"
             return refuse(reason=reason, retryable=True, full=True)
         if request.instance not in self._transfers.spaces:
             return refuse(reason="the decode server is not paired", retryable=True)
@@ -435,7 +455,9 @@ class PrefillScheduler:
 
     def _withdraw(self, request: PrefillRequest) -> None:
         """Take a request out of the queue that it is in."""
-        if request.state is PrefillState.WAITING:
+        if request.state is PrefillState.COMPILING:
+            self._compiling.remove(request)
+        elif request.state is PrefillState.WAITING:
             self._waiting.remove(request)
         elif request.state is PrefillState.COMPUTING:
             self._computing.remove(request)

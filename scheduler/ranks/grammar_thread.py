@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ...models.grammar.compiler import GrammarCompiler
 from ...models.grammar.dialects import GrammarError
@@ -19,17 +19,30 @@ class GrammarThread:
         self._rank = rank
         self._report = report
         self._thread = ThreadPoolExecutor(1, "grammar")
+        self._pending: dict[int, list[Future[None]]] = {}
+        """What is to be done for each command."""
 
     def prepare(self, command: PrepareGrammar) -> None:
         """Compile a grammar, then report it. A cached one is reported at once."""
         if self._compiler.is_cached(command.grammar):
             self._compile(command)
         else:
-            self._thread.submit(self._compile, command)
-            self._thread.submit(self._compiler.add_matchers, command.grammar)
+            self._pending[command.number] = [
+                self._thread.submit(self._compile, command),
+                self._thread.submit(self._finish, command),
+            ]
+
+    def drop(self, number: int) -> None:
+        """Nobody waits for this grammar any more. A compilation that has begun ends: llguidance cannot stop it."""
+        for work in self._pending.pop(number, ()):
+            work.cancel()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self, command: PrepareGrammar) -> None:
+        self._pending.pop(command.number, None)
+        self._compiler.add_matchers(command.grammar)
 
     def _compile(self, command: PrepareGrammar) -> None:
         problem = None

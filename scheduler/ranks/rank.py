@@ -34,6 +34,7 @@ from ..messages.ranks import (
     ComputeCommand,
     CopyDone,
     CopyPage,
+    DropGrammar,
     DropPages,
     HotCounters,
     KvVerified,
@@ -212,6 +213,9 @@ class RankEngine:
             case PrepareGrammar():
                 if self._grammars is not None:
                     self._grammars.prepare(command)
+            case DropGrammar(number=number):
+                if self._grammars is not None:
+                    self._grammars.drop(number)
             case StoreWrite() | StorePing():
                 assert self._store is not None, "a command for a rank without a KV store"
                 self._store.enqueue(command)

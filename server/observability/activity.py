@@ -6,7 +6,13 @@ from ...scheduler.messages.frontend import Status
 from ...scheduler.messages.lifecycle import PrefillState, State
 
 IN_PREFILL = (State.PREFILLING.value, State.COMPUTING.value)
-WAITING = tuple(state.value for state in (State.QUEUED, State.RESERVED, State.ARRIVED, State.READY, State.RETRACTED))
+WAITING = tuple(
+    state.value
+    for state in (State.COMPILING, State.QUEUED, State.RESERVED, State.ARRIVED, State.READY, State.RETRACTED)
+)
+WAITING_AT_PREFILL = tuple(
+    state.value for state in (PrefillState.COMPILING, PrefillState.WAITING, PrefillState.LOADING)
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def activity_between(role: str, earlier: Status, later: Status) -> Activity:
     on_decode = role == "decode"
     return Activity(
         running=count(State.RUNNING.value) if on_decode else count(PrefillState.COMPUTING.value),
-        waiting=count(*WAITING) if on_decode else count(PrefillState.WAITING.value, PrefillState.LOADING.value),
+        waiting=count(*WAITING) if on_decode else count(*WAITING_AT_PREFILL),
         in_prefill=count(*IN_PREFILL) if on_decode else 0,
         sending=count(PrefillState.SENDING.value),
         waiting_tokens=int(gauges.get("waiting_tokens", 0)),

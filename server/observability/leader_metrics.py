@@ -13,7 +13,7 @@ from ...scheduler.messages.frontend import DpRankStatus, PeerStatus, Ready, Stat
 from ...scheduler.messages.lifecycle import PrefillState, State
 from .catalog import COUNTERS, GAUGES, PREFIX, Exported, exported_as, rank_counter
 
-WAITING_STATES = tuple(state.value for state in (State.QUEUED, State.RETRACTED, PrefillState.WAITING))
+WAITING_STATES = tuple(state.value for state in (State.COMPILING, State.QUEUED, State.RETRACTED, PrefillState.WAITING))
 """Requests in these states have no KV memory. The others hold some, until they are in one of ENDED_STATES."""
 ENDED_STATES = (State.DRAINING.value, PrefillState.CLOSING.value)
 

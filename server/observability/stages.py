@@ -1,7 +1,7 @@
 """The stages of a request's timeline."""
 
 STAGES = {
-    "queue": "waiting for memory on decode",
+    "queue": "waiting for a grammar or for memory on decode",
     "prefill_queue": "behind other prompts",
     "prefill": "computing the prompt",
     "transfer": "KV still on its way",

@@ -21,7 +21,7 @@ from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
 from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
-_BEFORE_ARRIVAL = (State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
+_BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -206,7 +206,9 @@ class Prompt:
 
     @property
     def waiting(self) -> "list[Request]":
-        """The members that still wait for this prompt's KV: all QUEUED, all PREFILLING or all COMPUTING."""
+        """The members that still wait for this prompt's KV: all COMPILING, all QUEUED, all PREFILLING or all
+        COMPUTING.
+        """
         return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
 
 
@@ -237,7 +239,8 @@ class Request:
         )
         self.logprobs = logprobs
         self.deadline = deadline
-        self.lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now)
+        first = State.QUEUED if sampling.grammar is None else State.COMPILING
+        self.lifecycle = Lifecycle(DECODE_TRANSITIONS, first, now)
         self.grant: PageGrant[KvPage] | None = None
         self.done: PrefillDone | None = None
         self.kv_path = ""
@@ -257,8 +260,8 @@ class Request:
         """Pages of its KV in host memory, while it is RETRACTED."""
         self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
         self._before_first_arrival: tuple[float, float, float] | None = None
-        """When its KV arrived for the first time: the seconds in QUEUED, the seconds in the states of prefill, and
-        `prefill_wait_s` up to then.
+        """When its KV arrived for the first time: the seconds in COMPILING and QUEUED, the seconds in the
+        states of prefill, and `prefill_wait_s` up to then.
         """
 
     @property
@@ -318,7 +321,7 @@ class Request:
     def _spent_before_arrival(self, now: float) -> tuple[float, float, float]:
         spent = self.lifecycle.spent
         prefilling = sum(spent(state, now) for state in (State.RESERVED, State.PREFILLING, State.COMPUTING))
-        return spent(State.QUEUED, now), prefilling, self.prefill_wait_s
+        return spent(State.COMPILING, now) + spent(State.QUEUED, now), prefilling, self.prefill_wait_s
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
@@ -333,9 +336,10 @@ class Request:
     def timeline(self, now: float) -> dict[str, float]:
         """Seconds by stage, in order; they add up to the time since arrival.
 
-        `queue` is the wait for memory of this server. `prefill_queue` is the wait behind other prompts, in our queue
-        and on prefill. `control` is the part of the prefill round trip that prefill does not report itself: messages,
-        polling, and failed attempts. `retracted` is the time without KV, until it was copied back or computed again.
+        `queue` is the wait for its grammar and for memory of this server. `prefill_queue` is the wait behind other
+        prompts, in our queue and on prefill. `control` is the part of the prefill round trip that prefill does not
+        report itself: messages, polling, and failed attempts. `retracted` is the time without KV, until it was copied
+        back or computed again.
         """
         spent = self.lifecycle.spent
         total = self._spent_before_arrival(now)

@@ -4,8 +4,8 @@ import { $, byteRate, count, element, keyed, percent, rate, setText } from "./do
 import { HISTORY, share } from "./rates.js";
 
 const FLOW = {
-  decode: ["queued", "reserved", "prefilling", "computing", "arrived", "ready", "running", "retracted"],
-  prefill: ["waiting", "loading", "computing", "sending", "closing"],
+  decode: ["compiling", "queued", "reserved", "prefilling", "computing", "arrived", "ready", "running", "retracted"],
+  prefill: ["compiling", "waiting", "loading", "computing", "sending", "closing"],
 };
 const TONES = {
   prefilling: "--prefill", computing: "--prefill", loading: "--transfer", sending: "--transfer", arrived: "--transfer",

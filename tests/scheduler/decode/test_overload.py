@@ -224,7 +224,6 @@ def test_call_with_many_prompts_is_accepted_when_its_first_is() -> None:
 
 
 def test_prompts_of_two_calls_may_alternate() -> None:
-    """As they do when each has to wait until its grammar is compiled."""
     simulator = TimedSimulator(tokens_per_s=10_000, limits=decode_limits(max_queued_requests=2))
     for rid, first in (("a", None), ("b", None), ("c", None), ("a 1", "a"), ("c 1", "c"), ("b 1", "b")):
         simulator.ask(rid, 500, follows=first)

@@ -25,6 +25,7 @@ from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, FlushC
 from pdserve.scheduler.messages.ranks import (
     AssistStep,
     CheckCache,
+    DropGrammar,
     GrammarReady,
     PrepareGrammar,
     RunStep,
@@ -53,6 +54,8 @@ class Ranks:
                 self.steps[rank].append(command)
             elif isinstance(command, PrepareGrammar):
                 self.grammars.append(GrammarReady(rank, command.number))
+            elif isinstance(command, DropGrammar):
+                self.grammars.remove(GrammarReady(rank, command.number))
             elif isinstance(command, WriteBackRows):
                 self.write_backs[rank].append(len(self.steps[rank]))
             else:
@@ -118,6 +121,11 @@ class JointServer:
     def last_steps(self) -> list[RunStep | AssistStep]:
         return [steps[-1] for steps in self.ranks.steps]
 
+    def compile_grammars(self) -> None:
+        """The ranks have compiled all grammars that they were sent and that were not dropped."""
+        while self.ranks.grammars:
+            self.inbox.put(self.ranks.grammars.pop(0))
+
     def end_step(self, rank: int) -> None:
         """The oldest step of a rank ends, if it has one."""
         steps = self.ranks.steps[rank]
@@ -139,6 +147,7 @@ class JointServer:
             self.turn()
             if all(scheduler.idle for scheduler in self.schedulers):
                 break
+            self.compile_grammars()
             self.end_steps()
         for scheduler in self.schedulers:
             assert scheduler.idle
@@ -210,13 +219,36 @@ def test_requests_that_wait_for_their_grammar_are_divided_among_the_ranks() -> N
     server = JointServer(3)
     rids = [server.submit(4, grammar=Grammar("regex", "a+")) for _ in range(6)]
     server.turn()
-    assert not any(scheduler.requests for scheduler in server.schedulers)
-    for report in server.ranks.grammars:
-        server.inbox.put(report)
+    assert [scheduler.state_counts()["compiling"] for scheduler in server.schedulers] == [2, 2, 2]
+    server.compile_grammars()
     server.turn()
     assert sorted(server.rank_of(rid) for rid in rids) == [0, 0, 1, 1, 2, 2]
     server.finish()
     assert sorted(server.responses(Finished)) == rids
+
+
+def test_limits_hold_for_grammars_on_every_rank() -> None:
+    """One of three samples is cancelled on each rank, and each rank has room for one more prompt."""
+    server = JointServer(2, queued=2)
+    grammar = Grammar("regex", "a+")
+    first = [server.submit(4, grammar=grammar, more_rids=(f"{at} 1", f"{at} 2")) for at in range(2)]
+    second = [server.submit(4, grammar=grammar, timeout_s=0.01) for _ in range(2)]
+    refused = [server.submit(4, grammar=grammar) for _ in range(2)]
+    server.turn()
+    assert sorted(server.rank_of(rid) for rid in first) == [0, 1]
+    assert server.responses(Failed) == refused
+    for at in range(2):
+        server.inbox.put(Cancel(f"{at} 1"))
+    while len(server.responses(Failed)) < 6:  # until the deadline of the second ones has passed
+        server.turn()
+    assert sorted(server.responses(Failed)) == sorted([*refused, "0 1", "1 1", *second])
+    assert server.ranks.steps == [[], []], "a prompt is computed before its grammar is compiled"
+    assert [report.number for report in server.ranks.grammars] == [0, 0], "those of the second ones were dropped"
+    server.compile_grammars()
+    server.turn()
+    assert all(isinstance(step, RunStep) for step in server.last_steps())
+    server.finish()
+    assert sorted(server.responses(Finished)) == sorted([*first, "0 2", "1 2"])
 
 
 def test_prompt_logprobs_keep_all_tokens_in_the_last_layer() -> None:
@@ -367,10 +399,15 @@ def test_random_requests_get_one_response_each_and_leave_all_memory_free(data: s
     server = JointServer(size, pages=12, overlap=data.draw(st.booleans()))
     rids: list[str] = []
     for _ in range(data.draw(st.integers(1, 25))):
-        match data.draw(st.sampled_from(["submit", "submit", "cancel", "end", "turn"])):
+        match data.draw(st.sampled_from(["submit", "submit", "cancel", "compile", "end", "turn"])):
             case "submit":
                 tokens, new_tokens = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 12))
-                rids.append(server.submit(tokens, new_tokens, first=data.draw(st.sampled_from([100, 200]))))
+                grammar = data.draw(st.sampled_from([None, Grammar("regex", "a+")]))
+                rids.append(
+                    server.submit(tokens, new_tokens, first=data.draw(st.sampled_from([100, 200])), grammar=grammar)
+                )
+            case "compile":
+                server.compile_grammars()
             case "cancel" if rids:
                 server.inbox.put(Cancel(data.draw(st.sampled_from(rids))))
             case "end":

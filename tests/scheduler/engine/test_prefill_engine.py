@@ -21,6 +21,7 @@ from pdserve.scheduler.messages.frontend import Stop
 from pdserve.scheduler.messages.ranks import (
     CancelChunks,
     ChunkReport,
+    DropGrammar,
     GrammarReady,
     OpenPeer,
     PeerRoutes,
@@ -242,7 +243,8 @@ def with_grammar(engine: Engine) -> PrepareGrammar:
     prompt, indices = np.zeros(20, dtype=np.int32), np.zeros(2, dtype=np.int32)
     engine.inbox.put(MessageReceived(DECODE, KvDestination(KEY, "r", sampling, timeout_s=60.0), (prompt, indices)))
     engine.turn()
-    assert not engine.scheduler.requests
+    engine.loop._turn()
+    assert engine.scheduler.state_counts()["compiling"] == 1
     (command,) = (call.args[0] for call in engine.ranks.tell.call_args_list if isinstance(call.args[0], PrepareGrammar))
     assert command.grammar == sampling.grammar
     return command
@@ -252,14 +254,15 @@ def test_request_waits_until_its_grammar_is_compiled(engine: Engine) -> None:
     command = with_grammar(engine)
     engine.inbox.put(GrammarReady(0, command.number))
     engine.turn()
-    assert [key for _, key in engine.scheduler.requests] == [KEY]
+    counts = engine.scheduler.state_counts()
+    assert (counts["compiling"], counts["waiting"]) == (0, 1)
 
 
 def test_request_whose_grammar_cannot_be_compiled_is_refused(engine: Engine) -> None:
     command = with_grammar(engine)
     engine.inbox.put(GrammarReady(0, command.number, "is not valid"))
     engine.turn()
-    assert engine.answer() == TransferFailed(KEY, "the grammar is not valid", retryable=False, refused=True)
+    assert engine.answer() == TransferFailed(KEY, "the grammar is not valid", retryable=False)
 
 
 def test_request_can_be_aborted_while_its_grammar_is_compiled(engine: Engine) -> None:
@@ -267,22 +270,37 @@ def test_request_can_be_aborted_while_its_grammar_is_compiled(engine: Engine) ->
     engine.inbox.put(MessageReceived(DECODE, Abort(KEY, "client gone"), ()))
     engine.turn()
     assert engine.answer() == AbortAck(KEY)
+    engine.ranks.tell.assert_called_with(DropGrammar(command.number))
     engine.inbox.put(GrammarReady(0, command.number))
     engine.turn()
     assert not engine.scheduler.requests
 
 
-def test_held_requests_of_a_lost_decode_server_are_dropped(engine: Engine) -> None:
-    with_grammar(engine)
+def test_grammar_of_a_lost_decode_server_is_dropped(engine: Engine) -> None:
+    command = with_grammar(engine)
     engine.inbox.put(PeerLost(DECODE, "gone"))
     engine.turn()
-    assert not engine.engine._gate
+    engine.ranks.tell.assert_called_with(DropGrammar(command.number))
+    assert engine.scheduler.idle
 
 
-def test_shutdown_refuses_held_requests(engine: Engine) -> None:
-    with_grammar(engine)
+def test_request_that_waits_for_its_grammar_counts_as_queued(engine: Engine) -> None:
+    sampling = SamplingParams(grammar=Grammar("regex", "a+"))
+    prompt, indices = np.zeros(20, dtype=np.int32), np.zeros(2, dtype=np.int32)
+    for number in range(1001):
+        wanted = KvDestination(TransferKey(number, 1), "r", sampling, timeout_s=60.0)
+        engine.inbox.put(MessageReceived(DECODE, wanted, (prompt, indices)))
+    while engine.scheduler.counters["requests"] + engine.scheduler.counters["requests_refused"] < 1001:
+        engine.turn()
+    failed = engine.answer()
+    assert isinstance(failed, TransferFailed)
+    assert (failed.key.transfer_id, failed.full, failed.retryable) == (1000, True, True)
+    assert engine.scheduler.load().waiting_requests == 1000
+
+
+def test_request_that_waits_for_its_grammar_may_finish_during_shutdown(engine: Engine) -> None:
+    command = with_grammar(engine)
     engine.inbox.put(Stop(drain_s=5))
+    engine.inbox.put(GrammarReady(0, command.number))
     engine.turn()
-    answer = engine.answer()
-    assert isinstance(answer, TransferFailed)
-    assert answer.leaving
+    assert engine.scheduler.state_counts()["waiting"] == 1

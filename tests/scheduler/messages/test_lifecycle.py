@@ -17,7 +17,10 @@ from pdserve.scheduler.messages.lifecycle import (
 
 @pytest.mark.parametrize(
     ("table", "first", "last"),
-    [(DECODE_TRANSITIONS, State.QUEUED, State.FREED), (PREFILL_TRANSITIONS, PrefillState.WAITING, PrefillState.CLOSED)],
+    [
+        (DECODE_TRANSITIONS, State.COMPILING, State.FREED),
+        (PREFILL_TRANSITIONS, PrefillState.COMPILING, PrefillState.CLOSED),
+    ],
 )
 def test_every_state_is_reachable_and_leads_to_the_final_state(
     table: Mapping[enum.Enum, frozenset[enum.Enum]], first: enum.Enum, last: enum.Enum

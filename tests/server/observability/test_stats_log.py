@@ -28,7 +28,7 @@ def test_decode_line_has_rates_requests_and_pools() -> None:
         10, states, 43, prompt_tokens=1300, generation_tokens=2012, prefix_tokens_reused=300, transfer_bytes=2.5e10
     )
     assert stats.line(later) == (
-        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 6, waiting 17, in prefill 5; KV pool 21.5%, "
+        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 7, waiting 22, in prefill 7; KV pool 21.5%, "
         "prefix hits 25.0%, KV received 2.50 GB/s"
     )
 
@@ -46,7 +46,7 @@ def test_prefill_line_has_queue_and_transfers() -> None:
     stats.line(report(0))
     states = {state.value: number for number, state in enumerate(PrefillState)}
     assert stats.line(report(20, states, 50, prompt_tokens=8000, prefix_tokens_reused=2000, transfer_bytes=6.8e9)) == (
-        "stats: prompts 400.0 tokens/s; computing 2, waiting 1 (640 tokens to compute), sending 3; KV sent 340 MB/s, "
+        "stats: prompts 400.0 tokens/s; computing 3, waiting 3 (640 tokens to compute), sending 4; KV sent 340 MB/s, "
         "KV pool 25.0%, prefix hits 20.0%"
     )
 

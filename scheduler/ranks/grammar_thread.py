@@ -27,10 +27,9 @@ class GrammarThread:
         if self._compiler.is_cached(command.grammar):
             self._compile(command)
         else:
-            self._pending[command.number] = [
-                self._thread.submit(self._compile, command),
-                self._thread.submit(self._finish, command),
-            ]
+            work = self._pending[command.number] = []  # first: `_finish` may remove it at once
+            work.append(self._thread.submit(self._compile, command))
+            work.append(self._thread.submit(self._finish, command))
 
     def drop(self, number: int) -> None:
         """Nobody waits for this grammar any more. A compilation that has begun ends: llguidance cannot stop it."""

@@ -31,6 +31,8 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """It begins after this reasoning, which is any text."""
     json_whitespace: str | None = None
     """Regular expression of what may stand between two JSON tokens, besides nothing; None: a blank."""
+    closes_patterns: bool = False
+    """Whether objects with `patternProperties` are closed as those with `properties` are (closed_objects.py)."""
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):

@@ -18,7 +18,7 @@ from ...configs.sampling import Grammar
 from ..formats.token_bytes import TokenBytes
 from ..loading.catalog import ModelSource
 from ..loading.tokenizer_file import read_tokenizer
-from .dialects import GrammarError, to_llguidance
+from .dialects import WITH_SCHEMAS, GrammarError, to_llguidance
 
 log = logging.getLogger(__name__)
 
@@ -211,12 +211,23 @@ class GrammarCompiler:
         vocabulary = self.vocabulary
         if not vocabulary.eos_token_ids:
             raise GrammarError("cannot be enforced: this model has no end token")
-        matcher = llguidance.LLMatcher(
-            vocabulary.tokenizer, to_llguidance(grammar, vocabulary.special), log_level=0, limits=LIMITS
-        )
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # builds the first states, which all copies share
+        matcher = None
+        opened = to_llguidance(grammar, vocabulary.special, closes_objects=False)
+        if grammar.kind in WITH_SCHEMAS:
+            closed = to_llguidance(grammar, vocabulary.special)
+            # alternatives of oneOf that overlap may no longer do so when they are closed, but the schema still excludes
+            # what two of them allow
+            if closed != opened and not ('"oneOf"' in opened and llguidance.LLMatcher.validate_grammar(opened)):
+                matcher = self._matcher(closed)
+        if matcher is None or matcher.is_error():
+            matcher = self._matcher(opened)
         if matcher.is_error():
             problem = matcher.get_error().strip()
             raise GrammarError(f"cannot be enforced: {_OVERLAPPING if _ONE_OF_OPTION in problem else problem}")
+        return matcher
+
+    def _matcher(self, text: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.vocabulary.tokenizer, text, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the first states, which all copies share
         return matcher

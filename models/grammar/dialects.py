@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from ...configs.errors import ClientError
 from ...configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
+from .closed_objects import close_objects
 from .json_text import parse_json
 from .regex_size import regex_size
 from .string_formats import with_exact_formats
@@ -24,6 +25,8 @@ large repetitions exceed its limits by seconds."""
 MAX_MULTIPLE_OF = 10_000
 """Of integers: the automaton that divides has as many states."""
 
+WITH_SCHEMAS = {"json_schema", "structural_tag"}
+"""Kinds of grammars that may have JSON schemas."""
 JSON_WHITESPACE = r"\x20"
 """What may stand between two JSON tokens, besides nothing. If more were allowed, small models would fill every gap with
 it until `max_new_tokens`."""
@@ -33,9 +36,11 @@ class GrammarError(ClientError):
     """The grammar is invalid, not supported or too expensive. The message does not name the field of the request."""
 
 
-def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
-    """The grammar as llguidance takes it; raises GrammarError. `special_tokens` maps texts to ids."""
-    made = _answer_to_llguidance(grammar, special_tokens)
+def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int], *, closes_objects: bool = True) -> str:
+    """The grammar as llguidance takes it; raises GrammarError. `special_tokens` maps texts to ids. If not
+    `closes_objects`, schemas are taken as they are.
+    """
+    made = _answer_to_llguidance(grammar, special_tokens, closes_objects)
     if grammar.after is None:
         return made
     parsed = json.loads(made) if made.startswith("{") else {"grammars": [{"lark_grammar": made}]}
@@ -44,7 +49,7 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
     return json.dumps({**parsed, "grammars": [start, answer, *parsed["grammars"][1:]]})
 
 
-def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int], closes_objects: bool) -> str:
     """The same without the reasoning before it."""
     text = grammar.text
     if len(text) > MAX_GRAMMAR_CHARACTERS:
@@ -53,9 +58,8 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
         match grammar.kind:
             case "json_schema":
                 overrides = cast("llguidance._lib.JsonCompileOptions", _json_options(grammar))
-                return llguidance.LLMatcher.grammar_from_json_schema(
-                    json.dumps(with_exact_formats(check_schema(_parsed(text)))), overrides=overrides
-                )
+                schema = _made_exact(_parsed(text), grammar, closes_objects)
+                return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(check_regex(text))
             case "ebnf":
@@ -63,7 +67,7 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
             case "choice":
                 return _from_choices(_parsed(text))
             case "structural_tag":
-                inline_schema = partial(_inline_schema, _json_options(grammar))
+                inline_schema = partial(_inline_schema, grammar, closes_objects)
                 return structural_tag_to_lark(_parsed(text), special_tokens, inline_schema, check_regex)
     except RecursionError:
         raise GrammarError("is nested too deeply") from None
@@ -73,7 +77,7 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -
         raise GrammarError(f"is not a valid {grammar.kind}: {error}") from None
 
 
-def check_schema(schema: object) -> object:
+def check_schema(schema: object) -> dict[str, Any]:
     """The schema, if its regular expressions and divisors are small enough; raises GrammarError. The schema true, which
     allows every value, becomes an object: llguidance takes options only with an object.
     """
@@ -124,13 +128,20 @@ def _json_options(grammar: Grammar) -> dict[str, Any]:
     return {"whitespace_pattern": JSON_WHITESPACE if given is None else given}
 
 
-def _inline_schema(options: Mapping[str, Any], schema: object, lenient: bool) -> str:
+def _made_exact(schema: object, grammar: Grammar, closes_objects: bool) -> dict[str, Any]:
+    """A copy of the schema with exact formats and closed objects; raises GrammarError."""
+    made: dict[str, Any] = with_exact_formats(check_schema(schema))
+    if closes_objects:
+        close_objects(made, with_patterns=grammar.closes_patterns)
+    return made
+
+
+def _inline_schema(grammar: Grammar, closes_objects: bool, schema: object, lenient: bool) -> str:
     """A JSON schema as a part of a Lark grammar. It carries its options itself. `lenient`: what cannot be enforced is
     ignored.
     """
-    checked = with_exact_formats(check_schema(schema))
-    carried = {"x-guidance": {**options, "lenient": lenient}}
-    return "%json " + json.dumps({**checked, **carried} if isinstance(checked, dict) else checked)
+    options = {"x-guidance": {**_json_options(grammar), "lenient": lenient}}
+    return "%json " + json.dumps({**_made_exact(schema, grammar, closes_objects), **options})
 
 
 def _parsed(text: str) -> Any:

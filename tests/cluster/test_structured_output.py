@@ -142,6 +142,13 @@ def answers(
         return list(pool.map(answer, range(len(schemas))))
 
 
+def test_small_model_invents_no_properties(decode: Server) -> None:
+    schema = {"properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
+    output = generate(decode, "Bob is 5", json_schema={"type": "object", **schema})
+    assert output["meta_info"]["finish_reason"]["type"] == "stop", output["text"]
+    assert json.loads(output["text"]).keys() == {"name", "age"}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_small_model_ends_the_json_of_random_schemas(decode: Server, temperature: float) -> None:
     """`make test-schemas` sends 200 schemas. All their values are bounded."""

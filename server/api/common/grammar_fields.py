@@ -74,6 +74,10 @@ class GrammarFields(Body):
         """Returns what the request says about white space, for `Grammar.json_whitespace`."""
         return None
 
+    def closes_patterns(self) -> bool:
+        """Returns `Grammar.closes_patterns`."""
+        return False
+
 
 def _check_format(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
@@ -98,7 +102,7 @@ def _without_nulls(value: object) -> object:
 
 @with_config(ConfigDict(extra="forbid"))
 class StructuredFields(TypedDict, total=False):
-    """One grammar, and options of its JSON. `disable_fallback` and `disable_additional_properties` are ignored."""
+    """One grammar, and options of its JSON. `disable_fallback` is ignored: there is no other backend."""
 
     json: SchemaText
     json_object: Boolean
@@ -108,7 +112,7 @@ class StructuredFields(TypedDict, total=False):
     structural_tag: TagText
     disable_fallback: Any
     disable_any_whitespace: Boolean
-    disable_additional_properties: Any
+    disable_additional_properties: Boolean
 
 
 class JsonSchemaFields(TypedDict):
@@ -140,6 +144,9 @@ class OpenAiGrammarFields(GrammarFields):
 
     def json_whitespace(self) -> str | None:
         return "" if (self.structured_outputs or {}).get("disable_any_whitespace") else None
+
+    def closes_patterns(self) -> bool:
+        return (self.structured_outputs or {}).get("disable_additional_properties", False)
 
     def _response_format(self) -> list[NamedGrammar]:
         given = self.response_format or {"type": "text"}

@@ -80,7 +80,7 @@ def make_call(
     check_stop_regexes(params)
     routed, group = fields.submits(shape, limits, prompt_ids)
     named = [asked.grammar(path) for asked, path in params] if grammars is None else grammars
-    named = [_with_whitespace(found, asked, limits) for found, (asked, _) in zip(named, params, strict=True)]
+    named = [_with_json_options(found, asked, limits) for found, (asked, _) in zip(named, params, strict=True)]
     submits, text_rules = [], []
     for submit, (asked, path), wanted, grammar in zip(routed, params, logprobs, named, strict=True):
         sampling = asked.sampling(limits, len(submit.prompt_ids), grammar[1] if grammar is not None else None, path)
@@ -97,13 +97,14 @@ def make_call(
     )
 
 
-def _with_whitespace(found: NamedGrammar | None, asked: SamplingFields, limits: Limits) -> NamedGrammar | None:
-    """Returns the grammar with the white space that the request asks for, or else the server's."""
+def _with_json_options(found: NamedGrammar | None, asked: SamplingFields, limits: Limits) -> NamedGrammar | None:
+    """Returns the grammar with the options of the request, or else of the server, for its JSON."""
+    if found is None:
+        return None
     given = asked.json_whitespace()
     whitespace = limits.json_whitespace if given is None else given
-    if found is None or whitespace is None:
-        return found
-    return found[0], msgspec.structs.replace(found[1], json_whitespace=whitespace)
+    options = {"json_whitespace": whitespace, "closes_patterns": asked.closes_patterns()}
+    return found[0], msgspec.structs.replace(found[1], **options)
 
 
 def read_prompts(

@@ -89,6 +89,19 @@ def accepts(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
             ["[]", '{"a"', "{  }", "{\n}", '{"a":\t1}', ' {"a": 1}', '{"a": 1} '],
         ),
         ("json_schema", "true", ["5", '{"a": [ ]}'], ["x", "[  ]", "[\n]"]),
+        ("json_schema", '{"properties": {"a": {}}}', ['{"a": 1}', "{}", "[1]"], ['{"a": 1, "b": 1}', '{"b"']),
+        (
+            "json_schema",
+            '{"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "additionalProperties": true}',
+            ['{"b": 1}', '{"a": {"a": null, "b": 1}}'],
+            ['{"b": }'],
+        ),
+        (
+            "structural_tag",
+            json.dumps({"format": {"type": "json_schema", "json_schema": {"properties": {"a": {}}}, "lenient": True}}),
+            ['{"a": 1}'],
+            ['{"b": 1}'],
+        ),
         (
             "structural_tag",
             json.dumps({"format": {"type": "json_schema", "json_schema": {"type": "object"}, "lenient": True}}),
@@ -364,7 +377,10 @@ def test_model_without_an_end_token_takes_no_grammar(tmp_path: Path) -> None:
 
 def test_grammar_that_becomes_too_expensive_says_so(compiler: GrammarCompiler) -> None:
     """Its first mask is cheap. A token that does not match is another error."""
-    options = [{"type": "object", "properties": {f"a{at}": {"type": "integer"}}} for at in range(200)]
+    options = [
+        {"type": "object", "additionalProperties": True, "properties": {f"a{at}": {"type": "integer"}}}
+        for at in range(200)
+    ]
     grammar = Grammar("json_schema", json.dumps({"anyOf": options}))
     assert allowed(compiler, state_after(compiler, grammar, ""))[0]
     with pytest.raises(GrammarLimitError, match="Current row has 2200 items; max is 2000"):

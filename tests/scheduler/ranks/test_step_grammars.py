@@ -156,7 +156,10 @@ def test_row_that_cannot_follow_its_grammar_does_not_affect_others(executor: Exe
 
 
 def test_grammar_that_becomes_too_expensive_ends_only_its_request(executor: Executor) -> None:
-    options = [{"type": "object", "properties": {f"a{at}": {"type": "integer"}}} for at in range(200)]
+    options = [
+        {"type": "object", "additionalProperties": True, "properties": {f"a{at}": {"type": "integer"}}}
+        for at in range(200)
+    ]
     grammar = Grammar("json_schema", json.dumps({"anyOf": options}))
     sequences = Sequences(executor)
     sequences.samplings = (SamplingParams(seed=3, grammar=grammar), FREE)

@@ -1,11 +1,11 @@
-"""White space in the JSON of grammars: the settings of SGLang, and vLLM's option of a request."""
+"""Options of the JSON of grammars: white space by SGLang's settings, and vLLM's options of a request."""
 
 import json
 from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import NEUTRAL_SAMPLING
+from pdserve.configs.sampling import NEUTRAL_SAMPLING, Grammar
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.native.requests import parse_generate
@@ -17,14 +17,17 @@ from tests.server.scripted_leader import make_ready
 TOOL = {"type": "function", "function": {"name": "now"}}
 
 
-def whitespace(tokenizer: Tokenizer, config: DecodeConfig, body: dict[str, Any]) -> str | None:
-    """The white space in the grammar of a request."""
+def grammar_of(tokenizer: Tokenizer, config: DecodeConfig, body: dict[str, Any]) -> Grammar:
     limits, encoded = Limits.of(config, make_ready(), NEUTRAL_SAMPLING), json.dumps(body).encode()
     if "text" in body:
         ((_, grammar),) = parse_generate(encoded, limits, tokenizer).grammars
     else:
         ((_, grammar),) = parse_chat(encoded, limits, tokenizer, ChatFormat.of(tokenizer, "hermes", "none")).grammars
-    return grammar.json_whitespace
+    return grammar
+
+
+def whitespace(tokenizer: Tokenizer, config: DecodeConfig, body: dict[str, Any]) -> str | None:
+    return grammar_of(tokenizer, config, body).json_whitespace
 
 
 @pytest.mark.parametrize(
@@ -48,11 +51,20 @@ def test_server_sets_the_whitespace_of_grammars(tools_tokenizer: Tokenizer, body
         r"\s*",
         "",
     ]
-    if "text" not in body:
+    if "text" not in body:  # vLLM's options are on OpenAI's routes
         asked["structured_outputs"] = {"disable_any_whitespace": True}
         assert whitespace(tools_tokenizer, pattern, asked) == ""
         asked["structured_outputs"] = {"disable_any_whitespace": False}
         assert whitespace(tools_tokenizer, pattern, asked) == r"\s*"
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_request_disables_additional_properties(tools_tokenizer: Tokenizer, disabled: bool) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "structured_outputs": {"json": {}, "disable_additional_properties": disabled},
+    }
+    assert grammar_of(tools_tokenizer, DecodeConfig(), body).closes_patterns is disabled
 
 
 @pytest.mark.parametrize(

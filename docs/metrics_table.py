@@ -34,6 +34,7 @@ END = "<!-- end of metrics -->"
 
 OF_PREFILL = {"waiting_requests", "waiting_tokens", "staging_parts"}
 OF_BOTH = {"kv_pages", "kv_pages_held", "kv_pages_available", "cached_pages", "running_requests", "last_step_seconds"}
+OF_BOTH |= {"loop_lag_seconds"}
 OF_BOTH |= {name for name in GAUGES if name.startswith("kv_store_")}
 
 

@@ -189,6 +189,14 @@ SERVERS = (
             ),
             Panel("Age of the engine loop", "s", {legend("instance"): f"pdserve_loop_age_seconds{ON}"}),
             Panel(
+                "Lag of event loops",
+                "s",
+                {
+                    "HTTP " + legend("instance"): f"pdserve_frontend_lag_seconds{ON}",
+                    "engine " + legend("instance"): f"pdserve_loop_lag_seconds{ON}",
+                },
+            ),
+            Panel(
                 "Errors per second",
                 "ops",
                 {

@@ -23,6 +23,7 @@ from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
 from ...configs.logs import configure_logging
+from ...configs.machine.loop_lag import LoopLag
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage
@@ -57,7 +58,7 @@ from .control_status import close_all, control_counters, hashed_page_sizes, peer
 from .decode_engine import DecodeEngine
 from .frontend_link import FrontendLink
 from .kv_events import MEDIUM_DEVICE, MEDIUM_HOST, MEDIUM_STORE, KvEventPublisher
-from .loop import EngineLoop
+from .loop import IDLE_WAIT_S, EngineLoop
 from .prefill_engine import PrefillEngine
 from .routing import DecodeRouter, PrefillRouter, ToEngine
 from .watchdog import Watchdog
@@ -331,11 +332,13 @@ class Leader:
 
     def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
         watchdog = Watchdog(loop, controls)
+        # an idle loop sleeps for IDLE_WAIT_S
+        lag = LoopLag(lambda: time.monotonic() - loop.turned_at - IDLE_WAIT_S)
 
         def status() -> Status:
             snapshot = loop.snapshot
             return Status(
-                gauges=dict(snapshot.gauges),
+                gauges={**snapshot.gauges, "loop_lag_seconds": lag.longest_s()},
                 counters={**snapshot.counters, **control_counters(controls)},
                 peers=peer_status(controls, loop.engines),
                 states=dict(snapshot.states),
@@ -355,7 +358,11 @@ class Leader:
                 control.start()
             self._frontend.start_status(status)
             self._frontend.send(self._introduction())
-            loop.run()
+            lag.start()
+            try:
+                loop.run()
+            finally:
+                lag.close()
         finally:
             close_all(controls)
 

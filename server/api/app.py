@@ -28,6 +28,7 @@ from ...configs.words import shown
 from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
+from ..observability.loop_work import LoopWork
 from ..observability.metrics import Metrics
 from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
@@ -124,8 +125,10 @@ class Routes:
         metrics: Metrics,
         default_sampling: SamplingParams,
         roles: RoleControl,
+        lag_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.metrics = metrics
+        self._lag_s = lag_s
         self.operations: list[Operation] = []
         self._tokenizer = tokenizer
         self._chat = ChatFormat.of(tokenizer, config.tool_parser, config.reasoning_parser)
@@ -139,7 +142,7 @@ class Routes:
         self.config = config
         self._leader = leader
         self._default_sampling = default_sampling
-        self._info = ServerInfo(config, leader)
+        self._info = ServerInfo(config, leader, self._lag_s)
 
     def close(self) -> None:
         """End the grammar compiler. Called when the HTTP server has ended."""
@@ -362,6 +365,7 @@ class Routes:
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
         body = await read_body(request, self.config.max_body_bytes)
+        LoopWork.begin(request.scope, len(body))
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 
     def _limits(self) -> Limits:

@@ -17,6 +17,7 @@ from ...scheduler.messages.frontend import Finished, FinishReason, Submit
 from ..engine.inbox import Inbox, Progress
 from ..engine.leader_client import LeaderClient
 from ..engine.prompt_hashes import hash_prompts
+from ..observability.loop_work import LoopWork
 from ..observability.request_ids import client_request_id, trace_context
 from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
@@ -61,6 +62,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = trace_context(scope)
+        self._work = LoopWork.of(scope)
         messages = await hash_prompts(self._messages, self._leader.hashed_page_sizes)
         with self._leader.open(messages, self._group, client_request_id(scope), headers) as inbox:
             work = self._stream_events(inbox, send) if self._stream else self._send_whole(inbox, send)
@@ -70,25 +72,27 @@ class GenerationResponse(Response):
     async def _send_whole(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
             await self._advance(inbox)
-        body = msgspec.json.encode(self._rendering.result(self._outputs))
+        with self._work.piece("the response"):
+            body = msgspec.json.encode(self._rendering.result(self._outputs))
         self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
-            events: list[object] = []
-            for index, delta in await self._advance(inbox):
-                events += self._rendering.events(index, self._outputs[index], delta)
+            deltas = await self._advance(inbox)
+            with self._work.piece("output"):
+                events: list[object] = []
+                for index, delta in deltas:
+                    events += self._rendering.events(index, self._outputs[index], delta)
+                encoded = _encode_events(events, self._rendering)
             if not events:
                 continue
             if not self._started:
                 self._started = True
                 headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send(
-                {"type": "http.response.body", "body": _encode_events(events, self._rendering), "more_body": True}
-            )
+            await send({"type": "http.response.body", "body": encoded, "more_body": True})
         closing = _encode_events(self._rendering.closing_events(self._outputs), self._rendering)
         await send({"type": "http.response.body", "body": closing + _end_of_stream(self._rendering)})
 
@@ -103,7 +107,8 @@ class GenerationResponse(Response):
             index = self._indices[progress.rid]
             output = self._outputs[index]
             was_complete = output.complete
-            deltas.append((index, output.advance(progress)))
+            with self._work.piece("output"):
+                deltas.append((index, output.advance(progress)))
             if output.complete and not (was_complete or output.ended):
                 self._leader.stop_early(output.rid)
             self._remaining -= output.ended

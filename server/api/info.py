@@ -1,7 +1,7 @@
 """Builds the replies of the information routes: health, model, configuration, load and peers."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, NotRequired
 
 import msgspec
@@ -122,6 +122,7 @@ class ServerReport(TypedDict):
     states: Annotated[Mapping[str, int], Field(description="Requests by state.")]
     gauges: Mapping[str, float]
     counters: Mapping[str, float]
+    frontend_lag_s: Annotated[float, Field(description="Longest lag of the HTTP event loop in the last minute.")]
     recent: Annotated[list[RecentRequest], Field(description="The last requests that have ended, on decode.")]
     dp_ranks: NotRequired[Annotated[list[DpRank], Field(description="With dp_attention; gauges above are totals.")]]
     disaggregation_bootstrap_port: NotRequired[int]
@@ -134,9 +135,10 @@ class ServerReport(TypedDict):
 class ServerInfo:
     """Builds the replies from the configuration and the leader's latest messages."""
 
-    def __init__(self, config: AnyServerConfig, leader: LeaderClient) -> None:
+    def __init__(self, config: AnyServerConfig, leader: LeaderClient, lag_s: Callable[[], float]) -> None:
         self._config = config
         self._leader = leader
+        self._lag_s = lag_s
         self._started_at = time.time()
 
     @property
@@ -242,6 +244,7 @@ class ServerInfo:
             "states": status.states if status else {},
             "gauges": status.gauges if status else {},
             "counters": status.counters if status else {},
+            "frontend_lag_s": self._lag_s(),
             "recent": self._leader.recent.list(),
         }
         if config.dp_size > 1:

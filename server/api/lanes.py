@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from ...configs.errors import OverloadedError
 from ...configs.machine.cpus import usable_cpus
+from ..observability.loop_work import LoopWork
 from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10
@@ -91,7 +92,8 @@ class Lanes:
         lane, because the context length of the model does not bound them.
         """
         if len(body) <= INLINE_BYTES:
-            return parse(body)
+            with LoopWork.of(request.scope).piece("parsing"):
+                return parse(body)
         if len(body) <= LONG_BYTES:
             return await self._medium.run(request, len(body), lambda: parse(body))
 

@@ -30,6 +30,7 @@ import uvloop
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.logs import configure_logging, set_log_role
+from ...configs.machine.loop_lag import Lateness, LoopLag
 from ...configs.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...configs.words import counted
@@ -145,7 +146,12 @@ class Frontend:
         self._roles = RoleSwitches(self._source, self._leader, self._fixed_role)
         self._metrics.set_role(config.role)
         self._metrics.watch_leader(lambda: self._leader.client, lambda: self._leader.pid)
-        self._routes = Routes(config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles)
+        lag = LoopLag(Lateness(loop))
+        lag.start()
+        self._metrics.watch_lag(lag.longest_s)
+        self._routes = Routes(
+            config, self._tokenizer, self._leader.client, self._metrics, self._sampling, self._roles, lag.longest_s
+        )
         http = self._http_server(config)
         serving = asyncio.create_task(http.serve(sockets=[http_socket]))
         try:
@@ -154,6 +160,7 @@ class Frontend:
             await self._leader.wait_exit()
             raise
         finally:
+            lag.close()
             self._leader.kill("the server has stopped")
             self._roles.end("the server has stopped")
             http.should_exit = True

@@ -45,6 +45,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
         "local_prefill_crossover_tokens": "Longest prompt that this server computes faster than a prefill server.",
         "local_prefill_waiting_tokens": "Tokens of prompts that this decode server has yet to compute.",
         "decode_step_seconds": "Measured time of a decode step without prompt tokens.",
+        "loop_lag_seconds": "Longest lag of the engine loop in the last minute.",
         "last_step_seconds": "Time of the last step: from its start, or the end of the step before it, to its results.",
         "hot_pages": "Pages of the hot pool (HiSparse).",
         "hot_pages_available": "Free pages of the hot pool (HiSparse).",

@@ -72,6 +72,8 @@ class Metrics:
         self._role = Gauge("pdserve_role", "1 for the role of this server.", ["role"], registry=self.registry)
         switches = "Role switches that have ended, by the requested role and outcome: done or failed."
         self._switches = Counter("pdserve_role_switches", switches, ["role", "outcome"], registry=self.registry)
+        lag = "Longest lag of the HTTP event loop in the last minute."
+        self._lag = Gauge("pdserve_frontend_lag_seconds", lag, registry=self.registry)
         versions = installed_versions()
         build = Gauge(
             "pdserve_build_info", "1, with the installed versions as labels.", list(versions), registry=self.registry
@@ -80,6 +82,10 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
+
+    def watch_lag(self, lag_s: Callable[[], float]) -> None:
+        """From now on, also export how late the event loop of this process is."""
+        self._lag.set_function(lag_s)
 
     def watch_leader(self, leader: Callable[[], LeaderView], pid: Callable[[], int | None] = lambda: None) -> None:
         """From now on, also export the latest report of the current leader, and the metrics of its process."""

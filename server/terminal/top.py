@@ -118,6 +118,9 @@ def _server(earlier: Sample, later: Sample) -> Iterator[RenderableType]:
     if earlier.problem is None and earlier.role == later.role and earlier.status.taken_at < later.status.taken_at:
         for name, cells in _activity_rows(activity_between(later.role, earlier.status, later.status), later.role):
             table.add_row(name, cells)
+    if "frontend_lag_s" in later.info:  # older servers do not report it
+        engine_ms = 1000 * later.info["gauges"].get("loop_lag_seconds", 0.0)
+        table.add_row("lag", f"{1000 * later.info['frontend_lag_s']:,.0f} ms HTTP   {engine_ms:,.0f} ms engine loop")
     for name, used, total, unit in _pools(later):
         shown = f"{used:,.0f} of {total:,.0f} {unit}"
         table.add_row(name, Text.assemble(_bar(used / total), f"  {used / total:>4.0%}  ", (shown, "dim")))

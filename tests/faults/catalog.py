@@ -1,7 +1,7 @@
 """The table of faults as data: configurations, states, faults, and why a combination does not exist."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tests.faults.server_hooks import ENTERED, TURNED
 
@@ -29,6 +29,8 @@ class State:
     """Whether a prompt that decode computes itself is ever in it."""
     remote: bool = True
     """Whether a prompt that prefill computes is ever in it."""
+    grammar: bool = False
+    """Whether only requests with a grammar are ever in it."""
 
     @property
     def label(self) -> str:
@@ -57,6 +59,11 @@ STATES = (
     _state("prefill", "closing", local=False),
 )
 """FREED and CLOSED are left out: then the server holds nothing of the request."""
+COMPILING = tuple(
+    State(side, "compiling", (Point(side, "compiling", TURNED),), local=side == "decode", grammar=True)
+    for side in get_args(Side)
+)
+"""Not in the table of all cells yet: tests run some of them."""
 
 
 @dataclass(frozen=True)
@@ -202,3 +209,13 @@ def selection() -> list[Cell]:
     computing = next(state for state in STATES if state.name == "computing" and not state.remote)
     wanted = ("kill_leader", "fill_pools")
     return chosen + [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]
+
+
+def compiling_cells() -> list[Cell]:
+    """Some faults while a grammar is compiled, on the server that compiles it."""
+    return [
+        Cell(CONFIGS[0], state, fault)
+        for state in COMPILING
+        for fault in FAULTS
+        if fault.name in ("kill_leader", "terminate", "cut_control", "client_gone") and fault.side in (None, state.side)
+    ]

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from tests.checkpoints import GreedyTokens, load_reference, make_checkpoint, make_dsa_checkpoint
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
@@ -89,6 +91,11 @@ class Rig:
         self.request, self.filler, self._background = work(97, 24, 1), work(64, 40, 2), work(17, 8, 3)
         self._long = work(97, 100, 4)
         self._pressure = [index % 251 for index in range(140)]
+        text = "a" * 24
+        letters = Tokenizer.from_file(str(self._model / "tokenizer.json")).encode(text).ids
+        self._constrained = Work(self.request.prompt, letters)
+        """With a grammar that allows only these tokens."""
+        self._grammar = {"max_new_tokens": len(letters), "temperature": 0, "regex": text}
         self.works = (self.request, self.filler, self._background, self._long)
 
     def __enter__(self) -> "Rig":
@@ -194,10 +201,13 @@ class Rig:
         if state.name == "retracted":
             self._reach_retracted()
             return self._long
-        self.client = StreamClient(decode, self.request.prompt, self.request.new_tokens)
+        work, extra = self.request, {}
+        if state.grammar:
+            work, extra = self._constrained, {"sampling_params": self._grammar}
+        self.client = StreamClient(decode, work.prompt, work.new_tokens, **extra)
         for point in state.points:
             self.hooks.leader(point.side).expect("hit", point.state)
-        return self.request
+        return work
 
     def _reach_retracted(self) -> None:
         """Two requests of a higher priority take the pages of the request, if all three run at the same time."""

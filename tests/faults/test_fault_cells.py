@@ -6,12 +6,23 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.servers import HTTP, wait_until
-from tests.faults.catalog import CONFIGS, FAULTS, STATES, Cell, Config, Side, missing_because, selection
+from tests.faults.catalog import (
+    COMPILING,
+    CONFIGS,
+    FAULTS,
+    STATES,
+    Cell,
+    Config,
+    Side,
+    compiling_cells,
+    missing_because,
+    selection,
+)
 from tests.faults.clients import StreamClient
 from tests.faults.rig import LOADED, Rig
 from tests.faults.soak import soak
 
-SELECTION = selection()
+SELECTION = selection() + compiling_cells()
 STUCK_NAMED_S = 5.0
 SOAK_S = 6.0
 
@@ -47,7 +58,7 @@ def test_random_faults_under_random_traffic(rigs: dict[str, Rig], tmp_path_facto
 
 
 def test_selection_has_every_state_and_every_fault_that_needs_no_rank_process() -> None:
-    assert {cell.state for cell in SELECTION} == set(STATES)
+    assert {cell.state for cell in SELECTION} == {*STATES, *COMPILING}
     assert {cell.fault for cell in SELECTION} == {fault for fault in FAULTS if fault.needs != "rank process"}
 
 

@@ -41,12 +41,15 @@ DOCUMENTS = (
     "benchmarks/README.md",
     *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-OTHERS_FLAGS = {"--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend", "--tp-size"}
+OTHERS_FLAGS = {
+    *("--build", "--format", "--isolation", "--no-deps", "--strict", "--torch-backend", "--tp-size"),
+    *("--network", "--ulimit"),  # of docker
+}
 OTHERS_NAMES = {
     *("DecodePreallocQueue", "allocate_slots", "group_concurrent_contiguous", "k_pe", "kv_c", "kv_transfer_params"),
     *("new_token_ratio", "req_pool_idx", "req_to_token"),  # docs/glossary.md: of SGLang and vLLM
     *("__init__.py", "utils.py"),  # CONTRIBUTING.md: not in this repository
-    *("HTTPS_PROXY", "OTEL_SERVICE_NAME", "proxy_pass"),  # of other programs
+    *("HTTPS_PROXY", "OTEL_SERVICE_NAME", "proxy_pass", "IPC_LOCK"),  # of other programs
     "Person(name='Anna', age=31, mood='happy')",  # docs/tools.md: the output of an example
 }
 SOURCE_SUFFIXES = (".py", ".cu", ".cuh", ".h", ".js")

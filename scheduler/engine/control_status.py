@@ -39,7 +39,11 @@ def peer_status(
         if isinstance(engine, PrefillEngine):
             for instance, found in list(engine.routes.items()):
                 known = routes.get(instance, NO_ROUTES)
-                routes[instance] = KvRoutes(known.transports | found.transports, known.unusable | found.unusable)
+                routes[instance] = KvRoutes(
+                    known.transports | found.transports,
+                    known.unusable | found.unusable,
+                    max(known.since or 0.0, found.since or 0.0) or None,
+                )
     peers = controls[0].peers() if len(controls) == 1 else _worst([control.peers() for control in controls])
     return tuple(
         PeerStatus(

@@ -1,6 +1,8 @@
 """The engine of a prefill server, or of one of its data-parallel ranks."""
 
 import logging
+import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
@@ -37,10 +39,11 @@ _ChunkRef = tuple[InstanceId, TransferKey, int]
 
 
 class KvRoutes(NamedTuple):
-    """The transport of each pool to a decode server, and why other transports do not work."""
+    """The transport of each pool to a decode server, why other transports do not work, and since when this is so."""
 
     transports: dict[str, str]
     unusable: dict[str, str]
+    since: float | None = None
 
 
 NO_ROUTES = KvRoutes({}, {})
@@ -62,6 +65,8 @@ class PrefillEngine(Engine[PrefillScheduler]):
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
         """By decode server. Read by another thread."""
+        self._routes_of: dict[InstanceId, dict[tuple[int, tuple[str, ...]], PeerRoutes]] = {}
+        """The last report of each sender: of a rank, for some of its pools."""
         self._open: set[InstanceId] = set()
         """Decode servers that the ranks can write to."""
         self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
@@ -78,10 +83,11 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
                 scheduler.stage_message(instance, message, now)
-            case PeerRoutes(instance=instance, transports=transports, unusable=unusable):
+            case PeerRoutes(instance=instance) as report:
                 if instance in self._open:  # the report may come after ClosePeer
-                    known = self.routes.get(instance, NO_ROUTES)
-                    self.routes[instance] = KvRoutes(known.transports | transports, known.unusable | unusable)
+                    reports = self._routes_of.setdefault(instance, {})
+                    reports[report.rank, tuple(report.transports)] = report
+                    self.routes[instance] = _joined_routes(reports.values())
             case ChunkReport(written=written):
                 self._chunk_written(written, now)
             case PartReport(written=written):
@@ -100,6 +106,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self._ranks.tell(ClosePeer(instance))
                 scheduler.peer_closed(instance)
                 self.routes.pop(instance, None)
+                self._routes_of.pop(instance, None)
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case _:
@@ -163,6 +170,15 @@ def _page_space(hello: Hello) -> PageSpace:
         in_host_memory=any(pool.memory == "host" for rank in hello.ranks for pool in rank.pools),
         hot_pages=min(hot) if len(hot) == len(hello.ranks) else 0,
     )
+
+
+def _joined_routes(reports: Iterable[PeerRoutes]) -> KvRoutes:
+    """Of all senders to a decode server."""
+    routes = KvRoutes({}, {}, time.time())
+    for report in reports:
+        routes.transports.update(report.transports)
+        routes.unusable.update(report.unusable)
+    return routes
 
 
 def _join(parts: list[ChunkWritten]) -> ChunkWritten:

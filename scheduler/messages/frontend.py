@@ -197,6 +197,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """The transport of each pool (prefill)."""
     unusable_transports: dict[str, str] = {}
     """Transports that should work between the two servers but do not, and why (prefill)."""
+    transports_since: float | None = None
+    """When these transports were chosen, in Unix time (prefill)."""
     tokens_ahead: int | None = None
     """Tokens that the server computes before a prompt that is sent now (decode)."""
     cached_tokens: int | None = None

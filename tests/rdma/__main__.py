@@ -27,14 +27,14 @@ def main(arguments: list[str]) -> int:
 
     try:
         step("build the virtual machine")
-        build()
+        lock = build()
         step("boot it")
         machine = Machine()
     except UnavailableError as error:
         print(f"test-rdma: not run: {error}", flush=True)
         return UNAVAILABLE
     failed = []
-    with machine:
+    with lock, machine:
         step(f"its RDMA port is {machine.wait_up()}")
         for tests in arguments or TESTS:
             step(f"run {tests}")

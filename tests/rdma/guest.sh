@@ -17,8 +17,7 @@ ip link set eth0 up
 if [[ -e /sys/class/net/eth1 ]]; then
     tcp=eth1
 else
-    tcp=dummy0
-    ip link add dummy0 type dummy
+    tcp=dummy0  # made by the module
 fi
 ip addr add "10.8.0.$id/24" dev "$tcp"
 ip link set "$tcp" up

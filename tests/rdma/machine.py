@@ -5,6 +5,7 @@ unpacked. The root of a machine is that of the host, so it runs this checkout wi
 """
 
 import contextlib
+import fcntl
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TextIO
 
 HERE: Final = Path(__file__).resolve().parent
 REPOSITORY: Final = HERE.parents[1]
@@ -32,22 +33,28 @@ class UnavailableError(Exception):
     """This host cannot run the machine; the text says what is missing."""
 
 
-def build() -> None:
-    """Download and unpack what the machine consists of, unless that has been done. Raises UnavailableError."""
+def build() -> TextIO:
+    """Download and unpack what the machine consists of, unless that has been done. Returns the lock of the folder: one
+    run at a time. Raises UnavailableError.
+    """
     if platform.machine() != "x86_64":
         raise UnavailableError(f"the virtual machine needs an x86_64 host, this one is {platform.machine()}")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    lock = (CACHE / "lock").open("w", encoding="ascii")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     if not (CACHE / "complete").exists():
         _fetch()
     _write_initramfs()
+    return lock
 
 
 def _fetch() -> None:
     for tool in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise UnavailableError(f"the packages of the virtual machine come from Debian: this host has no {tool}")
-    shutil.rmtree(CACHE, ignore_errors=True)
     for folder in ("archives", "packages", "kernel"):
-        (CACHE / folder).mkdir(parents=True)
+        shutil.rmtree(CACHE / folder, ignore_errors=True)
+        (CACHE / folder).mkdir()
     kernel = re.search(r"Depends: (linux-image-\S+)", _run("apt-cache", "depends", KERNEL))
     if kernel is None:
         raise UnavailableError(f"apt knows no package {KERNEL}: is this Debian?")

@@ -15,6 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.transfer.mooncake.library import Transport
 from pdserve.transfer.mooncake.sockets import Region
 
 HOST = os.environ.get("PDSERVE_RDMA", "")
@@ -25,23 +26,37 @@ _processes.set_forkserver_preload(["pdserve.transfer.mooncake.engine"])
 
 
 class Receiver:
-    """`pool` is the memory of the process, `session` and `region` are what it publishes."""
+    """`pool` is the memory of the process, `sessions` (by transport) and `region` are what it publishes."""
 
-    def __init__(self, size_bytes: int, *, devices: Sequence[str] = ("rxe0",), gid_index: int | None = None) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        transports: Sequence[Transport] = ("rdma",),
+        devices: Sequence[str] = ("rxe0",),
+        gid_index: int | None = None,
+    ) -> None:
         self._file = Path(f"/dev/shm/receiver-{os.getpid()}-{id(self)}")
         with self._file.open("wb") as file:
             file.truncate(size_bytes)
         self.pool: NDArray[np.uint8] = np.memmap(self._file, dtype=np.uint8, mode="r+")
         self._ours, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_receive, args=(str(self._file), devices, gid_index, theirs))
+        self.process = _processes.Process(
+            target=_receive, args=(str(self._file), transports, devices, gid_index, theirs)
+        )
         self.process.start()
         theirs.close()
 
     def wait(self) -> None:
-        """Wait until the engine is there; afterwards `session` and `region` can be read."""
+        """Wait until the engines are there; afterwards `sessions` and `region` can be read."""
         assert self._ours.poll(START_TIMEOUT_S), "the receiver did not start"
-        self.session, address = self._ours.recv()
+        sessions, address = self._ours.recv()
+        self.sessions: dict[Transport, str] = sessions
         self.region = Region(address, self.pool.nbytes)
+
+    @property
+    def session(self) -> str:
+        return self.sessions["rdma"]
 
     def stop(self) -> None:
         assert self.process.pid is not None
@@ -65,13 +80,19 @@ class Receiver:
         self._file.unlink()
 
 
-def _receive(file: str, devices: Sequence[str], gid_index: int | None, answer: Connection) -> None:
+def _receive(
+    file: str, transports: Sequence[Transport], devices: Sequence[str], gid_index: int | None, answer: Connection
+) -> None:
     from pdserve.transfer.mooncake.engine import ReceiveEngine
 
     pool = np.memmap(file, dtype=np.uint8, mode="r+")
-    engine = ReceiveEngine(HOST, transport="rdma", devices=devices, gid_index=gid_index)
-    engine.register(pool.ctypes.data, pool.nbytes)
-    answer.send((engine.session, pool.ctypes.data))
+    engines = {
+        transport: ReceiveEngine(HOST, transport=transport, devices=devices, gid_index=gid_index)
+        for transport in transports
+    }
+    for engine in engines.values():
+        engine.register(pool.ctypes.data, pool.nbytes)
+    answer.send(({transport: engine.session for transport, engine in engines.items()}, pool.ctypes.data))
     try:
         answer.recv()
     except EOFError:

@@ -207,11 +207,14 @@ class ChunkWriter:
     def open(self, hello: Hello, welcome: Welcome) -> None:
         """Prepare writes to a decode server. The two messages must have passed `check_pair`.
 
-        Opening twice changes nothing: a Hello may be repeated. If opening fails, for example because there is no memory
-        for staging buffers, all writes to this server fail with that reason until it is opened again.
+        Opening twice only tries routes again that were dropped: a Hello may be repeated. If opening fails, for example
+        because there is no memory for staging buffers, all writes to this server fail with that reason until it is
+        opened again.
         """
         with self._lock:
             if hello.instance in self._routes:
+                for sender in self._routes[hello.instance].senders.values():
+                    sender.try_again()
                 return
             try:
                 self._routes[hello.instance] = self._make_route(hello, welcome)

@@ -2,13 +2,17 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from ...configs.errors import StartupError
+from ...kernels.backends.streams import use_own_stream
 from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine
+from ..mooncake.infiniband import port_problem
 from ..mooncake.library import Transport
 from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
 from ..mooncake.transports import REMEDIES, KvRoute, LocalTransport
@@ -16,6 +20,9 @@ from ..protocol.messages import Pool
 from .probe import probe
 
 log = logging.getLogger(__name__)
+
+RETRY_S: Final = 10.0
+"""How long after a trial a dropped RDMA route is tried again. A trial takes at most three seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +39,10 @@ class PoolPair:
 class RoutedEngine:
     """Opens an engine when needed. Used by one thread, but `transport` and `session` may be read by others.
 
-    A route that does not work, or fails later, is dropped if another route works. `on_routed` is called with the
-    transport in use, and with the reasons why others are not used.
+    A route that does not work, or fails later, is dropped if another route works. A dropped RDMA route is tried again,
+    on a thread of its own: at most RETRY_S apart while our port is active, and at once by try_again(). When it works,
+    `on_returned` is called on that thread, and the next open() changes to it. `on_routed` is called with the transport
+    in use, and with the reasons why others are not used.
     """
 
     def __init__(
@@ -42,32 +51,52 @@ class RoutedEngine:
         pools: Sequence[PoolPair],
         local: LocalTransport,
         on_routed: Callable[[Transport, Mapping[Transport, str]], None],
+        on_returned: Callable[[], None] = lambda: None,
     ) -> None:
-        self._routes = list(routes)
+        self._routes = tuple(routes)
+        self._used = 0
         self._pools = pools
         self._local = local
         self._on_routed = on_routed
+        self._on_returned = on_returned
         self._dropped: dict[Transport, str] = {}
         self._engine: SendEngine | None = None
+        self._lock = threading.Lock()
+        self._wanted = threading.Event()
+        """A dropped route is to be tried now."""
+        self._ended = False
+        self._retrier: threading.Thread | None = None
+        self._returned: SendEngine | None = None
+        """An engine of the first route, which works again."""
 
     @property
     def transport(self) -> Transport:
-        return self._routes[0].transport
+        return self._routes[self._used].transport
 
     @property
     def session(self) -> str:
-        return self._routes[0].session
+        return self._routes[self._used].session
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether open() would change to a route that works again."""
+        return self._returned is not None
 
     def open(self) -> SendEngine:
         """The engine of the first route that works. If none works, raises the error of the last one. No route is
         dropped then, because the cause is the peer (it is gone), not a transport.
         """
+        self._take_returned()
+        if self._engine is not None and (down := self.problem()) is not None:
+            self.close()
+            if self._used + 1 < len(self._routes):
+                self._drop_routes(self._used + 1, down)
         problem = ""
-        for index, route in enumerate(self._routes):
+        for index in range(self._used, len(self._routes)):
             if self._engine is not None:
                 break
             try:
-                self._engine = self._try_route(route)
+                self._engine = self._try_route(self._routes[index])
             except (PeerUnreachableError, StartupError) as error:
                 if index + 1 == len(self._routes):
                     raise
@@ -78,8 +107,14 @@ class RoutedEngine:
         assert self._engine is not None, "a sender has at least one route"
         return self._engine
 
+    def problem(self) -> str | None:
+        """Why the route in use cannot work at the moment, as far as this machine knows."""
+        return port_problem(self._local.rdma_devices) if self.transport == "rdma" else None
+
     def _try_route(self, route: KvRoute) -> SendEngine:
         """An engine whose probes of all pools succeeded. Raises PeerUnreachableError and StartupError."""
+        if route.transport == "rdma" and (down := port_problem(self._local.rdma_devices)) is not None:
+            raise PeerUnreachableError(down)
         sources = {pair.source for pair in self._pools}
         targets = {Region(pair.destination.base_address, pair.destination.size_bytes) for pair in self._pools}
         engine = SendEngine(
@@ -100,24 +135,64 @@ class RoutedEngine:
         """After a failed write: if the next route reaches the peer, the transport was at fault, and later jobs use that
         route.
         """
-        if len(self._routes) > 1:
+        if self._used + 1 < len(self._routes):
             with contextlib.suppress(PeerUnreachableError):
-                describe_engine(self._routes[1].session, PREFLIGHT_TIMEOUT_S)
-                self._drop_routes(1, reason)
+                describe_engine(self._routes[self._used + 1].session, PREFLIGHT_TIMEOUT_S)
+                self._drop_routes(self._used + 1, reason)
 
-    def _drop_routes(self, count: int, reason: str) -> None:
-        """Remove the first `count` routes."""
-        for _ in range(count):
-            route = self._routes.pop(0)
+    def _drop_routes(self, used: int, reason: str) -> None:
+        """Use route `used` from now on, and none before it."""
+        for route in self._routes[self._used : used]:
             self._dropped[route.transport] = reason
             log.warning(
                 "KV for decode %s goes over %s from now on, because %s does not work: %s. %s",
-                self.session,
-                self.transport,
+                self._routes[used].session,
+                self._routes[used].transport,
                 route.transport,
                 reason,
                 REMEDIES.get(route.transport, ""),
             )
+        self._used = used
+        if used and self._routes[0].transport == "rdma" and self._local.rdma is not None and self._retrier is None:
+            self._retrier = threading.Thread(target=self._retry, name=f"retry-{self._routes[0].session}", daemon=True)
+            self._retrier.start()
+
+    def try_again(self) -> None:
+        """Try a dropped RDMA route now, because the peer has introduced itself again. May be called by any thread."""
+        self._wanted.set()
+
+    def _retry(self) -> None:
+        """Try the first route until it works again or end() is called."""
+        for pair in self._pools[:1]:
+            if pair.probe is not None:
+                use_own_stream(pair.probe.device)
+        while True:
+            self._wanted.wait(RETRY_S)
+            self._wanted.clear()
+            if self._ended:
+                return
+            try:
+                engine = self._try_route(self._routes[0])
+            except (PeerUnreachableError, StartupError) as error:
+                log.debug("%s to %s still does not work: %s", self._routes[0].transport, self.session, error)
+                continue
+            except Exception:
+                log.exception("error while trying %s again", self._routes[0].session)
+                continue
+            with self._lock:
+                self._returned, self._retrier = engine, None
+            self._on_returned()
+            return
+
+    def _take_returned(self) -> None:
+        with self._lock:
+            engine, self._returned = self._returned, None
+        if engine is None:
+            return
+        self.close()
+        self._engine, self._used, self._dropped = engine, 0, {}
+        log.info("KV for decode %s goes over %s again", self.session, self.transport)
+        self._on_routed(self.transport, self._dropped)
 
     def close(self) -> None:
         """Destroy the engine: its writes have ended afterwards. The next open() creates a new one."""
@@ -127,3 +202,14 @@ class RoutedEngine:
             except Exception:
                 log.exception("error while destroying the engine to %s", self.session)
             self._engine = None
+
+    def end(self) -> None:
+        """Destroy the engine for good, also one that has just returned."""
+        self._ended = True
+        self._wanted.set()
+        if (retrier := self._retrier) is not None:
+            retrier.join()
+        self.close()
+        with self._lock:
+            self._engine, self._returned = self._returned, None
+        self.close()

@@ -10,6 +10,7 @@ result then has `late_writes`, and the peer must not reuse these destination pag
 """
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -172,7 +173,9 @@ class PeerSender:
     ) -> None:
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"window must be 1 to {MAX_WINDOW}, got {window}")
-        self._routed = RoutedEngine(routes, pools, local or LocalTransport("auto", "127.0.0.1"), on_routed)
+        self._routed = RoutedEngine(
+            routes, pools, local or LocalTransport("auto", "127.0.0.1"), on_routed, self._route_returned
+        )
         self._window = window
         self._on_result = on_result
         self._device = device
@@ -206,6 +209,10 @@ class PeerSender:
             self._unreported.add(pending)
             self._queue.append(pending)
             self._changed.notify_all()
+
+    def try_again(self) -> None:
+        """Try a better route that was dropped: the peer has introduced itself again."""
+        self._routed.try_again()
 
     def cancel(self, key: TransferKey) -> None:
         """Stop the jobs of a transfer: issue no more writes, wait for those in flight, then report each job as usual.
@@ -282,18 +289,26 @@ class PeerSender:
                     self._queue.clear()
                 for other in waiting:
                     self._finish(other, reason, False)
-        self._routed.close()
+        self._routed.end()
+
+    def _route_returned(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _take(self) -> _Pending | None:
         """The next job to send; None when closed and empty. Reports cancelled jobs."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
+                self._changed.wait_for(lambda: self._queue or self._closing or self._routed.has_returned)
+                returned = not self._queue and not self._closing
                 cancelled = [pending for pending in self._queue if pending.cancelled]
                 for pending in cancelled:
                     self._queue.remove(pending)
-                if not cancelled:
+                if not cancelled and not returned:
                     return self._queue.popleft() if self._queue else None
+            if returned:
+                with contextlib.suppress(PeerUnreachableError, StartupError):  # then the next job reports it
+                    self._routed.open()
             for pending in cancelled:
                 self._finish(pending, None, False)
 
@@ -346,6 +361,8 @@ class PeerSender:
             if progress.look(ended=ended, cancelled=pending.cancelled):
                 self._progress_at = time.monotonic()
             self._check_progress(pending, progress.still_s)
+            if not ended and progress.still_s > DELIVERY_LOOK_S and (problem := self._routed.problem()) is not None:
+                raise _WriteError(f"decode {self.session} cannot be reached: {problem}", late_writes=True)
             if ended:
                 nap_s = NAP_MIN_S
             else:

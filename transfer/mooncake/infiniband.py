@@ -1,5 +1,6 @@
 """The InfiniBand and RoCE devices (HCAs) of this machine, and which of them a rank uses (`--ib-device`)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,14 +15,23 @@ _FORMS: Final = "give a device (mlx5_0), one per local rank (mlx5_0,mlx5_1) or a
 
 def port_states(sysfs: Path = SYSFS) -> dict[str, str]:
     """The state of each device, by name: ACTIVE if one of its ports is, else the state of its first port."""
-    states: dict[str, str] = {}
-    for device in sorted(sysfs.iterdir()) if sysfs.is_dir() else ():
-        ports = [
-            (port / "state").read_text(encoding="ascii").rpartition(":")[2].strip()  # "4: ACTIVE"
-            for port in sorted((device / "ports").glob("[0-9]*"))
-        ]
-        states[device.name] = "ACTIVE" if "ACTIVE" in ports else next(iter(ports), "without ports")
-    return states
+    return {device.name: _state(device) for device in (sorted(sysfs.iterdir()) if sysfs.is_dir() else ())}
+
+
+def _state(device: Path) -> str:
+    ports = [
+        (port / "state").read_text(encoding="ascii").rpartition(":")[2].strip()  # "4: ACTIVE"
+        for port in sorted((device / "ports").glob("[0-9]*"))
+    ]
+    return "ACTIVE" if "ACTIVE" in ports else next(iter(ports), "without ports")
+
+
+def port_problem(devices: Sequence[str], sysfs: Path = SYSFS) -> str | None:
+    """Why none of these devices can be used now, or None if one can."""
+    states = {device: _state(sysfs / device) for device in devices}
+    if not states or "ACTIVE" in states.values():
+        return None
+    return "no port is active: " + ", ".join(f"{device} is {state}" for device, state in states.items())
 
 
 def devices_for_rank(setting: str | None, local_rank: int, *, sysfs: Path = SYSFS) -> tuple[str, ...]:

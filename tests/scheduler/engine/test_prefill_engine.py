@@ -230,11 +230,25 @@ def test_transfers_fail_after_their_writes_end_at_the_drain_deadline(
 def test_routes_of_a_closed_peer_are_ignored(engine: Engine) -> None:
     engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
-    assert engine.engine.routes == {DECODE: ({"k+v": "tcp"}, {})}
+    assert engine.engine.routes[DECODE][:2] == ({"k+v": "tcp"}, {})
     engine.inbox.put(PeerClosed(DECODE))
     engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "tcp"}, {}))
     engine.turn()
     assert engine.engine.routes == {}
+
+
+def test_a_route_that_works_again_is_reported_without_its_problem(engine: Engine) -> None:
+    """Each rank has senders of its own."""
+    down = {"rdma": "no port is active"}
+    for rank in (0, 1):
+        engine.inbox.put(PeerRoutes(rank, DECODE, {"k+v": "tcp"}, down))
+    engine.inbox.put(PeerRoutes(0, DECODE, {"k+v": "rdma"}, {}))
+    engine.turn()
+    assert engine.engine.routes[DECODE].unusable == down
+    engine.inbox.put(PeerRoutes(1, DECODE, {"k+v": "rdma"}, {}))
+    engine.turn()
+    assert engine.engine.routes[DECODE][:2] == ({"k+v": "rdma"}, {})
+    assert engine.engine.routes[DECODE].since is not None
 
 
 def with_grammar(engine: Engine) -> PrepareGrammar:

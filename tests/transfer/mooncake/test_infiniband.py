@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.configs.errors import StartupError
-from pdserve.transfer.mooncake.infiniband import devices_for_rank, port_states
+from pdserve.transfer.mooncake.infiniband import devices_for_rank, port_problem, port_states
 
 
 def machine(root: Path, **devices: str) -> Path:
@@ -34,6 +34,12 @@ def test_devices_and_their_states(sysfs: Path) -> None:
         "mlx5_9": "without ports",
     }
     assert port_states(sysfs / "nothing") == {}
+
+
+def test_devices_have_a_problem_if_no_port_of_them_is_active(sysfs: Path) -> None:
+    assert port_problem(("mlx5_2", "mlx5_1"), sysfs) is None
+    assert port_problem((), sysfs) is None
+    assert port_problem(("mlx5_2", "mlx5_8"), sysfs) == ("no port is active: mlx5_2 is DOWN, mlx5_8 is without ports")
 
 
 def test_without_a_setting_all_active_devices_are_used(sysfs: Path, tmp_path: Path) -> None:

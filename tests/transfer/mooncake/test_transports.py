@@ -21,6 +21,7 @@ from pdserve.configs.errors import StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import TransportSetting
 from pdserve.memory.kv_pool import PROBE_BYTES
+from pdserve.transfer.data import routed_engine
 from pdserve.transfer.data.chunk_writer import ChunkWriter
 from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.receivers import Receivers
@@ -137,6 +138,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
     for module in (engine_module, rdma_engine_module):
         monkeypatch.setattr(module, "describe_engine", lambda *_: description)
     monkeypatch.setattr(engine_module, "confine_to_loopback", lambda _: None)
+    monkeypatch.setattr(routed_engine, "port_problem", lambda _: None)
     yield RecordingEngine.made
     RecordingEngine.registers = 0
 

@@ -1,0 +1,195 @@
+"""A dropped RDMA route is used again when it works. Engines are stubs; tests/rdma has real ones."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import pytest
+
+from pdserve.transfer.data import routed_engine
+from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
+from pdserve.transfer.mooncake.engine import WriteId, WriteState
+from pdserve.transfer.mooncake.library import Transport
+from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
+from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
+from pdserve.transfer.mooncake.transports import KvRoute, LocalTransport
+from pdserve.transfer.plan.copy_runs import CopyRuns
+from pdserve.transfer.protocol.layout import KvLayout, Plane
+from pdserve.transfer.protocol.messages import Pool, TransferKey
+
+POOLS = PoolPair(Region(4096, 64), Pool(KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, 64, "uint8"), 1 << 20, 64))
+ROUTES = (KvRoute("rdma", "127.0.0.1:3"), KvRoute("tcp", "127.0.0.1:1"))
+DOWN = "no port is active: mlx5_0 is DOWN"
+SOON_S = 0.01
+
+
+@dataclass
+class Network:
+    """What the engines of a sender run into."""
+
+    broken: set[Transport] = field(default_factory=set)
+    port_problem: str | None = None
+    holds: bool = False
+    """Writes do not end."""
+    tried: "queue.SimpleQueue[Transport]" = field(default_factory=queue.SimpleQueue)
+    written: list[Transport] = field(default_factory=list)
+    open: int = 0
+
+    def engine(self, _session: str, _targets: object, *, transport: Transport, **_options: object) -> "StubEngine":
+        self.tried.put(transport)
+        if transport in self.broken:
+            raise PeerUnreachableError(f"{transport} is broken")
+        self.open += 1
+        return StubEngine(self, transport)
+
+
+@dataclass
+class StubEngine:
+    network: Network
+    transport: Transport
+
+    def submit(self, *_: int) -> WriteId | None:
+        self.network.written.append(self.transport)
+        return WriteId(1)
+
+    def poll(self, _write: WriteId) -> WriteState:
+        return WriteState.PENDING if self.network.holds else WriteState.DONE
+
+    def delivered_bytes(self) -> int | None:
+        return None
+
+    def destroy(self) -> None:
+        self.network.open -= 1
+
+
+@dataclass
+class Routed:
+    sender: PeerSender
+    routes: "queue.SimpleQueue[tuple[Transport, dict[Transport, str]]]"
+    results: "queue.SimpleQueue[SendResult]"
+
+    def submit(self) -> None:
+        self.sender.submit(SendJob(TransferKey(1, 1), CopyRuns(*(np.array([part]) for part in (0, 0, 64))), POOLS))
+
+    def send(self) -> SendResult:
+        self.submit()
+        return self.results.get(timeout=10)
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    made = Network()
+    monkeypatch.setattr(routed_engine, "SendEngine", made.engine)
+    monkeypatch.setattr(routed_engine, "describe_engine", lambda *_: None)
+    monkeypatch.setattr(routed_engine, "port_problem", lambda _: made.port_problem)
+    return made
+
+
+@pytest.fixture
+def start(network: Network) -> Iterator[Callable[[], Routed]]:
+    started: list[PeerSender] = []
+
+    def start() -> Routed:
+        routes: queue.SimpleQueue[tuple[Transport, dict[Transport, str]]] = queue.SimpleQueue()
+        results: queue.SimpleQueue[SendResult] = queue.SimpleQueue()
+        sender = PeerSender(
+            ROUTES,
+            [POOLS],
+            window=4,
+            on_result=results.put,
+            on_routed=lambda transport, dropped: routes.put((transport, dict(dropped))),
+            local=LocalTransport("auto", "127.0.0.1", ("mlx5_0",), rdma=cast(RdmaEngine, object())),
+        )
+        started.append(sender)
+        return Routed(sender, routes, results)
+
+    yield start
+    for sender in started:
+        sender.close()
+    assert network.open == 0, "an engine was not destroyed"
+
+
+def test_a_dropped_route_is_used_again_without_a_request(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_engine, "RETRY_S", SOON_S)
+    network.broken = {"rdma"}
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("tcp", {"rdma": "rdma is broken"})
+    for transport in ("rdma", "tcp", "rdma", "rdma"):  # is tried again and again
+        assert network.tried.get(timeout=5) == transport
+    network.broken = set()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    assert routed.send().ok
+    assert network.written == ["rdma"]
+
+
+def test_a_peer_that_pairs_again_has_its_route_tried_at_once(network: Network, start: Callable[[], Routed]) -> None:
+    network.broken = {"rdma"}
+    routed = start()
+    assert routed.routes.get(timeout=5)[0] == "tcp"
+    network.broken = set()
+    routed.sender.try_again()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+
+
+def test_a_request_takes_the_next_route_at_once_while_the_port_is_down(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_engine, "RETRY_S", SOON_S)
+    routed = start()
+    assert routed.send().ok
+    network.port_problem = DOWN
+    assert routed.send().ok
+    assert network.written == ["rdma", "tcp"]
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    assert routed.routes.get(timeout=5) == ("tcp", {"rdma": DOWN})
+    network.port_problem = None
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    tried = [network.tried.get_nowait() for _ in range(3)]
+    assert tried == ["rdma", "tcp", "rdma"], "a route was tried while its port was down"
+
+
+def test_writes_fail_at_once_when_the_port_goes_down(network: Network, start: Callable[[], Routed]) -> None:
+    routed = start()
+    network.holds = True
+    routed.submit()
+    while not network.written:
+        time.sleep(0.001)
+    network.port_problem = DOWN
+    started = time.monotonic()
+    failed = routed.results.get(timeout=10)
+    assert time.monotonic() - started < 0.9, "it waited until the writes counted as stalled"
+    assert DOWN in failed.reason
+    assert failed.late_writes
+    network.holds = False
+    assert routed.send().ok
+    assert network.written == ["rdma", "tcp"]
+
+
+def test_no_request_waits_for_a_trial(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.broken = {"rdma"}
+    routed = start()
+    assert routed.routes.get(timeout=5)[0] == "tcp"
+    trying, goes_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **options: object) -> StubEngine:
+        trying.set()
+        assert goes_on.wait(10)
+        return network.engine(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(routed_engine, "SendEngine", slow)
+    network.broken = set()
+    routed.sender.try_again()
+    assert trying.wait(5)
+    assert routed.send().ok
+    assert network.written == ["tcp"]
+    goes_on.set()
+    assert routed.routes.get(timeout=5) == ("rdma", {})

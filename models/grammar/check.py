@@ -1,14 +1,17 @@
-"""Compiles grammars in a process of its own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT`.
+"""Compiles grammars in a process of its own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT MAX_BYTES`.
 
-A hostile grammar may take minutes. A compiler cannot be interrupted, but a process can be killed. The process writes
+A hostile grammar may take minutes and gigabytes. A compiler cannot be interrupted, but a process can be killed. It
+aborts when grammars take MAX_BYTES of memory, and everything else on the machine has priority. The process writes
 one line of JSON when it is ready, and then one for each line that it reads, a grammar: null, or why it is refused.
 """
 
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import NoReturn, cast
 
 import msgspec
@@ -24,6 +27,8 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
     compiler = GrammarCompiler.of(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
     _ = compiler.vocabulary
+    os.nice(19)
+    limit_memory(int(sys.argv[3]))
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     _answer(None)
@@ -36,6 +41,14 @@ def main() -> NoReturn:
         except Exception as error:  # the compiler must not die of one grammar
             problem = f"cannot be compiled: {type(error).__name__}: {error}"
         _answer(problem)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """From now on, this process cannot get more than so many further bytes."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + more_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _read(lines: "queue.SimpleQueue[bytes]") -> NoReturn:

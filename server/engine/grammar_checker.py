@@ -5,11 +5,13 @@ import logging
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +22,9 @@ from ...configs.setting_types import LoadFormat
 log = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 3.0
+"""Of CPU time: the compiler has the lowest priority. MOST_WAITS times as much may pass."""
+MOST_WAITS = 3
+MAX_COMPILE_BYTES = 1 << 30
 START_S = 120.0
 """Most time that the process may take to start, in which it reads the vocabulary."""
 MAX_REMEMBERED = 1024
@@ -31,16 +36,29 @@ TIMEOUT_REMEMBERED_S = 60.0
 """A grammar that took too long is refused for this time, then compiled again: the machine may have been overloaded."""
 
 
+CPU_INTERVAL_S = 0.1
+"""How often the CPU time of a compilation is read."""
+
+
 class GrammarChecker:
     """Compiles grammars in a child process (models/grammar/check.py), because a compilation cannot be interrupted.
 
-    The first grammar starts the child. If a grammar takes longer than `max_compile_s`, the child is killed, and the
-    next grammar starts another one. The child exits when this process does.
+    The first grammar starts the child. If a grammar takes longer than `max_compile_s`, the child is killed; if it takes
+    more than `max_bytes`, the child aborts. The next grammar starts another one. The child exits when this process
+    does.
     """
 
-    def __init__(self, model: str, load_format: LoadFormat, max_compile_s: float = MAX_COMPILE_S) -> None:
-        self._command = [sys.executable, "-P", "-m", "pdserve.models.grammar.check", model, load_format]
+    def __init__(
+        self,
+        model: str,
+        load_format: LoadFormat,
+        max_compile_s: float = MAX_COMPILE_S,
+        max_bytes: int = MAX_COMPILE_BYTES,
+    ) -> None:
+        module = "pdserve.models.grammar.check"
+        self._command = [sys.executable, "-P", "-m", module, model, load_format, str(max_bytes)]
         self._max_compile_s = max_compile_s
+        self._max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[Grammar, asyncio.Future[str | None]] = {}
@@ -83,6 +101,9 @@ class GrammarChecker:
         except TimeoutError:
             problem = f"takes longer than {self._max_compile_s:g} s to compile, the limit"
             self._remember(grammar, problem, time.monotonic() + TIMEOUT_REMEMBERED_S)
+        except MemoryError:
+            problem = f"takes more than {self._max_bytes >> 20} MiB of memory to compile, the limit"
+            self._remember(grammar, problem, math.inf)
         return problem
 
     def _remember(self, grammar: Grammar, problem: str | None, until: float) -> None:
@@ -94,16 +115,16 @@ class GrammarChecker:
             self._known_characters -= len(oldest.text)
 
     def _compile(self, grammar: Grammar) -> str | None:
-        """Compiles the grammar in the child, on the thread. Returns why it is refused, or None. Raises TimeoutError or
-        ServerError.
+        """Compiles the grammar in the child, on the thread. Returns why it is refused, or None. Raises TimeoutError,
+        MemoryError or ServerError.
         """
         try:
             process = self._process or self._start()
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             process.stdin.flush()
-            return self._answer(process, self._max_compile_s)
-        except TimeoutError:
+            return self._answer(process, MOST_WAITS * self._max_compile_s, self._max_compile_s)
+        except (TimeoutError, MemoryError):
             self._kill()
             raise
         except OSError as error:
@@ -114,25 +135,32 @@ class GrammarChecker:
         started = time.monotonic()
         self._process = process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            self._answer(process, START_S)
+            self._answer(process, START_S, START_S)
         except TimeoutError:
             self._kill()
             raise ServerError(f"the grammar compiler has not started within {START_S:g} s") from None
         log.info("grammar compiler started in %.1f s", time.monotonic() - started)
         return process
 
-    def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float) -> str | None:
-        """Reads and decodes the next line of the child. Raises TimeoutError, or OSError if the child has exited."""
+    def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float, cpu_s: float) -> str | None:
+        """Reads and decodes the next line of the child, which may take so much time and CPU time. Raises TimeoutError,
+        MemoryError if the child has aborted, or OSError if it has exited.
+        """
         assert process.stdout is not None
         output, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
+        cpu_ends_at = _cpu_s(process.pid) + cpu_s
         arrival = select.poll()  # select() is limited to descriptors below 1024, and each client has one
         arrival.register(output, select.POLLIN)
         while not line.endswith(b"\n"):
-            if not arrival.poll(1000 * max(0.0, ends_at - time.monotonic())):
-                raise TimeoutError
+            while not arrival.poll(1000 * CPU_INTERVAL_S):
+                if time.monotonic() > ends_at or _cpu_s(process.pid) > cpu_ends_at:
+                    raise TimeoutError
             part = os.read(output, 1 << 16)
             if not part:
-                raise OSError(f"the compiler has exited with status {process.wait()}")
+                status = process.wait()
+                if status == -signal.SIGABRT:
+                    raise MemoryError
+                raise OSError(f"the compiler has exited with status {status}")
             line += part
         return msgspec.json.decode(line, type=str | None)
 
@@ -145,3 +173,9 @@ class GrammarChecker:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def _cpu_s(pid: int) -> float:
+    """The CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -64,6 +64,20 @@ async def test_slow_compiler_is_killed_and_started_again(checker: GrammarChecker
     assert process_id(checker) != first
 
 
+async def test_compiler_has_the_lowest_priority_and_a_limit_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0, max_bytes=64 << 20)
+    try:
+        assert await checker.check(GOOD) is None
+        assert os.getpriority(os.PRIO_PROCESS, process_id(checker)) == 19
+        assert await checker.check(HOSTILE) == "takes more than 64 MiB of memory to compile, the limit"
+        assert await checker.check(Grammar("regex", "b+")) is None
+    finally:
+        checker._kill()
+
+
 async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: GrammarChecker) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     raise_open_files_limit()

@@ -279,7 +279,7 @@ class Rig:
         info = server.settled_info()
         bad = {
             name: info["counters"][name]
-            for name in ("integrity_errors", "checksum_errors", "event_errors", "control_event_errors")
+            for name in ("integrity_errors", "checksum_errors", "event_errors", "effect_errors", "control_event_errors")
             if info["counters"].get(name)
         }
         assert not bad, f"{server.role}: {bad}"

@@ -18,6 +18,12 @@ class ReasoningTags(msgspec.Struct, array_like=True, frozen=True):
 MAX_GRAMMAR_CHARACTERS = 1 << 17
 
 
+JSON_RULES = 1
+"""The version of what the grammars of JSON allow (white space, closed objects). An increase lets decode servers compute
+prompts again whose first token a prefill server of another version has sampled.
+"""
+
+
 class Grammar(msgspec.Struct, array_like=True, frozen=True):
     """What the output has to match (models/grammar/). Small text: every server compiles it itself.
 

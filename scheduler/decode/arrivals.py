@@ -3,6 +3,7 @@
 import collections
 
 from ...configs.errors import ServerError, UnavailableError
+from ...configs.sampling import JSON_RULES
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...transfer.protocol.messages import (
@@ -80,6 +81,11 @@ class Arrivals:
         problem = self._remote.check_complete(prompt, done)
         if problem is not None:
             self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
+            return None
+        if done.json_rules != JSON_RULES and prompt.has_json and self._dispatcher.can_compute_prompt(prompt):
+            prompt.computed_here = True
+            problem = "the prefill server has other grammars"
+            self.transfer_failed(TransferFailed(done.key, problem, retryable=True), now)
             return None
         samples = prompt.waiting
         path: KvPath = "device" if attempt.hot_pages or self._memory.hot is None else "host"

@@ -7,6 +7,7 @@ reported their end.
 import collections
 from collections.abc import Callable
 
+from ...configs.sampling import JSON_RULES
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -135,6 +136,7 @@ class Transfers:
             cached_tokens=request.cached,
             input_logprobs=tuple(request.input_logprobs),
             stored_tokens=request.stored,
+            json_rules=JSON_RULES,
         )
         self.reply(request, done)
         if request.traceparent is not None:

@@ -217,7 +217,8 @@ class PrefillDone(Message, frozen=True):
     """All KV is written; carries the first token of each sample and the times spent on prefill.
 
     `cached_tokens` of the prompt came from prefill's prefix cache, the last `stored_tokens` of them from the KV store.
-    `input_logprobs`, if requested, has one entry per prompt token from `LogprobParams.start` on.
+    `input_logprobs`, if requested, has one entry per prompt token from `LogprobParams.start` on. `json_rules` is the
+    version of the grammars (configs/sampling.py) with which the tokens were sampled.
     """
 
     key: TransferKey
@@ -232,6 +233,7 @@ class PrefillDone(Message, frozen=True):
     cached_tokens: int = 0
     input_logprobs: tuple[TokenLogprob, ...] = ()
     stored_tokens: int = 0
+    json_rules: int = 0
 
 
 class TransferFailed(Message, frozen=True):

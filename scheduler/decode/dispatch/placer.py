@@ -107,7 +107,7 @@ class Placer:
             self.costs(tokens, shared),
             paired=bool(able),
             expected=self._expects_server(prompt, now),
-            failed=prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
+            failed=prompt.computed_here or prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
             refused=prompt.times_refused >= MAX_ATTEMPTS,
             shared_cpu=all(peer.shares_cpu for peer in able),
             remote_open=remote_open,

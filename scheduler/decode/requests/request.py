@@ -164,6 +164,8 @@ class Prompt:
         """The store did not have what was expected, and the prompt was queued again."""
         self.awaited: AwaitedPrefix | None = None
         """The prefix that another prompt computes on this server, while this one waits for it."""
+        self.computed_here = False
+        """Only this server computes it: the first token of a prefill server may not match its grammar."""
         self.quarantined = 0
         """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None
@@ -190,6 +192,12 @@ class Prompt:
         """Sampling parameters of its first sample; sample i has seed + i."""
         first = self.waiting[0]
         return msgspec.structs.replace(first.sampling, seed=first.sampling.seed - first.sample)
+
+    @property
+    def has_json(self) -> bool:
+        """Whether its samples may be JSON by a grammar."""
+        grammar = self.waiting[0].sampling.grammar
+        return grammar is not None and grammar.kind in ("json_schema", "structural_tag")
 
     @property
     def samples(self) -> int:

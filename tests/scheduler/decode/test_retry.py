@@ -2,6 +2,9 @@
 
 import pytest
 
+from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.configs.setting_types import LocalPrefillSetting
+from pdserve.scheduler.messages.frontend import Submit
 from tests.scheduler.simulation.simulator import Simulator
 
 
@@ -205,3 +208,37 @@ def test_server_that_does_not_accept_gets_no_prompts() -> None:
     assert simulator.decode.counters["redispatches"] == 0
     assert simulator.servers[instances[0]].scheduler.counters["requests"] == 0
     simulator.finish()
+
+
+@pytest.mark.parametrize(
+    ("rules", "grammar", "local_prefill", "computed_here"),
+    [
+        (0, Grammar("json_schema", "{}"), "auto", True),
+        (0, Grammar("structural_tag", "{}"), "auto", True),
+        (0, Grammar("json_schema", "{}"), "never", False),
+        (0, Grammar("regex", "a"), "auto", False),
+        (0, None, "auto", False),
+        (1, Grammar("json_schema", "{}"), "auto", False),
+    ],
+    ids=["json", "tag", "never_here", "regex", "free", "same_rules"],
+)
+def test_prompt_is_computed_here_after_a_prefill_server_with_other_grammars_of_json(
+    monkeypatch: pytest.MonkeyPatch,
+    rules: int,
+    grammar: Grammar | None,
+    local_prefill: LocalPrefillSetting,
+    computed_here: bool,
+) -> None:
+    """An older prefill server may sample a first token that the grammar refuses here."""
+    monkeypatch.setattr("pdserve.scheduler.prefill.transfers.JSON_RULES", rules)
+    simulator = Simulator(local_prefill=local_prefill)
+    simulator.start("a:1")
+    simulator.submitted.add("x")
+    sampling = SamplingParams(max_new_tokens=4, grammar=grammar)
+    simulator.decode.submit(Submit("x", tuple(range(10, 16)), sampling), simulator.now)
+    simulator.act()
+    simulator.finish()
+    assert simulator.failures == {}
+    counters = simulator.decode.counters
+    assert (counters["requests_finished"], counters["transfers_failed"]) == (1, computed_here)
+    assert counters["redispatches"] == computed_here

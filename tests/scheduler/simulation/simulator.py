@@ -39,6 +39,7 @@ from pdserve.scheduler.messages.ranks import (
     LoadPages,
     OpenHot,
     PageCommand,
+    PrepareGrammar,
     ResizeHot,
     SavePages,
     StoreLoad,
@@ -725,6 +726,8 @@ class Simulator:
                 self.commands.append(effect)
             case WriteBackRows():
                 self.copies.append(effect)  # does not wait for earlier steps
+            case PrepareGrammar(number=number):
+                self.decode.grammar_ready(number, None, self.now)
             case ConnectPeer():
                 pass
             case other:
@@ -744,6 +747,8 @@ class Simulator:
             case CancelChunks(key=key):
                 for write in server.writes:
                     write.cancelled |= write.chunk.key == key
+            case PrepareGrammar(number=number):
+                server.scheduler.grammar_ready(number, None, self.now)
             case SendToFrontend():
                 pass  # prefill sends nothing that matters here
             case other:

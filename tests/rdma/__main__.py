@@ -16,7 +16,8 @@ cd {REPOSITORY}
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH=.dev:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PDSERVE_RDMA=10.8.0.1
 {sys.executable} -m pytest -c /dev/null --rootdir . -p no:cacheprovider --noconftest -v -W error -rP"""
-TESTS = ("tests/rdma/test_engines.py tests/rdma/test_faults.py",)
+TESTS = ("tests/rdma/test_engines.py tests/rdma/test_faults.py", "tests/rdma/test_senders.py")
+"""Each entry is a process. Importing torch takes minutes in the virtual machine, so what needs it comes last."""
 
 
 def main(arguments: list[str]) -> int:

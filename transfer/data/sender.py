@@ -30,6 +30,7 @@ from ..mooncake.sockets import PeerUnreachableError
 from ..mooncake.transports import KvRoute, LocalTransport
 from ..plan.copy_runs import CopyRuns, PlanError, check_bounds
 from ..protocol.messages import TransferKey
+from .pace import MOST_S, Pace
 from .routed_engine import PoolPair, RoutedEngine
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ STALL_BASE_S: Final = 1.0
 STALL_BYTES_PER_S: Final = 200e6
 """Writes in flight are stalled if, for STALL_BASE_S plus the time of their bytes at this rate, none has ended and no
 byte was delivered. The second term is there because the peer may be busy copying them. After a cancellation, writes
-must end within that time, even if bytes still move.
+must end within that time, even if bytes still move. Over RDMA the limit is that of `pace.py`.
 """
 DELIVERY_LOOK_S: Final = 0.1
 """How often a sender checks for delivered bytes while no write ends."""
@@ -177,6 +178,7 @@ class PeerSender:
             routes, pools, local or LocalTransport("auto", "127.0.0.1"), on_routed, self._route_returned
         )
         self._window = window
+        self._pace = Pace()
         self._on_result = on_result
         self._device = device
         self._changed = threading.Condition()
@@ -232,6 +234,8 @@ class PeerSender:
     @property
     def stuck_s(self) -> float:
         """After this time without progress the thread is stuck: it would have given up a silent peer long before."""
+        if self._routed.transport == "rdma":
+            return STUCK_S + MOST_S
         return STUCK_S + self._window * MAX_WRITE_BYTES / STALL_BYTES_PER_S
 
     def close(self) -> None:
@@ -346,6 +350,7 @@ class PeerSender:
         in_flight = pending.in_flight
         nap_s = NAP_MIN_S
         progress = _Progress(engine)
+        ended_at = time.monotonic()
         while left or in_flight:
             if pending.cancelled:
                 left = 0
@@ -357,7 +362,11 @@ class PeerSender:
                 in_flight[write] = size_bytes
                 pending.writes += 1
                 left -= 1
+            before = pending.bytes_written
             ended = self._collect(pending, engine)
+            if ended:
+                last_end, ended_at = ended_at, time.monotonic()
+                self._pace.add(pending.bytes_written - before, ended_at - last_end)
             if progress.look(ended=ended, cancelled=pending.cancelled):
                 self._progress_at = time.monotonic()
             self._check_progress(pending, progress.still_s)
@@ -405,7 +414,9 @@ class PeerSender:
         if still_s <= STALL_BASE_S or not pending.in_flight:
             return
         in_flight_bytes = sum(pending.in_flight.values())
-        if still_s > STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S:
+        rdma = self._routed.transport == "rdma"
+        limit_s = STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S
+        if still_s > (self._pace.stalled_after_s(in_flight_bytes) if rdma else limit_s):
             what = "have not ended" if pending.cancelled else "have made no progress"
             error = _SendError if pending.cancelled else _WriteError
             raise error(

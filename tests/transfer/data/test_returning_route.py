@@ -36,6 +36,8 @@ class Network:
     port_problem: str | None = None
     holds: bool = False
     """Writes do not end."""
+    write_s: float = 0.0
+    """How long a write takes."""
     tried: "queue.SimpleQueue[Transport]" = field(default_factory=queue.SimpleQueue)
     written: list[Transport] = field(default_factory=list)
     open: int = 0
@@ -52,13 +54,16 @@ class Network:
 class StubEngine:
     network: Network
     transport: Transport
+    submitted_at: float = 0.0
 
     def submit(self, *_: int) -> WriteId | None:
         self.network.written.append(self.transport)
+        self.submitted_at = time.monotonic()
         return WriteId(1)
 
     def poll(self, _write: WriteId) -> WriteState:
-        return WriteState.PENDING if self.network.holds else WriteState.DONE
+        ended = not self.network.holds and time.monotonic() >= self.submitted_at + self.network.write_s
+        return WriteState.DONE if ended else WriteState.PENDING
 
     def delivered_bytes(self) -> int | None:
         return None
@@ -73,11 +78,12 @@ class Routed:
     routes: "queue.SimpleQueue[tuple[Transport, dict[Transport, str]]]"
     results: "queue.SimpleQueue[SendResult]"
 
-    def submit(self) -> None:
-        self.sender.submit(SendJob(TransferKey(1, 1), CopyRuns(*(np.array([part]) for part in (0, 0, 64))), POOLS))
+    def submit(self, size_bytes: int = 64) -> None:
+        runs = CopyRuns(*(np.array([part]) for part in (0, 0, size_bytes)))
+        self.sender.submit(SendJob(TransferKey(1, 1), runs, POOLS))
 
-    def send(self) -> SendResult:
-        self.submit()
+    def send(self, size_bytes: int = 64) -> SendResult:
+        self.submit(size_bytes)
         return self.results.get(timeout=10)
 
 
@@ -193,3 +199,13 @@ def test_no_request_waits_for_a_trial(
     assert network.written == ["tcp"]
     goes_on.set()
     assert routed.routes.get(timeout=5) == ("rdma", {})
+
+
+def test_a_slow_peer_is_not_stalled_over_rdma(network: Network, start: Callable[[], Routed]) -> None:
+    """A write that takes longer than a second, after writes that show how slow the peer is."""
+    routed = start()
+    network.write_s = 0.1
+    for _ in range(4):
+        assert routed.send(8).ok
+    network.write_s = 1.4
+    assert routed.send(64).ok

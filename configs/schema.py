@@ -383,7 +383,7 @@ class DecodeConfig(ServerConfig):
         None,
         ge=0,
         description="limit on the predicted inter-token latency while this server computes prompts, which get at "
-        "least 30 % of the time; 0 is no limit; default: 45 (250 on a CPU), or 2.5 times the time of a decode step if "
+        "least 30 % of the time; 0 is no limit; default: 50 (500 on a CPU), or 2.5 times the time of a decode step if "
         "that is longer",
     )
     max_new_tokens_limit: int | None = Field(None, ge=1, description="largest max_new_tokens; default: context length")

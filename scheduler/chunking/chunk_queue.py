@@ -1,10 +1,12 @@
 """Prompts that are computed in chunks: chooses the chunks of the next step."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .fair_queue import FairQueue, Prioritized
+from .step_rule import BASE_S, SLO_TTFT_S, Deadline, Waiting, deadline
 
 
 class Chunked(Prioritized, Protocol):
@@ -12,6 +14,11 @@ class Chunked(Prioritized, Protocol):
 
     scheduled: int
     """Tokens [0, scheduled) are computed or in a step in flight."""
+    cached: int
+    """Tokens [0, cached) were not computed."""
+
+    @property
+    def arrived_at(self) -> float: ...
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -35,24 +42,22 @@ class Chunk(NamedTuple, Generic[T]):
 class ChunkQueue(Generic[T]):
     """The queue of prompts that are computed, and the division of a step among them.
 
-    A step first serves the prompts of the highest priority. Half of its tokens go to the oldest of them, so no prompt
-    needs more than twice the steps of first come, first served. The other half goes to those with the fewest tokens
-    left, so a short prompt does not wait behind long ones. Tokens that are left go to the next prompts in the queue.
+    A step first serves the prompts of the highest priority, in the order of their deadlines (step_rule.py). Tokens that
+    are left go to the next prompts in the queue.
 
-    If a short prompt ends in the step, tokens that are left go only to other prompts that end in it too: the step is
-    shorter, and their first tokens come sooner.
+    If a prompt ends in the step, others do not make the step longer than BASE_S if its first token is late then: they
+    may get fewer tokens than there is room for.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, slo_ttft_s: float = SLO_TTFT_S) -> None:
         self._page_size = page_size
+        self._slo_ttft_s = slo_ttft_s
         self._queue: FairQueue[T] = FairQueue()
         """Prompts with tokens that are in no step yet."""
         self._fully_scheduled: set[T] = set()
         """Prompts whose remaining tokens are all in steps in flight."""
-        self._owed = 0
-        """Tokens that earlier steps owe to the first prompt: its half of a step may be less than a page, and slices are
-        whole pages.
-        """
+        self._deadlines: dict[T, Deadline] = {}
+        """Of the prompts that the last step could choose from."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fully_scheduled)
@@ -79,13 +84,19 @@ class ChunkQueue(Generic[T]):
         else:
             self._fully_scheduled.remove(prompt)
 
-    def next_chunks(self, budget: int) -> list[Chunk[T]]:
+    def waiting_times(self, now: float, tokens_per_s: float) -> Iterator[Waiting]:
+        """The prompts of the highest priority, in their order."""
+        for prompt in self._in_order(now, tokens_per_s):
+            yield Waiting(self._deadlines[prompt].due_at - now, _left(prompt) / tokens_per_s)
+
+    def next_chunks(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float = 0.0) -> list[Chunk[T]]:
         """The chunks of the next step, of at most `budget` tokens in all; empty if there is nothing to compute, or if
-        the budget is less than a page.
+        the budget is less than a page. The step takes `beside_s` for other things.
         """
         if not len(self._queue):
             return []
-        chunks = [Chunk(prompt, prompt.scheduled, end) for prompt, end in self._divide(budget).items()]
+        ends = self._divide(budget, now, tokens_per_s, beside_s)
+        chunks = [Chunk(prompt, prompt.scheduled, end) for prompt, end in ends.items()]
         if not chunks:
             return []
         leading = chunks[0].prompt.priority
@@ -93,40 +104,36 @@ class ChunkQueue(Generic[T]):
         for chunk in chunks:
             chunk.prompt.scheduled = chunk.end
             if chunk.last:
-                self._queue.remove(chunk.prompt)
+                self.remove(chunk.prompt)
                 self._fully_scheduled.add(chunk.prompt)
         return chunks
 
-    def _divide(self, budget: int) -> dict[T, int]:
-        """Divide the budget of the next step: returns the end of the slice of each prompt. The queue is not empty."""
-        first = self._queue.first
-        ends: dict[T, int] = {}
-        if not self._queue.oldest_is_due:
-            self._owed = min(budget, self._owed + budget // 2)
-            kept = self._slice(first, first.scheduled, self._owed) - first.scheduled
-            leading = [prompt for prompt in self._queue if prompt.priority == first.priority]
-            shortest_first = sorted(leading, key=lambda prompt: prompt.prompt_tokens - prompt.scheduled)
-            budget = kept + self._fill(ends, shortest_first, budget - kept)
-            if any(end == prompt.prompt_tokens for prompt, end in ends.items() if prompt is not first):
-                budget -= kept - self._fill(ends, [first], kept)
-                self._fill(ends, shortest_first, budget, whole=True)
-                budget = 0
-        self._fill(ends, self._queue, budget)
-        self._owed = max(0, self._owed - (ends.get(first, first.scheduled) - first.scheduled))
-        return ends
+    def _in_order(self, now: float, tokens_per_s: float | None) -> list[T]:
+        """The prompts of the highest priority, by deadline; by arrival if the rate is not known."""
+        priority, per_s, slo_s = self._queue.first.priority, tokens_per_s or math.inf, self._slo_ttft_s
+        self._deadlines = {
+            each: deadline(each.arrived_at, now, (each.prompt_tokens - each.cached) / per_s, _left(each) / per_s, slo_s)
+            for each in self._queue
+            if each.priority == priority
+        }
+        return sorted(self._deadlines, key=self._deadlines.__getitem__)
 
-    def _fill(self, ends: dict[T, int], prompts: Iterable[T], budget: int, *, whole: bool = False) -> int:
-        """Add slices of these prompts to `ends`, in this order, up to `budget` tokens in all. With `whole`, add only
-        slices that complete their prompt. Returns the rest of the budget.
-        """
-        for prompt in prompts:
+    def _divide(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float) -> dict[T, int]:
+        """Divide the budget of the next step: returns the end of the slice of each prompt. The queue is not empty."""
+        in_order: Iterable[T] = () if self._queue.oldest_is_due else self._in_order(now, tokens_per_s)
+        ends: dict[T, int] = {}
+        used = 0
+        for prompt in itertools.chain(in_order, self._queue):
             start = ends.get(prompt, prompt.scheduled)
-            end = self._slice(prompt, start, budget)
-            if start < prompt.prompt_tokens and (end == start or (whole and end < prompt.prompt_tokens)):
-                break  # the budget is less than a page, or with `whole` less than the rest of this prompt
+            end = self._slice(prompt, start, budget - used)
+            if start < prompt.prompt_tokens and end == start:
+                break  # the budget is less than a page
             ends[prompt] = end
-            budget -= end - start
-        return budget
+            used += end - start
+            if end == prompt.prompt_tokens and tokens_per_s is not None and prompt in self._deadlines:
+                on_time = int(max(BASE_S, self._deadlines[prompt].due_at - now - beside_s) * tokens_per_s)
+                budget = min(budget, max(used, on_time))
+        return ends
 
     def _slice(self, prompt: T, start: int, tokens: int) -> int:
         """The end of a slice of at most `tokens` tokens. Only the last slice of a prompt may end inside a page, so no
@@ -134,3 +141,7 @@ class ChunkQueue(Generic[T]):
         """
         end = min(prompt.prompt_tokens, start + tokens)
         return end if end == prompt.prompt_tokens else max(start, end - end % self._page_size)
+
+
+def _left(prompt: Chunked) -> int:
+    return prompt.prompt_tokens - prompt.scheduled

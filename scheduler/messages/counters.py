@@ -73,6 +73,7 @@ DECODE_COUNTERS = (
     "checksum_errors",
     "generation_tokens",
     "decode_steps",
+    "late_steps",
     "peers_lost",
     "hot_hits",
     "hot_misses",

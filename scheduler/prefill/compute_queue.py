@@ -73,7 +73,7 @@ class ComputeQueue:
         """
         if not self.may_start_step():
             return None
-        chunks = self._queue.next_chunks(self._limits.chunk_size)
+        chunks = self._queue.next_chunks(self._limits.chunk_size, now, self.rate.per_s)
         if not chunks:
             return None
         self._commands += 1

@@ -61,6 +61,8 @@ class PrefillRequest:
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
         self.traceparent = traceparent
         """None unless it is traced."""
+        self.arrived_at = now - destination.waited_s
+        """On decode."""
         self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         first = PrefillState.WAITING if destination.sampling.grammar is None else PrefillState.COMPILING

@@ -57,11 +57,14 @@ class ServerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request to simulate; `output_tokens` are always generated."""
+    """A request to simulate; `output_tokens` are always generated. With `follows`, a client sends it when its previous
+    request, the one at that index, has ended.
+    """
 
     at_s: float
     prompt: tuple[int, ...]
     output_tokens: int
+    follows: int | None = None
 
 
 @dataclasses.dataclass
@@ -125,6 +128,8 @@ class Cluster:
         self._decodes = [_Decode(number, settings) for number in range(decodes)]
         self._open = 0
         self._outcomes: dict[str, Outcome] = {}
+        self._after: dict[str, Event] = {}
+        """What follows the end of a request."""
         for prefill in self._prefills:
             for decode in self._decodes:
                 space = PageSpace(settings.decode_pages, settings.decode.page_size)
@@ -137,7 +142,10 @@ class Cluster:
         self._open = len(arrivals)
         for number, arrival in enumerate(arrivals):
             self._outcomes[str(number)] = Outcome(arrival.at_s, prompt_tokens=len(arrival.prompt))
-            self._clock.at(arrival.at_s, partial(self._submit, number, arrival))
+            if arrival.follows is None:
+                self._clock.at(arrival.at_s, partial(self._submit, number, arrival))
+            else:
+                self._after[str(arrival.follows)] = partial(self._submit, number, arrival)
         self._heartbeat()
         while self._open and self._clock.run_next():
             pass
@@ -147,11 +155,12 @@ class Cluster:
         """The share of the time in which a prefill server, and a decode server, computed."""
         seconds = max(self._clock.now, 1e-9)
         return (
-            sum(server.busy_s for server in self._prefills) / seconds / len(self._prefills),
+            sum(server.busy_s for server in self._prefills) / seconds / max(1, len(self._prefills)),
             sum(server.busy_s for server in self._decodes) / seconds / len(self._decodes),
         )
 
     def _submit(self, number: int, arrival: Arrival) -> None:
+        self._outcomes[str(number)].at_s = self._clock.now
         decode = self._decodes[number % len(self._decodes)]
         sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
         hashes = {size: pack_short_hashes(page_hashes(arrival.prompt, size)) for size in sizes}
@@ -234,13 +243,19 @@ class Cluster:
                 self._outcomes[rid].token_times_s += [now] * len(tokens)
             case Finished(rid=rid, timeline=timeline, cached_tokens=cached):
                 outcome = self._outcomes[rid]
-                outcome.ended_s, outcome.timeline, outcome.cached_tokens = now, timeline, cached
-                self._open -= 1
+                outcome.timeline, outcome.cached_tokens = timeline, cached
+                self._end(rid)
             case Failed(rid=rid, status=status, code=code):
-                self._outcomes[rid].ended_s, self._outcomes[rid].failure = now, f"{status} {code}"
-                self._open -= 1
+                self._outcomes[rid].failure = f"{status} {code}"
+                self._end(rid)
             case _:
                 pass
+
+    def _end(self, rid: str) -> None:
+        self._outcomes[rid].ended_s = self._clock.now
+        self._open -= 1
+        if (following := self._after.pop(rid, None)) is not None:
+            self._clock.after(0.0, following)
 
     def _receive_at_decode(self, source: _Prefill, target: _Decode, message: AnyMessage) -> None:
         now, scheduler = self._clock.now, target.scheduler

@@ -108,6 +108,7 @@ COUNTERS: Mapping[str, Exported] = (
             "prefix_waits": "Times that a prompt waited for another one that computes the same prefix.",
             "generation_tokens": "Output tokens.",
             "decode_steps": "Steps with running requests.",
+            "late_steps": "Steps that exceeded the limit on gaps by a tenth, because first tokens would be late.",
             "prefill_steps": "Steps of a prefill server.",
             "steps_failed": "Steps that have failed.",
             "dispatch_tokens_expected": "Prompt tokens that the chosen prefill server was expected to have cached.",

@@ -13,7 +13,7 @@ History
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
      and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth frame to
-     KvDestination.
+     KvDestination; `waited_s` to KvDestination, behind `enable_hisparse`.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -181,7 +181,8 @@ class KvDestination(Message, frozen=True):
     `timeout_s` is the time left until the request's deadline. `samples` first tokens are sampled, the i-th with seed +
     i. The last `output_tokens` of the ids are already output: a request that lost its KV on decode is computed again,
     and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. The trace frame
-    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced.
+    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced. The prompt has
+    waited on decode for `waited_s`: the deadline of its first token counts from its arrival there.
     """
 
     key: TransferKey
@@ -197,6 +198,7 @@ class KvDestination(Message, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     enable_hisparse: bool = False
+    waited_s: float = 0.0
 
 
 class ChunkArrived(Message, frozen=True):

@@ -38,7 +38,7 @@ class PrefillDispatcher:
         self.queue = PromptQueue()
         self.pace = QueuePace()
         self.peers = PrefillPeers(self.limits.dispatch)
-        self.local = LocalPrefill(self.limits, self._rates)
+        self.local = LocalPrefill(self.limits, self._rates, self._counters)
         self.placer = Placer(resources, queue=self.queue, peers=self.peers, local=self.local)
         self.remote = RemotePrefill(resources, rings, peers=self.peers, placer=self.placer)
         self._prompt_ids = itertools.count(1)

@@ -1,14 +1,19 @@
 """Prompts that a decode server computes itself, in chunks that are part of its decode steps."""
 
+import collections
+import math
+from collections.abc import Iterable
+
 from ....configs.arithmetic import round_up
 from ....transfer.protocol.messages import Load
 from ...chunking.chunk_queue import Chunk, ChunkQueue
 from ...chunking.shared_prefix import PrefixesInProgress
+from ...chunking.step_rule import Waiting, gap_limit_s, prompt_time
 from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt
-from .step_budget import StepTimes, limit_s, prompt_part_s, step_tokens
+from .step_budget import StepTimes
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
@@ -21,8 +26,9 @@ MOST_SHARE = 0.5
 class LocalPrefill:
     """The queue of COMPUTING prompts. Like a prefill server, it has a dispatch window that bounds it."""
 
-    def __init__(self, limits: DecodeLimits, rates: Rates) -> None:
+    def __init__(self, limits: DecodeLimits, rates: Rates, counters: collections.Counter[str]) -> None:
         self._limits = limits
+        self._counters = counters
         self._rates = rates
         self._most = round_up(limits.max_step_tokens, limits.page_size)
         self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
@@ -68,33 +74,39 @@ class LocalPrefill:
         local.cached = local.scheduled = local.computed = tokens
         self.window.computed(local.kind, local.stored)
 
-    def next_chunks(self, batch: int) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, which also has `batch` running requests."""
-        if not self.queue.waiting or (batch and self.times.remeasure(batch)):
-            return []
-        return self.queue.next_chunks(self.budget(batch))
-
-    def budget(self, batch: int) -> int:
-        """Most prompt tokens of the next step, at least a page. The step also computes one token for each of `batch`
-        requests. A step slightly larger than a multiple of STEP_ROWS is reduced to it.
+    def next_chunks(self, batch: int, now: float, *, apart: bool = False) -> list[Chunk[LocalPrompt]]:
+        """The chunks of the next step, beside `batch` running requests. They are in the same step or, with `apart`, in
+        the steps before and after it.
         """
-        idle_s = self.times.idle_step_s(batch)
-        tokens = step_tokens(
-            most=self._most,
-            idle_step_s=idle_s if batch else None,
-            tokens_per_s=self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s,
-            prompts_s=self._prompt_part_s(idle_s or 0.0),
-        )
-        rows = min(tokens + batch, self._most)
-        if rows > STEP_ROWS and rows % STEP_ROWS < STEP_ROWS // 2:
-            rows -= rows % STEP_ROWS
-        return max(self._limits.page_size, rows - batch)
+        if not self.queue.waiting or (batch and not apart and self.times.remeasure(batch)):
+            return []
+        rate = self._tokens_per_s
+        idle_s = self.times.idle_step_s(batch) if batch else None
+        waiting = self.queue.waiting_times(now, rate) if rate is not None else ()
+        tokens = self._most_tokens(idle_s, rate, waiting)
+        tokens = whole_tiles(tokens, 0 if apart else batch, most=self._most, page_size=self._limits.page_size)
+        return self.queue.next_chunks(tokens, now, rate, idle_s or 0.0)
 
-    def _prompt_part_s(self, idle_s: float) -> float:
-        """Time that prompt tokens may add to a decode step of `idle_s`. A token takes a step in each pipeline stage."""
-        limits, target_s = self._limits, self._limits.itl_target_s
-        target_s = target_s and target_s / limits.stages
-        return prompt_part_s(idle_s, limit_s(idle_s, target_s, limits.auto_itl_s / limits.stages))
+    def _most_tokens(self, idle_s: float | None, rate: float | None, waiting: Iterable[Waiting]) -> int:
+        """Most prompt tokens of a step beside running requests, which alone take `idle_s`; None if there are none, or
+        if that is not measured.
+        """
+        if idle_s is None:
+            return self._most
+        prompts_s, late = prompt_time(idle_s, self._gap_limit_s(idle_s), waiting)
+        self._counters["late_steps"] += late
+        if prompts_s == math.inf:
+            return self._most
+        return min(self._most, int(prompts_s * rate)) if rate is not None else self._limits.page_size
+
+    def _gap_limit_s(self, idle_s: float) -> float:
+        """The limit on a step. A token takes a step in each pipeline stage."""
+        limits, given = self._limits, self._limits.itl_target_s
+        return gap_limit_s(idle_s, given and given / limits.stages, limits.auto_itl_s / limits.stages)
+
+    @property
+    def _tokens_per_s(self) -> float | None:
+        return self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s
 
     def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
         """The expected wait in seconds until this server begins to compute `tokens` tokens, and its tokens per second
@@ -107,7 +119,7 @@ class LocalPrefill:
             return 0.0, rate
         if rate is None or not idle_s:
             return 0.0, rate and rate * MOST_SHARE
-        prompt_s = min(self._prompt_part_s(idle_s), self._most / rate)
+        prompt_s = min(prompt_time(idle_s, self._gap_limit_s(idle_s), ()).seconds, self._most / rate)
         # with pipeline stages, the chunk leaves the last stage after as many step times as there are steps in flight
         further = max(0, min(self._limits.stages, self.times.in_flight) - 1)
         return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
@@ -138,3 +150,13 @@ class LocalPrefill:
             self.prefixes.end(local.progress)
         self.window.returned(local.kind, local.prompt_tokens - local.computed)
         return local
+
+
+def whole_tiles(tokens: int, batch: int, *, most: int, page_size: int) -> int:
+    """Prompt tokens of a step of at most `most` rows, beside a batch: at most `tokens`, at least a page. A step
+    slightly larger than a multiple of STEP_ROWS is reduced to it.
+    """
+    rows = min(tokens + batch, most)
+    if rows > STEP_ROWS and rows % STEP_ROWS < STEP_ROWS // 2:
+        rows -= rows % STEP_ROWS
+    return max(page_size, rows - batch)

@@ -101,6 +101,7 @@ class RemotePrefill:
             logprobs=first.logprobs,
             priority=prompt.priority,
             enable_hisparse=to_host,
+            waited_s=now - prompt.arrived_at,
         )
         arrays = [prompt.token_ids, *map(tuple, destinations)]
         if prompt.traceparent is not None:

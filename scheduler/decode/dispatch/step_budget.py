@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute beside the running requests, so that their tokens do not stall."""
+"""Measures the steps of a decode server that computes prompts: how long a decode step takes, and its prompt tokens."""
 
 import collections
 import math
@@ -6,41 +6,10 @@ import statistics
 
 from ...rates import Rate, RateBySize
 
-LIMIT_STEPS = 2.5
-"""The limit of `auto` is at least so many decode steps: models with long steps need more than the same milliseconds."""
-LEAST_SHARE = 0.3
-"""Prompts get at least this part of the time, also where a decode step alone takes nearly as long as the limit."""
-UNMEASURED_PART = 96
-"""Until the rate of prompt tokens beside running requests is known, a step has 1 / UNMEASURED_PART of the most."""
 REMEASURE_STEPS = 32
 """After this many steps with prompt tokens, one step has none, to measure how long a decode step takes now."""
 LEAST_EXTRA = 0.05
 """Prompt tokens take at least this part of a step: measured times vary, and their difference may be negative."""
-
-
-def step_tokens(*, most: int, idle_step_s: float | None, tokens_per_s: float | None, prompts_s: float) -> int:
-    """Prompt tokens of the next step, which has running requests, too. Prompts should take `prompts_s` of it at most
-    (`prompt_part_s`). A decode step alone takes `idle_step_s`.
-    """
-    if idle_step_s is None or prompts_s == math.inf:
-        return most
-    if tokens_per_s is None:
-        return max(1, most // UNMEASURED_PART)
-    return min(most, int(prompts_s * tokens_per_s))
-
-
-def limit_s(idle_step_s: float, target_s: float | None, auto_s: float) -> float:
-    """The longest step beside running requests: `target_s` if it is given, 0 is no limit. Otherwise `auto_s`, or
-    LIMIT_STEPS decode steps if they take longer.
-    """
-    if target_s is None:
-        return max(auto_s, LIMIT_STEPS * idle_step_s)
-    return target_s or math.inf
-
-
-def prompt_part_s(idle_step_s: float, limit_s: float) -> float:
-    """Time that prompt tokens may add to a decode step of `idle_step_s`."""
-    return max(limit_s - idle_step_s, LEAST_SHARE / (1 - LEAST_SHARE) * idle_step_s)
 
 
 class StepTimes:

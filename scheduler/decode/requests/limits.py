@@ -9,8 +9,8 @@ from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
 
-GPU_ITL_S = 0.045
-CPU_ITL_S = 0.250
+GPU_ITL_S = 0.050
+CPU_ITL_S = 0.500
 """Limits on the time between tokens that suit most loads, on a GPU and on a CPU."""
 
 

@@ -92,6 +92,10 @@ class LocalPrompt:
         return self.prompt.priority
 
     @property
+    def arrived_at(self) -> float:
+        return self.prompt.arrived_at
+
+    @property
     def prompt_tokens(self) -> int:
         return self.prompt.tokens
 
@@ -140,7 +144,7 @@ class Prompt:
         self.endpoint = endpoint
         self.room = room
         self.priority = priority
-        self.waits_since = now
+        self.arrived_at = self.waits_since = now
         """Since when it waits for any server to begin it; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
         """How many of the `token_ids`, the last ones, are output of a retracted request whose KV is computed again."""

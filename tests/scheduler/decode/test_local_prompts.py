@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pdserve.scheduler.chunking import shared_prefix
+from pdserve.scheduler.chunking.step_rule import LATE_GAPS
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from tests.examples import examples
@@ -124,15 +125,17 @@ def longest_gap(simulator: TimedSimulator, rids: list[str]) -> float:
 @pytest.mark.parametrize(
     ("step_s", "target_s", "longest_s"),
     [
-        (0.006, None, 0.045),
-        (0.030, None, 0.075),
-        (0.006, 0.030, 0.030),
+        (0.006, None, LATE_GAPS * 0.050),
+        (0.030, None, LATE_GAPS * 0.075),
+        (0.006, 0.030, LATE_GAPS * 0.030),
         (0.006, 0.0, 0.006 + 2048 / 40_000),
         (0.060, 0.045, 0.060 / 0.7),
     ],
 )
 def test_time_between_tokens_stays_inside_its_limit(step_s: float, target_s: float | None, longest_s: float) -> None:
-    """By default 45 ms or 2.5 decode steps; where that is less than a decode step, prompts get 30 % of the time."""
+    """By default 50 ms or 2.5 decode steps. They are LATE_GAPS times as long while a first token is late, as that of a
+    prompt of 32,768 tokens. Where that is less than a decode step, prompts get 30 % of the time.
+    """
     simulator = local(step_s, itl_target_s=target_s)
     streams = [f"s{number}" for number in range(32)]
     for rid in streams:

@@ -1,23 +1,23 @@
 """Prompts that a decode server computes: the size of its steps."""
 
+import collections
+
 import pytest
 
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill
+from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill, whole_tiles
 from pdserve.scheduler.rates import Rates
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 2048), (64, 1984), (2040, 16), (4096, 16)])
 def test_a_step_has_room_for_running_requests_and_at_least_a_page(batch: int, tokens: int) -> None:
-    local = LocalPrefill(decode_limits(page_size=16, max_step_tokens=2048), Rates())
-    assert local.budget(batch) == tokens
+    assert whole_tiles(2048, batch, most=2048, page_size=16) == tokens
 
 
 @pytest.mark.parametrize(("batch", "most", "rows"), [(1, 500, 500), (60, 525, 512), (120, 612, 612), (3, 100, 100)])
 def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, rows: int) -> None:
     """The GPU computes tiles of 128 tokens."""
-    local = LocalPrefill(decode_limits(page_size=1, max_step_tokens=most), Rates())
-    assert local.budget(batch) + batch == rows
+    assert whole_tiles(most, batch, most=most, page_size=1) + batch == rows
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, ro
 def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
     """A decode step takes 10 ms in a stage, with prompt tokens 20 ms."""
     limits = decode_limits(page_size=16, max_step_tokens=512, itl_target_s=stages * 0.02, stages=stages)
-    local = LocalPrefill(limits, Rates())
+    local = LocalPrefill(limits, Rates(), collections.Counter())
     local.times.started(4, 0, 0.0)
     local.times.ended(0.01)
     for _ in range(in_flight):

@@ -1,61 +1,9 @@
-"""How many prompt tokens a decode step computes."""
-
-import math
-from typing import Any
+"""Measured steps of a decode server that computes prompts."""
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.step_budget import (
-    REMEASURE_STEPS,
-    UNMEASURED_PART,
-    StepTimes,
-    limit_s,
-    prompt_part_s,
-    step_tokens,
-)
+from pdserve.scheduler.decode.dispatch.step_budget import REMEASURE_STEPS, StepTimes
 from pdserve.scheduler.rates import Rate
-
-H200: dict[str, Any] = {"most": 2048, "idle_step_s": 0.006, "tokens_per_s": 40_000.0, "prompts_s": 0.020}
-
-
-@pytest.mark.parametrize(
-    ("changes", "tokens"),
-    [
-        ({}, 800),
-        ({"prompts_s": math.inf}, 2048),
-        ({"prompts_s": 10.0}, 2048),
-        ({"idle_step_s": None}, 2048),
-        ({"tokens_per_s": None}, 2048 // UNMEASURED_PART),
-        ({"tokens_per_s": None, "prompts_s": math.inf}, 2048),
-        ({"most": 16}, 16),
-    ],
-)
-def test_step_tokens(changes: dict[str, Any], tokens: int) -> None:
-    assert step_tokens(**H200 | changes) == tokens
-
-
-@pytest.mark.parametrize(
-    ("idle_step_s", "target_s", "limit"),
-    [
-        (0.004, None, 0.045),
-        (0.030, None, 0.075),
-        (0.004, 0.020, 0.020),
-        (0.030, 0.020, 0.020),
-        (0.030, 0.0, math.inf),
-    ],
-)
-def test_limit_of_a_step(idle_step_s: float, target_s: float | None, limit: float) -> None:
-    assert limit_s(idle_step_s, target_s, auto_s=0.045) == pytest.approx(limit)
-
-
-@pytest.mark.parametrize(
-    ("idle_step_s", "limit", "part"),
-    [(0.004, 0.045, 0.041), (0.030, 0.075, 0.045), (0.060, 0.045, 0.060 * 3 / 7), (0.004, math.inf, math.inf)],
-)
-def test_prompts_get_the_rest_of_the_limit_and_three_tenths_of_the_time_at_least(
-    idle_step_s: float, limit: float, part: float
-) -> None:
-    assert prompt_part_s(idle_step_s, limit) == pytest.approx(part)
 
 
 def test_rate_of_prompt_tokens_excludes_the_decode_step() -> None:

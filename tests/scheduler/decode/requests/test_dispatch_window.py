@@ -18,7 +18,7 @@ from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator
         (1700, 0.010, 0, 100_000 / 1700 + 10),  # prefill is the limit; the last request decodes for ten seconds
         (3000, 0.010, 0, 100_000 / 3000 + 10),
         (3000, 0.020, 0, 81),  # the batch of 32 is the limit: four rounds of twenty seconds
-        (10_000, 0.020, 12, 81),
+        (10_000, 0.020, 14, 81),
     ],
 )
 def test_running_requests_are_not_retracted_for_dispatched_prompts(

@@ -49,7 +49,7 @@ def families(role: Literal["decode", "prefill"]) -> Iterable[Metric]:
         peers=(
             PeerStatus("prefill:8998", "paired", "i", round_trip_ms=1.0, address="10.0.0.5")
             if role == "decode"
-            else PeerStatus("10.0.0.7", "paired", "i", round_trip_ms=1.0),
+            else PeerStatus("10.0.0.7", "paired", "i", round_trip_ms=1.0, unusable_transports={"rdma": "down"}),
         ),
         states={"running": 1},
         taken_at=0.0,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
-from ...transfer.data.chunks import ChunkWritten
+from ...transfer.data.chunks import ChunkWritten, joined_bytes
 from ...transfer.plan.page_sizes import describe_page_sizes
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.checksum import add_sums
@@ -196,4 +196,5 @@ def _join(parts: list[ChunkWritten]) -> ChunkWritten:
         writes=sum(part.writes for part in parts),
         bytes_written=sum(part.bytes_written for part in parts),
         checksums=tuple(add_sums(sums) for sums in zip(*(part.checksums for part in parts), strict=False)),
+        transport_bytes=joined_bytes(part.transport_bytes for part in parts),
     )

@@ -81,4 +81,9 @@ DECODE_COUNTERS = (
     "hot_write_backs",
 )
 
-PREFILL_COUNTERS = (*COMMON_COUNTERS, "staged_grants_waited", "prefill_steps")
+TRANSPORTS = ("tcp", "nvlink", "rdma")
+PREFILL_COUNTERS = (
+    *COMMON_COUNTERS,
+    *("staged_grants_waited", "prefill_steps"),
+    *(f"transport_bytes_{transport}" for transport in TRANSPORTS),
+)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...memory.pages import pages_holding
-from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
+from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten, joined_bytes
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     InstanceId,
@@ -99,6 +99,7 @@ class _Chunk:
             writes=direct.writes + sum(part.writes for part in self.written),
             bytes_written=direct.bytes_written + sum(part.bytes_written for part in self.written),
             checksums=direct.checksums if reason is None else (),
+            transport_bytes=joined_bytes([direct.transport_bytes, *(part.transport_bytes for part in self.written)]),
         )
 
 

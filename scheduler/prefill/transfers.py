@@ -95,6 +95,8 @@ class Transfers:
         self._counters["transfer_writes"] += written.writes
         self._counters["transfer_bytes"] += written.bytes_written
         self._counters[f"path_bytes_{request.path}"] += written.bytes_written
+        for transport, size_bytes in written.transport_bytes.items():
+            self._counters[f"transport_bytes_{transport}"] += size_bytes
         if request.state is PrefillState.CLOSING:
             self._conclude_if_drained(request, now)
         elif written.ok:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ...scheduler.messages.counters import TRANSPORTS
+
 PREFIX = "pdserve_"
 _RANK_BUSY = re.compile(r"^rank_(\d+)_busy_seconds$")
 
@@ -151,6 +153,12 @@ COUNTERS: Mapping[str, Exported] = (
     }
     | {f"store_{name}": Exported(f"kv_store_{name}", text) for name, text in _STORE.items()}
     | {f"path_bytes_{path}": Exported("path_bytes", _PATH_BYTES, (("path", path),)) for path in ("device", "host")}
+    | {
+        f"transport_bytes_{transport}": Exported(
+            "transport_bytes", "Bytes of KV written to decode servers, by transport.", (("transport", transport),)
+        )
+        for transport in TRANSPORTS
+    }
     | {f"dispatch_{by}": Exported("dispatches", _DISPATCHES, (("by", by),)) for by in ("prefix", "load")}
     | {
         f"{place}_prefill_{reason}": Exported("prefill_placements", _PLACEMENTS, (("place", place), ("reason", reason)))

@@ -153,12 +153,21 @@ def _peer_families(peers: Sequence[PeerStatus]) -> Iterable[Metric]:
     round_trip = GaugeMetricFamily(
         PREFIX + "peer_round_trip_seconds", "Heartbeat round trip to the peer.", labels=labels
     )
+    unusable = GaugeMetricFamily(
+        PREFIX + "transport_unusable",
+        "1 while KV for the peer does not use this transport because it does not work (prefill).",
+        labels=[*labels, "transport"],
+    )
     for names, peer in {(peer.endpoint, peer.instance or ""): peer for peer in peers}.items():
         paired.add_metric(names, float(peer.state == "paired"))
         if peer.round_trip_ms is not None:
             round_trip.add_metric(names, peer.round_trip_ms / 1000)
+        for transport in peer.unusable_transports:
+            unusable.add_metric([*names, transport], 1.0)
     yield paired
     yield round_trip
+    if unusable.samples:
+        yield unusable
     addresses = GaugeMetricFamily(
         PREFIX + "prefill_addresses", "IP addresses that the host name of a prefill endpoint has.", labels=["endpoint"]
     )

@@ -30,7 +30,7 @@ from ..plan.copy_runs import NO_RUNS, CopyRuns, expand_runs, expand_token_runs
 from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
 from ..protocol.checksum import add_sums, block_sum
 from ..protocol.messages import Hello, InstanceId, KvPath, TransferKey, Welcome
-from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
+from .chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten, joined_bytes
 from .local_pool import LocalPool
 from .part_writer import PartJob, PartWriter, StageBuffers
 from .routed_engine import PoolPair
@@ -164,6 +164,7 @@ class _Chunk:
             writes=sum(result.writes for result in self.results),
             bytes_written=sum(result.bytes_written for result in self.results),
             checksums=() if failed else tuple(self.checksums),
+            transport_bytes=joined_bytes({result.transport: result.bytes_written} for result in self.results),
         )
 
 

@@ -1,5 +1,7 @@
 """Commands of a leader to its ranks to move KV, and their results. Plain data, used by schedulers and messages."""
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -46,6 +48,8 @@ class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
     writes: int = 0
     bytes_written: int = 0
     checksums: tuple[int, ...] = ()
+    transport_bytes: dict[str, int] = {}
+    """`bytes_written` by transport."""
 
 
 class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -72,6 +76,7 @@ class PartWritten(msgspec.Struct, array_like=True, frozen=True):
     late_writes: bool = False
     writes: int = 0
     bytes_written: int = 0
+    transport_bytes: dict[str, int] = {}
 
 
 class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -85,3 +90,11 @@ class PartScatter(msgspec.Struct, array_like=True, frozen=True, tag=True):
     size_bytes: int
     pages: list[int]
     start: int
+
+
+def joined_bytes(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of each transport."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)

@@ -197,6 +197,7 @@ class PartWriter:
                 result.late_writes,
                 result.writes,
                 result.bytes_written,
+                {result.transport: result.bytes_written},
             )
         )
 

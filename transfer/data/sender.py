@@ -82,6 +82,7 @@ class SendResult:
     bytes_written: int
     writes: int
     job: SendJob
+    transport: Transport
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,7 @@ class _Pending:
     """A job without a result, and its progress."""
 
     job: SendJob
+    transport: Transport
     cancelled: bool = False
     started_at: float = 0.0
     total_bytes: int | None = None
@@ -207,7 +209,7 @@ class PeerSender:
                 raise RuntimeError(f"the sender to {self.session} is closed")
             if not self._unreported:
                 self._progress_at = time.monotonic()
-            pending = _Pending(job)
+            pending = _Pending(job, self._routed.transport)
             self._unreported.add(pending)
             self._queue.append(pending)
             self._changed.notify_all()
@@ -334,7 +336,8 @@ class PeerSender:
             return
         if len(runs):
             engine = self._routed.open()
-            pieces = runs.split(MAX_WRITE_BYTES if self._routed.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
+            pending.transport = self._routed.transport
+            pieces = runs.split(MAX_WRITE_BYTES if pending.transport == "tcp" else MAX_DIRECT_WRITE_BYTES)
             self._write(pending, pieces, engine)
 
     def _write(self, pending: _Pending, pieces: CopyRuns, engine: SendEngine) -> None:
@@ -437,6 +440,7 @@ class PeerSender:
             bytes_written=pending.bytes_written,
             writes=pending.writes,
             job=pending.job,
+            transport=pending.transport,
         )
         with self._changed:
             self._unreported.remove(pending)

@@ -303,6 +303,21 @@ async def test_two_decode_servers_on_one_host_are_two_peers(prefill: RunningServ
         assert f'pdserve_peer_paired{{endpoint="10.0.0.5",instance_id="{instance}"}} 1.0' in text
 
 
+async def test_a_transport_that_does_not_work_is_a_metric(prefill: RunningServer) -> None:
+    peers = (
+        PeerStatus("10.0.0.5", "paired", "d1", transports={"k+v": "tcp"}, unusable_transports={"rdma": "no port"}),
+        PeerStatus("10.0.0.6", "paired", "d2", transports={"k+v": "rdma"}, transports_since=5.0),
+    )
+    await prefill.report(msgspec.structs.replace(make_status(), peers=peers))
+    lines = (await prefill.http.get("/metrics")).text.splitlines()
+    unusable = [line for line in lines if line.startswith("pdserve_transport_unusable{")]
+    assert unusable == ['pdserve_transport_unusable{endpoint="10.0.0.5",instance_id="d1",transport="rdma"} 1.0']
+    assert [peer["transports_since"] for peer in (await prefill.http.get("/server_info")).json()["peers"]] == [
+        None,
+        5.0,
+    ]
+
+
 async def test_servers_at_the_addresses_of_a_name_are_listed_and_counted(decode: RunningServer) -> None:
     name = "prefill:8998"
     peers = (

@@ -149,9 +149,9 @@ def test_a_request_takes_the_next_route_at_once_while_the_port_is_down(
 ) -> None:
     monkeypatch.setattr(routed_engine, "RETRY_S", SOON_S)
     routed = start()
-    assert routed.send().ok
+    assert [(sent := routed.send()).transport, sent.bytes_written] == ["rdma", 64]
     network.port_problem = DOWN
-    assert routed.send().ok
+    assert [(sent := routed.send()).transport, sent.bytes_written] == ["tcp", 64]
     assert network.written == ["rdma", "tcp"]
     assert routed.routes.get(timeout=5) == ("rdma", {})
     assert routed.routes.get(timeout=5) == ("tcp", {"rdma": DOWN})

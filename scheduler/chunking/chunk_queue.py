@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .fair_queue import FairQueue, Prioritized
-from .step_rule import BASE_S, SLO_TTFT_S, Deadline, Waiting, deadline
+from .step_rule import BASE_S, SLO_TTFT_S, Waiting, due_at
 
 
 class Chunked(Prioritized, Protocol):
@@ -56,8 +56,8 @@ class ChunkQueue(Generic[T]):
         """Prompts with tokens that are in no step yet."""
         self._fully_scheduled: set[T] = set()
         """Prompts whose remaining tokens are all in steps in flight."""
-        self._deadlines: dict[T, Deadline] = {}
-        """Of the prompts that the last step could choose from."""
+        self._due_at: dict[T, float] = {}
+        """When first tokens are due, of the prompts that the last step could choose from."""
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._fully_scheduled)
@@ -87,7 +87,7 @@ class ChunkQueue(Generic[T]):
     def waiting_times(self, now: float, tokens_per_s: float) -> Iterator[Waiting]:
         """The prompts of the highest priority, in their order."""
         for prompt in self._in_order(now, tokens_per_s):
-            yield Waiting(self._deadlines[prompt].due_at - now, _left(prompt) / tokens_per_s)
+            yield Waiting(self._due_at[prompt] - now, _left(prompt) / tokens_per_s)
 
     def next_chunks(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float = 0.0) -> list[Chunk[T]]:
         """The chunks of the next step, of at most `budget` tokens in all; empty if there is nothing to compute, or if
@@ -111,12 +111,12 @@ class ChunkQueue(Generic[T]):
     def _in_order(self, now: float, tokens_per_s: float | None) -> list[T]:
         """The prompts of the highest priority, by deadline; by arrival if the rate is not known."""
         priority, per_s, slo_s = self._queue.first.priority, tokens_per_s or math.inf, self._slo_ttft_s
-        self._deadlines = {
-            each: deadline(each.arrived_at, now, (each.prompt_tokens - each.cached) / per_s, _left(each) / per_s, slo_s)
+        self._due_at = {
+            each: due_at(each.arrived_at, now, (each.prompt_tokens - each.cached) / per_s, _left(each) / per_s, slo_s)
             for each in self._queue
             if each.priority == priority
         }
-        return sorted(self._deadlines, key=self._deadlines.__getitem__)
+        return sorted(self._due_at, key=self._due_at.__getitem__)
 
     def _divide(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float) -> dict[T, int]:
         """Divide the budget of the next step: returns the end of the slice of each prompt. The queue is not empty."""
@@ -130,8 +130,8 @@ class ChunkQueue(Generic[T]):
                 break  # the budget is less than a page
             ends[prompt] = end
             used += end - start
-            if end == prompt.prompt_tokens and tokens_per_s is not None and prompt in self._deadlines:
-                on_time = int(max(BASE_S, self._deadlines[prompt].due_at - now - beside_s) * tokens_per_s)
+            if end == prompt.prompt_tokens and tokens_per_s is not None and prompt in self._due_at:
+                on_time = int(max(BASE_S, self._due_at[prompt] - now - beside_s) * tokens_per_s)
                 budget = min(budget, max(used, on_time))
         return ends
 

@@ -1,10 +1,10 @@
 """The rule for steps that compute prompts beside running requests: how long they may take, and which prompt is first.
 
-Every waiting prompt has a deadline for its first token (`deadline`), every running request a limit on the time between
+Every waiting prompt has a deadline for its first token (`due_at`), every running request a limit on the time between
 its tokens (`gap_limit_s`). A step takes as many prompt tokens as that limit allows. If first tokens would be late even
 so, both cannot hold: then gaps may be LATE_GAPS times as long. In any case prompts get LEAST_SHARE of the time.
 
-Among prompts of the same priority, the one that has to be begun first comes first. A deadline grows with the compute
+Among prompts of the same priority, the earliest deadline comes first. A deadline grows with the compute
 time of its prompt, so short prompts do not wait for long ones, and long ones do not wait for all short ones that arrive
 later. A prompt that cannot meet its deadline any more counts as a new one with what is left of it, so it makes no other
 late; but the longer it is late, the sooner it comes first.
@@ -39,21 +39,13 @@ class Waiting(NamedTuple):
     compute_s: float
 
 
-class Deadline(NamedTuple):
-    """When a prompt has to be begun at the latest, which is the order of prompts, and when its first token is due."""
-
-    begin_at: float
-    due_at: float
-
-
-def deadline(arrived_at: float, now: float, compute_s: float, left_s: float, slo_ttft_s: float) -> Deadline:
-    """The deadline of a prompt that takes `compute_s`, of which `left_s` are left."""
-    due_at = arrived_at + min(slo_ttft_s, BASE_S + COMPUTE_TIMES * compute_s)
-    if now + left_s <= due_at:
-        return Deadline(due_at - compute_s, due_at)
-    late_s = max(0.0, now - due_at)
-    slack_s = min(slo_ttft_s, BASE_S + (COMPUTE_TIMES - 1) * left_s) / (1 + late_s / slo_ttft_s)
-    return Deadline(now + slack_s, now + slack_s + left_s)
+def due_at(arrived_at: float, now: float, compute_s: float, left_s: float, slo_ttft_s: float) -> float:
+    """When the first token of a prompt is due that takes `compute_s`, of which `left_s` are left."""
+    first = arrived_at + min(slo_ttft_s, BASE_S + COMPUTE_TIMES * compute_s)
+    if now + left_s <= first:
+        return first
+    late_s = max(0.0, now - first)
+    return now + min(slo_ttft_s, BASE_S + COMPUTE_TIMES * left_s) / (1 + late_s / slo_ttft_s)
 
 
 def gap_limit_s(idle_step_s: float, slo_itl_s: float | None, auto_s: float) -> float:

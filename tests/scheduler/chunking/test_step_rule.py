@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pdserve.scheduler.chunking.step_rule import LATE_GAPS, Waiting, deadline, gap_limit_s, prompt_time
+from pdserve.scheduler.chunking.step_rule import LATE_GAPS, Waiting, due_at, gap_limit_s, prompt_time
 
 
 @pytest.mark.parametrize(
@@ -52,22 +52,21 @@ def test_gaps_are_longer_while_first_tokens_would_be_late(waiting: list[Waiting]
     ("compute_s", "due"), [(0.010, 0.075), (0.100, 0.300), (0.300, 0.500)], ids=["short", "longer", "its limit"]
 )
 def test_first_deadline(compute_s: float, due: float) -> None:
-    found = deadline(10.0, 10.0, compute_s, compute_s, 0.5)
-    assert found.due_at == pytest.approx(10 + due)
-    assert found.begin_at == pytest.approx(10 + due - compute_s)
+    found = due_at(10.0, 10.0, compute_s, compute_s, 0.5)
+    assert found == pytest.approx(10 + due)
 
 
 def test_prompt_that_cannot_be_on_time_does_not_come_before_one_that_can() -> None:
-    missed = deadline(10.0, 10.5, compute_s=1.0, left_s=0.6, slo_ttft_s=0.5)
-    fresh = deadline(10.45, 10.5, compute_s=0.05, left_s=0.05, slo_ttft_s=0.5)
+    missed = due_at(10.0, 10.5, compute_s=1.0, left_s=0.6, slo_ttft_s=0.5)
+    fresh = due_at(10.45, 10.5, compute_s=0.05, left_s=0.05, slo_ttft_s=0.5)
     assert fresh < missed
 
 
 def test_late_prompt_comes_before_a_new_one_before_long() -> None:
-    late = deadline(10.0, 20.0, compute_s=2.0, left_s=2.0, slo_ttft_s=0.5)
-    assert late < deadline(20.0, 20.0, compute_s=0.01, left_s=0.01, slo_ttft_s=0.5)
+    late = due_at(10.0, 20.0, compute_s=2.0, left_s=2.0, slo_ttft_s=0.5)
+    assert late < due_at(20.0, 20.0, compute_s=0.01, left_s=0.01, slo_ttft_s=0.5)
 
 
 def test_equal_prompts_that_are_late_are_in_order_of_arrival() -> None:
-    found = [deadline(arrived, 20.0, 0.4, 0.4, 0.5) for arrived in (10.0, 15.0, 18.0, 19.0, 19.45)]
+    found = [due_at(arrived, 20.0, 0.4, 0.4, 0.5) for arrived in (10.0, 15.0, 18.0, 19.0, 19.45)]
     assert found == sorted(found)

@@ -115,7 +115,7 @@ def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens
     failed = [rid for rid in low if rid in simulator.failures]
     served = [rid for rid in low if rid not in simulator.failures]
     assert failed, "none had to wait too long"
-    assert max(waited[rid] for rid in failed) == pytest.approx(20.0, abs=0.5), "queue_timeout_s"
+    assert max(waited[rid] for rid in failed) == pytest.approx(20.0, abs=1.0), "queue_timeout_s"
     assert len(served) >= 2
     assert min(waited.values()) < 17.0
     assert flood.served > 15 * len(served)

@@ -145,6 +145,10 @@ test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pai
 	fi
 	PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
 
+.PHONY: test-image
+test-image: setup ## the image and the compose examples with Docker; as root, starts an engine of its own where none answers
+	@PYTHONPATH=.dev:. $(BIN)/python -m tests.deploy.image $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff and mypy
 	@$(BIN)/ruff check .

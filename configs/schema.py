@@ -72,7 +72,9 @@ class ServerConfig(BaseModel):
         description="weights: auto reads the model's files; dummy uses random ones, for benchmarks of a geometry: "
         "config.json and a tokenizer are then enough",
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads for the model; default: all cores")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads for the model; default: all, within the CPU quota"
+    )
     cuda_graphs: bool = Field(
         True,
         description="run steps as CUDA graphs: decode batches, and chunks of up to 2048 tokens; with tp, if ranks "

@@ -1,7 +1,8 @@
 """Events that a parser emits for the text of an output, in order. Texts of the same kind and call are concatenated."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,19 @@ Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
 def merged(events: Iterable[Event]) -> list[Event]:
     """The same events, without empty text and with adjacent text of one kind joined."""
     result: list[Event] = []
-    for event in events:
-        last = result[-1] if result else None
-        match event, last:
-            case (Content(text=""), _) | (Reasoning(text=""), _) | (CallArguments(text=""), _):
-                pass
-            case Content(), Content():
-                result[-1] = Content(last.text + event.text)
-            case Reasoning(), Reasoning():
-                result[-1] = Reasoning(last.text + event.text)
-            case CallArguments(), CallArguments() if last.index == event.index:
-                result[-1] = CallArguments(event.index, last.text + event.text)
-            case _:
-                result.append(event)
+    for _, group in groupby(filter(_has_content, events), _kind):
+        first, *more = group
+        if not more or isinstance(first, CallBegin | CallEnd):
+            result += (first, *more)
+        else:
+            texts = [event.text for event in (first, *more) if not isinstance(event, CallBegin | CallEnd)]
+            result.append(replace(first, text="".join(texts)))
     return result
+
+
+def _has_content(event: Event) -> bool:
+    return isinstance(event, CallBegin | CallEnd) or bool(event.text)
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    return type(event), event.index if isinstance(event, CallArguments) else 0

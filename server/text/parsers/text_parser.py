@@ -17,6 +17,9 @@ Steps = Generator[None, None, ResultT]
 """A generator that is a part of a parser. It yields whenever it needs more text."""
 
 
+LONGEST_PART = 1024
+
+
 class EndOfTextError(Exception):
     """A parser needs more text, and the output has ended."""
 
@@ -60,9 +63,17 @@ class TextParser(ABC):
         self._parsing = self._parse()
 
     def feed(self, text: str) -> list[Event]:
-        """Add text; returns the events found in it."""
-        self._buffer += text
-        return self._run()
+        """Add text; returns the events found in it. Long text is added in parts, because tags are searched in all of
+        the buffer, also where another tag is found soon.
+        """
+        if len(text) <= LONGEST_PART:
+            self._buffer += text
+            return self._run()
+        found: list[Event] = []
+        for at in range(0, len(text), LONGEST_PART):
+            self._buffer += text[at : at + LONGEST_PART]
+            found += self._run()
+        return merged(found)
 
     def finish(self) -> list[Event]:
         """Returns the events of text that was held back. No text follows."""

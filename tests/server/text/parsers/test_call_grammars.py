@@ -237,7 +237,7 @@ def test_grammar_of_too_many_arguments_is_refused_while_it_is_built(family: str,
     else:
         with pytest.raises(UnwritableCallsError, match="make a grammar of more than 131072 characters"):
             tags.calls([FunctionSchema("f", schema)], parallel=True)
-    assert time.process_time() - started < 0.1  # at most 5 ms; with all copies more than 1 s
+    assert time.process_time() - started < 0.5  # at most 5 ms; with all copies more than 1 s
 
 
 def test_definitions_are_copied_only_to_arguments_that_refer_to_them() -> None:

@@ -95,6 +95,10 @@ connections: setup ## 10,000 idle connections to each port of a pair while it se
 fuzz: setup ## random and broken input for MINUTES, 10 unless given; failures are kept in .hypothesis
 	@PDSERVE_FUZZ_MINUTES=$(or $(MINUTES),10) $(PYTEST) tests/fuzz $(ARGS)
 
+.PHONY: fuzz-proof
+fuzz-proof: setup ## the search for worst cases finds one with each fix taken out (KINDS: some of them); 10 to 60 minutes
+	@$(BIN)/python -m tests.fuzz.proof $(KINDS)
+
 .PHONY: test-upgrade
 test-upgrade: setup ## replace servers one by one by those of BASE, an older tag or commit, and back, under load
 	@PDSERVE_UPGRADE=$(or $(BASE),auto) $(PYTEST) tests/upgrade $(ARGS)

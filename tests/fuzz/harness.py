@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CORPUS = Path(__file__).parent / "corpus"
-CHECKS = 13
-"""Number of tests that call `fuzz`. They share the time of `make fuzz`."""
+CHECKS = 20
+"""Number of tests that call `fuzz` or `search_until`. They share the time of `make fuzz`."""
 SHARE_S = 60 * float(os.environ.get("PDSERVE_FUZZ_MINUTES", "0")) / CHECKS
 EXAMPLES = 500 if SHARE_S else 30
 NUMBERS = (-1, 0, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -34,6 +34,11 @@ def fuzz(strategy: st.SearchStrategy[T], check: Callable[[T], None]) -> None:
     def example(value: T) -> None:
         check(value)
 
+    search_until(example)
+
+
+def search_until(example: Callable[[], None]) -> None:
+    """Run a Hypothesis test at least once, and until its share of the time is over."""
     ends_at = time.monotonic() + SHARE_S
     example()
     while time.monotonic() < ends_at:

@@ -107,6 +107,10 @@ test-upgrade: setup ## replace servers one by one by those of BASE, an older tag
 test-rdma: setup ## RDMA with SoftRoCE in a virtual machine of Debian's packages, without root; ends with 77 where that is not possible
 	@PYTHONPATH=.dev:. $(BIN)/python -m tests.rdma $(ARGS)
 
+.PHONY: test-rdma-all
+test-rdma-all: setup ## `make test-rdma`, then two machines of which one is cut off, lost packets and twenty killed receivers
+	@PYTHONPATH=.dev:. $(BIN)/python -m tests.rdma --all $(ARGS)
+
 .PHONY: test-clients
 test-clients: setup ## LangChain, LiteLLM and LlamaIndex against a pair; installs them into .venv/clients
 	@[[ -x .venv/clients/bin/python ]] || $(BIN)/python -m venv .venv/clients

@@ -1,4 +1,5 @@
 """`make test-rdma`: runs the tests of this folder in a virtual machine with SoftRoCE, with a line for each step.
+`make test-rdma-all` also runs those between two machines, and kills a receiver twenty times.
 
 Ends with 0 if all have passed, with 1 if not, and with 77 and one line if this host cannot run the machine.
 """
@@ -6,7 +7,7 @@ Ends with 0 if all have passed, with 1 if not, and with 77 and one line if this 
 import sys
 import time
 
-from .machine import REPOSITORY, Machine, UnavailableError, build
+from .machine import REPOSITORY, Machine, UnavailableError, build, two_machines
 
 TEST_TIMEOUT_S = 1200.0
 UNAVAILABLE = 77
@@ -18,6 +19,9 @@ export PYTHONPATH=.dev:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PDSERVE_RDMA=10.8.0.1
 {sys.executable} -m pytest -c /dev/null --rootdir . -p no:cacheprovider --noconftest -v -W error -rP"""
 TESTS = ("tests/rdma/test_engines.py tests/rdma/test_faults.py", "tests/rdma/test_senders.py")
 """Each entry is a process. Importing torch takes minutes in the virtual machine, so what needs it comes last."""
+
+BETWEEN_TWO = "tests/rdma/test_two_machines.py"
+KILLS = 20
 
 
 def main(arguments: list[str]) -> int:
@@ -34,14 +38,24 @@ def main(arguments: list[str]) -> int:
     except UnavailableError as error:
         print(f"test-rdma: not run: {error}", flush=True)
         return UNAVAILABLE
+    full = "--all" in arguments
+    kills = f"export PDSERVE_RDMA_KILLS={KILLS if full else 1}"
+    wanted = [argument for argument in arguments if argument != "--all"]
     failed = []
     with lock, machine:
         step(f"its RDMA port is {machine.wait_up()}")
-        for tests in arguments or TESTS:
+        for tests in wanted or TESTS:
             step(f"run {tests}")
-            status, _ = machine.run(f"{PYTEST} {tests}", TEST_TIMEOUT_S, echo=True)
+            status, _ = machine.run(f"{kills}\n{PYTEST} {tests}", TEST_TIMEOUT_S, echo=True)
             if status:
                 failed.append(tests)
+    if full:
+        step("boot two machines, joined by a socket")
+        with two_machines() as (first, _):
+            step(f"run {BETWEEN_TWO}")
+            status, _ = first.run(f"export PDSERVE_RDMA_MACHINES=2\n{PYTEST} {BETWEEN_TWO}", TEST_TIMEOUT_S, echo=True)
+            if status:
+                failed.append(BETWEEN_TWO)
     step(f"failed: {', '.join(failed)}" if failed else f"passed. {NOTE}")
     return 1 if failed else 0
 

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,7 @@ MODULES: Final = (
     *("crc32_generic", "rdma_rxe", "ib_uverbs", "rdma_ucm", "dummy", "sch_netem"),
 )
 MEMORY_MIB: Final = 3072
-BOOT_TIMEOUT_S: Final = 300.0
+BOOT_TIMEOUT_S: Final = 900.0
 
 
 class UnavailableError(Exception):
@@ -218,10 +219,15 @@ class Machine:
         self.end()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        return int(unused.getsockname()[1])
+
+
 @contextlib.contextmanager
-def two_machines(port: int) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines joined by their eth0 and eth1, through `port` and the port after it of the loopback."""
-    addresses = (f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}")
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two machines joined by their eth0 and eth1, through sockets of the loopback."""
+    addresses = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
     listening = (f"socket,listen={addresses[0]}", f"socket,listen={addresses[1]}")
     connecting = (f"socket,connect={addresses[0]}", f"socket,connect={addresses[1]}")
     with Machine(1, listening) as first:

@@ -99,9 +99,13 @@ def test_prefill_server_that_shuts_down_counts_as_absent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [16, 2000])
-def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens: int) -> None:
-    """40 clients, whose prompts take prefill 20 s in total, keep both queues full of higher priorities."""
+@pytest.mark.parametrize(("tokens", "least_served", "first_s"), [(16, 2, 17.0), (2000, 1, 37.0)])
+def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(
+    tokens: int, least_served: int, first_s: float
+) -> None:
+    """40 clients, whose prompts take prefill 20 s in total, keep both queues full of higher priorities. The oldest
+    prompt has every seventeenth step of half a second: 2,000 tokens need four of them.
+    """
     limits = decode_limits(queue_timeout_s=20.0, prefill_timeout_s=120.0)
     simulator = TimedSimulator(tokens_per_s=1000, limits=limits)
     flood = Flood(simulator, 40, 500, priority=100)
@@ -116,8 +120,8 @@ def test_low_priorities_are_served_and_time_out_in_a_flood_of_higher_ones(tokens
     served = [rid for rid in low if rid not in simulator.failures]
     assert failed, "none had to wait too long"
     assert max(waited[rid] for rid in failed) == pytest.approx(20.0, abs=1.0), "queue_timeout_s"
-    assert len(served) >= 2
-    assert min(waited.values()) < 17.0
+    assert len(served) >= least_served
+    assert min(waited[rid] for rid in served) < first_s
     assert flood.served > 15 * len(served)
     assert {simulator.failures[rid].status for rid in failed} <= {503}
 

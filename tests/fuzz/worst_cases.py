@@ -237,7 +237,7 @@ GRAMMARS = st.fixed_dictionaries(
 )
 
 KINDS = {
-    "call_text": Kind(CALL_TEXTS, parse_call, WORK_S),
+    "call_text": Kind(CALL_TEXTS, parse_call, 3 * WORK_S),  # a model writes it in thousands of pieces
     "schema": Kind(SCHEMAS, find_types, WORK_S),
     "tools": Kind(TOOLS, write_grammar, WORK_S),
     "stops": Kind(STOPS, find_stops, 0.0005),

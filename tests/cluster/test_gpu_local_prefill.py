@@ -86,7 +86,7 @@ def test_tokens_equal_transformers(started: Started, name: str) -> None:
 def test_prefill_server_becomes_decode_and_prefill_again(started: Started) -> None:
     flags = ("--device", "cuda:0", "--dtype", "float32", "--kv-tokens", "8192", "--served-model-name", "m")
     model = started.models["dense"]
-    switching = started.cluster.add("prefill", model, *flags, leaders=3)
+    switching = started.cluster.add("prefill", model, "--allow-role-switch", *flags, leaders=3)
     staying = started.cluster.add("prefill", model, *flags)
     decode = started.cluster.add("decode", model, "--prefill", f"{switching.endpoint},{staying.endpoint}", *flags)
     decode.wait_ready(peers=2)

@@ -103,5 +103,5 @@ def test_chat_is_parsed_or_refused(dialect: str, tokenizer: Tokenizer) -> None:
 
 
 def test_corpus_has_only_known_checks() -> None:
-    known = {*DIALECTS, "checkpoint", "rank_messages", "peer_messages", "templates"}
+    known = {*DIALECTS, "checkpoint", "rank_messages", "peer_messages", "templates", "worst"}
     assert {path.name for path in (Path(__file__).parent / "corpus").iterdir()} <= known

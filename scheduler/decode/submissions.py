@@ -132,9 +132,8 @@ class Submissions:
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
         """The error if this prompt is refused. Prompts that wait for their grammar, and requests whose KV is here and
-        that do not run, count as queued. A call
-        with several prompts is accepted as a whole if the queue has room for its first prompt: under load, the queue
-        would rarely have room for all of them.
+        that do not run, count as queued. A call with several prompts is accepted as a whole if the queue has room for
+        its first prompt: under load, the queue would rarely have room for all of them.
         """
         if not self.accepting:
             return UnavailableError("the server is shutting down")

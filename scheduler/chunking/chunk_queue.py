@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .fair_queue import FairQueue, Prioritized
@@ -84,18 +84,23 @@ class ChunkQueue(Generic[T]):
         else:
             self._fully_scheduled.remove(prompt)
 
-    def waiting_times(self, now: float, tokens_per_s: float) -> Iterator[Waiting]:
-        """The prompts of the highest priority, in their order."""
-        for prompt in self._in_order(now, tokens_per_s):
-            yield Waiting(self._due_at[prompt] - now, _left(prompt) / tokens_per_s)
-
-    def next_chunks(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float = 0.0) -> list[Chunk[T]]:
+    def next_chunks(
+        self,
+        budget: int | Callable[[Iterable[Waiting]], int],
+        now: float,
+        tokens_per_s: float | None,
+        beside_s: float = 0.0,
+    ) -> list[Chunk[T]]:
         """The chunks of the next step, of at most `budget` tokens in all; empty if there is nothing to compute, or if
-        the budget is less than a page. The step takes `beside_s` for other things.
+        the budget is less than a page. A function gets the prompts of the highest priority in their order, if the rate
+        is known, and returns the budget. The step takes `beside_s` for other things.
         """
         if not len(self._queue):
             return []
-        ends = self._divide(budget, now, tokens_per_s, beside_s)
+        in_order = self._in_order(now, tokens_per_s)
+        if not isinstance(budget, int):
+            budget = budget(self._waiting(in_order, now, tokens_per_s))
+        ends = self._divide(in_order, budget, now, tokens_per_s, beside_s)
         chunks = [Chunk(prompt, prompt.scheduled, end) for prompt, end in ends.items()]
         if not chunks:
             return []
@@ -118,12 +123,19 @@ class ChunkQueue(Generic[T]):
         }
         return sorted(self._due_at, key=self._due_at.__getitem__)
 
-    def _divide(self, budget: int, now: float, tokens_per_s: float | None, beside_s: float) -> dict[T, int]:
+    def _waiting(self, in_order: Iterable[T], now: float, tokens_per_s: float | None) -> Iterator[Waiting]:
+        if tokens_per_s is None:
+            return
+        for prompt in in_order:
+            yield Waiting(self._due_at[prompt] - now, _left(prompt) / tokens_per_s)
+
+    def _divide(
+        self, in_order: Iterable[T], budget: int, now: float, tokens_per_s: float | None, beside_s: float
+    ) -> dict[T, int]:
         """Divide the budget of the next step: returns the end of the slice of each prompt. The queue is not empty."""
-        in_order: Iterable[T] = () if self._queue.oldest_is_due else self._in_order(now, tokens_per_s)
         ends: dict[T, int] = {}
         used = 0
-        for prompt in itertools.chain(in_order, self._queue):
+        for prompt in self._queue if self._queue.oldest_is_due else itertools.chain(in_order, self._queue):
             start = ends.get(prompt, prompt.scheduled)
             end = self._slice(prompt, start, budget - used)
             if start < prompt.prompt_tokens and end == start:

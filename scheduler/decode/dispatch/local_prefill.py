@@ -82,10 +82,12 @@ class LocalPrefill:
             return []
         rate = self._tokens_per_s
         idle_s = self.times.idle_step_s(batch) if batch else None
-        waiting = self.queue.waiting_times(now, rate) if rate is not None else ()
-        tokens = self._most_tokens(idle_s, rate, waiting)
-        tokens = whole_tiles(tokens, 0 if apart else batch, most=self._most, page_size=self._limits.page_size)
-        return self.queue.next_chunks(tokens, now, rate, idle_s or 0.0)
+
+        def budget(waiting: Iterable[Waiting]) -> int:
+            tokens = self._most_tokens(idle_s, rate, waiting)
+            return whole_tiles(tokens, 0 if apart else batch, most=self._most, page_size=self._limits.page_size)
+
+        return self.queue.next_chunks(budget, now, rate, idle_s or 0.0)
 
     def _most_tokens(self, idle_s: float | None, rate: float | None, waiting: Iterable[Waiting]) -> int:
         """Most prompt tokens of a step beside running requests, which alone take `idle_s`; None if there are none, or

@@ -22,8 +22,9 @@ from ...configs.setting_types import LoadFormat
 log = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 3.0
-"""Of CPU time: the compiler has the lowest priority. MOST_WAITS times as much may pass."""
-MOST_WAITS = 3
+"""Of CPU time. A grammar is never refused because other processes use the CPU."""
+MAX_WAIT_S = 60.0
+"""Most time for a compilation. After it, the machine has no CPU time left for the compiler, or the compiler hangs."""
 MAX_COMPILE_BYTES = 1 << 30
 START_S = 120.0
 """Most time that the process may take to start, in which it reads the vocabulary."""
@@ -38,6 +39,10 @@ TIMEOUT_REMEMBERED_S = 60.0
 
 CPU_INTERVAL_S = 0.1
 """How often the CPU time of a compilation is read."""
+
+
+class _NoTimeLeftError(Exception):
+    """The time has passed, but not the CPU time."""
 
 
 class GrammarChecker:
@@ -123,7 +128,12 @@ class GrammarChecker:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(grammar) + b"\n")
             process.stdin.flush()
-            return self._answer(process, MOST_WAITS * self._max_compile_s, self._max_compile_s)
+            return self._answer(process, MAX_WAIT_S, self._max_compile_s)
+        except _NoTimeLeftError:
+            self._kill()
+            raise OverloadedError(
+                f"the grammar compiler got too little CPU time to answer within {MAX_WAIT_S:g} s; try again later"
+            ) from None
         except (TimeoutError, MemoryError):
             self._kill()
             raise
@@ -136,15 +146,15 @@ class GrammarChecker:
         self._process = process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self._answer(process, START_S, START_S)
-        except TimeoutError:
+        except (_NoTimeLeftError, TimeoutError):
             self._kill()
             raise ServerError(f"the grammar compiler has not started within {START_S:g} s") from None
         log.info("grammar compiler started in %.1f s", time.monotonic() - started)
         return process
 
     def _answer(self, process: "subprocess.Popen[bytes]", timeout_s: float, cpu_s: float) -> str | None:
-        """Reads and decodes the next line of the child, which may take so much time and CPU time. Raises TimeoutError,
-        MemoryError if the child has aborted, or OSError if it has exited.
+        """Reads and decodes the next line of the child, which may take so much time and CPU time. Raises
+        _NoTimeLeftError, TimeoutError, MemoryError if the child has aborted, or OSError if it has exited.
         """
         assert process.stdout is not None
         output, line, ends_at = process.stdout.fileno(), b"", time.monotonic() + timeout_s
@@ -153,8 +163,10 @@ class GrammarChecker:
         arrival.register(output, select.POLLIN)
         while not line.endswith(b"\n"):
             while not arrival.poll(1000 * CPU_INTERVAL_S):
-                if time.monotonic() > ends_at or _cpu_s(process.pid) > cpu_ends_at:
+                if _cpu_s(process.pid) > cpu_ends_at:
                     raise TimeoutError
+                if time.monotonic() > ends_at:
+                    raise _NoTimeLeftError
             part = os.read(output, 1 << 16)
             if not part:
                 status = process.wait()

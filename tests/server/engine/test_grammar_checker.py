@@ -64,18 +64,37 @@ async def test_slow_compiler_is_killed_and_started_again(checker: GrammarChecker
     assert process_id(checker) != first
 
 
-async def test_compiler_has_the_lowest_priority_and_a_limit_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_compiler_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0, max_bytes=64 << 20)
     try:
-        assert await checker.check(GOOD) is None
-        assert os.getpriority(os.PRIO_PROCESS, process_id(checker)) == 19
         assert await checker.check(HOSTILE) == "takes more than 64 MiB of memory to compile, the limit"
-        assert await checker.check(Grammar("regex", "b+")) is None
+        assert await checker.check(GOOD) is None
     finally:
         checker._kill()
+
+
+async def test_only_a_grammar_that_takes_long_has_the_lowest_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0)
+    assert await checker.check(GOOD) is None
+    process = process_id(checker)
+    assert lowest_priorities(process) == 0
+    compiling = asyncio.create_task(checker.check(HOSTILE))
+    while lowest_priorities(process) == 0:
+        await asyncio.sleep(0.01)
+    assert lowest_priorities(process) == 1, "the thread that reads, and the next grammar's, keep their priority"
+    checker.close()
+    with pytest.raises(ServerError):
+        await compiling
+
+
+def lowest_priorities(process: int) -> int:
+    """The number of threads of a process that have the lowest priority."""
+    threads = [int(entry.name) for entry in Path(f"/proc/{process}/task").iterdir()]
+    return sum(os.getpriority(os.PRIO_PROCESS, thread) == 19 for thread in threads)
 
 
 async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: GrammarChecker) -> None:
@@ -115,7 +134,8 @@ print("null", flush=True)
 for line in sys.stdin:
     if not hung.exists():
         hung.touch()
-        time.sleep(600)
+        while True:
+            time.sleep(600) if "sleep" in sys.argv else None
     print("null", flush=True)
 """
 
@@ -125,7 +145,7 @@ import json, os, sys, time
 print("null", flush=True)
 for number, _ in enumerate(sys.stdin):
     while not os.path.exists(sys.argv[1]):
-        time.sleep(0.01)
+        time.sleep(0.05)
     print(json.dumps(f"answer {number}"), flush=True)
 """
 
@@ -153,9 +173,35 @@ async def test_grammar_that_took_too_long_is_tried_again_later(tmp_path: Path) -
         checker._kill()
 
 
+async def test_grammar_is_not_refused_for_time_in_which_other_processes_run(tmp_path: Path) -> None:
+    """A compiler that waits for the CPU uses none of it."""
+    checker = scripted_checker(WAITS_FOR_FILE, str(tmp_path / "go"))
+    checker._max_compile_s = 0.2
+    checking = asyncio.create_task(checker.check(GOOD))
+    try:
+        await asyncio.wait([checking], timeout=1.0)
+        (tmp_path / "go").touch()
+        assert await checking == "answer 0"
+    finally:
+        checker._kill()
+
+
+async def test_compiler_without_an_answer_is_replaced_and_its_client_is_told_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAIT_S", 0.2)
+    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"), "sleep")
+    try:
+        with pytest.raises(OverloadedError, match=r"too little CPU time to answer within 0\.2 s; try again later"):
+            await checker.check(GOOD)
+        assert await checker.check(GOOD) is None
+    finally:
+        checker._kill()
+
+
 async def test_compilation_ends_when_the_server_stops(tmp_path: Path) -> None:
     hung = tmp_path / "hung"
-    checker = scripted_checker(HANGS_ONCE, str(hung))
+    checker = scripted_checker(HANGS_ONCE, str(hung), "sleep")
     checking = asyncio.create_task(checker.check(GOOD))
     while not hung.exists():
         await asyncio.sleep(0.01)

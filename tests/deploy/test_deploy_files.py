@@ -253,6 +253,14 @@ def test_health_checks_use_the_port_of_their_server(name: str) -> None:
 COMPOSE_FILES = sorted(path.name for path in (ROOT / "deploy").glob("docker-compose*.yml"))
 
 
+def test_changed_source_file_downloads_nothing_when_the_image_is_built_again() -> None:
+    """What builds the package is installed with the dependencies: pip would download it into a folder of its own."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    *_, dependencies, package = (line for line in dockerfile.splitlines() if "pip install" in line)
+    assert "['build-system']['requires']" in dependencies
+    assert {"--no-index", "--no-build-isolation", "--no-deps", "/src"} <= set(package.split())
+
+
 @pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_one_service_builds_the_image(name: str) -> None:
     """If several build one tag, the image differs after each build, and `up` recreates all containers."""

@@ -154,7 +154,7 @@ test-prometheus: setup ## alerts and dashboards with a real Prometheus and a pai
 	PDSERVE_PROMETHEUS=1 $(PYTEST) tests/deploy/test_prometheus.py $(ARGS)
 
 .PHONY: test-image
-test-image: setup ## the image and the compose examples with Docker; as root, starts an engine of its own where none answers
+test-image: setup ## the image and the compose examples with Docker; as root, starts an engine of its own where none answers; ends with 77 where that is not possible
 	@PYTHONPATH=.dev:. $(BIN)/python -m tests.deploy.image $(ARGS)
 
 .PHONY: lint

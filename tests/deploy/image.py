@@ -1,6 +1,6 @@
 """`make test-image`: runs tests/deploy/test_image.py with a Docker engine, and a base image if BASE names none.
 
-Exits with 77 and one line where neither is possible.
+Ends with 77 and one line where neither is possible; make itself then ends with 2, after `Error 77`.
 """
 
 import ast
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
             command = [sys.executable, "-m", "pytest", "-v", "--durations=0", "tests/deploy/test_image.py", *arguments]
             return subprocess.call(command, cwd=ROOT, env={**environ, "BASE": base, "PDSERVE_IMAGE": "1"})
     except MissingPartError as missing:
-        print(f"test-image: {missing}", file=sys.stderr)
+        print(f"test-image: not run: {missing}", flush=True)
         return CANNOT_RUN
 
 

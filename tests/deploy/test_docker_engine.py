@@ -18,8 +18,8 @@ def test_machine_without_engine_and_root_ends_the_test_with_77_and_one_line(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main([]) == CANNOT_RUN == 77
     printed = capsys.readouterr()
-    line = "test-image: no Docker engine answers, and only root can start one\n"
-    assert (printed.out, printed.err) == ("", line)
+    line = "test-image: not run: no Docker engine answers, and only root can start one\n"
+    assert (printed.out, printed.err) == (line, "")
 
 
 def test_failing_command_is_named_with_its_last_line() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.backends.streams import use_own_stream
-from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine
+from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine, WritesPendingError
 from ..mooncake.infiniband import port_problem
 from ..mooncake.library import Transport
 from ..mooncake.sockets import PeerUnreachableError, Region, describe_engine
@@ -127,7 +127,7 @@ class RoutedEngine:
         for pair in self._pools:
             problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
             if problem is not None:
-                engine.destroy()
+                _destroy(engine)
                 raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
         return engine
 
@@ -195,16 +195,20 @@ class RoutedEngine:
         self._on_routed(self.transport, self._dropped)
 
     def close(self) -> None:
-        """Destroy the engine: its writes have ended afterwards. The next open() creates a new one."""
+        """Destroy the engine: its writes have ended afterwards. The next open() creates a new one. Raises
+        WritesPendingError.
+        """
         if self._engine is not None:
             try:
                 self._engine.destroy()
+            except WritesPendingError:
+                raise
             except Exception:
                 log.exception("error while destroying the engine to %s", self.session)
             self._engine = None
 
     def end(self) -> None:
-        """Destroy the engine for good, also one that has just returned."""
+        """Destroy the engine for good, also one that has just returned. Their writes have ended."""
         self._ended = True
         self._wanted.set()
         if (retrier := self._retrier) is not None:
@@ -213,3 +217,13 @@ class RoutedEngine:
         with self._lock:
             self._engine, self._returned = self._returned, None
         self.close()
+
+
+def _destroy(engine: SendEngine) -> None:
+    """Destroy an engine, and wait until its writes have ended."""
+    while True:
+        try:
+            engine.destroy()
+            return
+        except WritesPendingError as error:
+            log.error("%s: a probe of RDMA waits for them", error)

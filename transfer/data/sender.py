@@ -24,7 +24,7 @@ import torch
 from ...configs.errors import StartupError
 from ...configs.stuck import STUCK_S
 from ...kernels.backends.streams import use_own_stream
-from ..mooncake.engine import SendEngine, WriteId, WriteState
+from ..mooncake.engine import SendEngine, WriteId, WritesPendingError, WriteState
 from ..mooncake.library import Transport
 from ..mooncake.sockets import PeerUnreachableError
 from ..mooncake.transports import KvRoute, LocalTransport
@@ -284,18 +284,33 @@ class PeerSender:
                 log.exception("error while sending to %s", self.session)
                 reason, late_writes = f"internal error: {error!r}", bool(pending.writes)
             if reason is not None:
-                self._routed.close()
+                self._end_writes()
                 if failed_write:
                     self._routed.drop_failed_route(reason)
             self._finish(pending, reason, late_writes)
-            if unreachable:
+            if unreachable and reason is not None:
                 # All queued jobs are for the same peer: another attempt would take a second per job.
-                with self._changed:
-                    waiting = list(self._queue)
-                    self._queue.clear()
-                for other in waiting:
-                    self._finish(other, reason, False)
+                self._fail_queued(reason)
         self._routed.end()
+
+    def _end_writes(self) -> None:
+        """Destroy the engine. As long as writes do not end, the active job has no result, so its source pages stay as
+        they are; queued jobs fail, and stalled_s() grows until this server is unhealthy.
+        """
+        while True:
+            try:
+                self._routed.close()
+                return
+            except WritesPendingError as error:
+                log.error("%s: the pages that they read stay reserved", error)
+                self._fail_queued(str(error))
+
+    def _fail_queued(self, reason: str) -> None:
+        with self._changed:
+            waiting = list(self._queue)
+            self._queue.clear()
+        for pending in waiting:
+            self._finish(pending, reason, False)
 
     def _route_returned(self) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NewType
 
-from ...configs.errors import StartupError
+from ...configs.errors import PdserveError, StartupError
 from ...configs.schema import LOOPBACK_HOSTS, can_receive_kv
 from ...configs.stuck import RunningTime
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
@@ -53,6 +53,10 @@ HANG_UP_AGAIN_S: Final = 0.1
 """Mooncake may connect to the peer again, to repeat the writes that have not ended: a few times."""
 CONNECTING_S: Final = 0.25
 """How long destroy() waits for connections that Mooncake is about to open."""
+ENDED_S: Final = 10.0
+"""How long destroy() waits for writes over RDMA. To a dead peer they end within milliseconds or, if Mooncake does not
+answer, when the HCA has repeated them for some seconds.
+"""
 LONGEST_GAP_S: Final = 0.02
 """If two looks for connections are further apart, this process was stopped or starved, and Mooncake with it."""
 
@@ -63,6 +67,10 @@ class WriteState(enum.Enum):
     """The bytes are in the peer's memory."""
     FAILED = enum.auto()
     """All or some of the bytes may still arrive, until the peer's kernel has dropped the connection."""
+
+
+class WritesPendingError(PdserveError):
+    """Writes to a peer do not end: Mooncake or the HCA does not answer. They may still read their source memory."""
 
 
 class ReceiveEngine:
@@ -208,18 +216,13 @@ class SendEngine:
         network or in the peer's kernel may still arrive.
 
         Takes milliseconds, also with writes in flight to a hung peer; up to CONNECTING_S if such writes cannot connect.
-        Over RDMA it returns when every write has reported an end. May be called twice.
+        Over RDMA it returns when every write has reported an end. Raises WritesPendingError if one has not after
+        ENDED_S: call it again, and keep the source memory as it is until it returns. May be called twice.
         """
         if self._engine is None:
             return
         if self._rdma is not None:
-            hang_up: Callable[[], None] = partial(self._rdma.hang_up, self._peer)
-            while self._count_pending():
-                hang_up()
-                hung_up = time.monotonic()
-                while self._count_pending() and time.monotonic() < hung_up + HANG_UP_AGAIN_S:
-                    time.sleep(0.001)
-                hang_up = self._cut  # the rest may wait for a handshake
+            self._end_rdma_writes(self._rdma)
             for region in self._held:
                 self._rdma.release(region)
         else:
@@ -228,6 +231,20 @@ class SendEngine:
             wake_listener(self._port)
         self._engine = None
         self._in_flight.clear()
+
+    def _end_rdma_writes(self, rdma: RdmaEngine) -> None:
+        hang_up: Callable[[], None] = partial(rdma.hang_up, self._peer)
+        started = time.monotonic()
+        while pending := self._count_pending():
+            if time.monotonic() > started + ENDED_S:
+                raise WritesPendingError(
+                    f"{pending} writes over RDMA to decode {self.session} have not ended for {ENDED_S:g} s"
+                )
+            hang_up()
+            hung_up = time.monotonic()
+            while self._count_pending() and time.monotonic() < hung_up + HANG_UP_AGAIN_S:
+                time.sleep(0.001)
+            hang_up = self._cut  # the rest may wait for a handshake
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -24,8 +24,10 @@ from .sockets import (
 
 log = logging.getLogger(__name__)
 
+_START_S: Final = 10.0
+"""How long our own engine may take to answer at its start, on a busy machine."""
 _ANSWER_S: Final = 1.0
-"""How long our own engine may take to answer."""
+"""How long it may take later."""
 
 
 class RdmaEngine:
@@ -41,7 +43,7 @@ class RdmaEngine:
         with contextlib.suppress(OSError):
             ignore_idle_connections(self.mooncake.get_rpc_port())
         try:
-            self._description = describe_engine(self._session, _ANSWER_S)
+            self._description = describe_engine(self._session, _START_S)
         except PeerUnreachableError as error:
             raise StartupError(f"the RDMA engine of this process does not answer: {error}") from error
 
@@ -62,14 +64,15 @@ class RdmaEngine:
 
     def hang_up(self, peer: EngineDescription) -> None:
         """End the connections to a peer. All writes to it report an end within milliseconds, also if the peer is dead
-        or cannot be reached. The next write connects again. Other peers are not affected.
+        or cannot be reached. The next write connects again. Other peers are not affected. Does nothing if our own
+        engine does not answer.
 
         Mooncake has no call for this. But it gives up a connection when the peer asks for one with other queue pairs,
         as it does after a restart. So we ask in its name, with a list of queue pairs that is refused.
         """
-        for ours in self._description.devices:
-            for theirs in peer.devices:
-                with contextlib.suppress(PeerUnreachableError):
+        with contextlib.suppress(PeerUnreachableError):
+            for ours in self._description.devices:
+                for theirs in peer.devices:
                     end_rdma_connection(
                         self._session,
                         f"{self._description.name}@{ours.name}",

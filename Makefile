@@ -32,37 +32,43 @@ setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies 
 demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
-# Tests that start no server. `make check` leaves out those marked as slow: simulations of more than a second.
-PURE := $(addprefix tests/,configs memory models/config models/sampling server/api server/observability transfer/plan \
-    transfer/protocol test_docs.py test_layers.py \
-    $(addprefix scheduler/,decode messages prefill simulation test_rates.py))
-# A worker takes whole files, in alphabetical order (tests/cluster has the longest), those with long waits early. Two workers more
-# than cores: they wait for servers and timers, and cost no imports of their own.
+# A worker takes whole files (tests/cluster has the longest), those with long waits early. Two workers more than cores: they wait
+# for servers and timers, and cost no imports of their own.
 WORKERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores + 2 : 4)))
 IN_PARALLEL := -p tests.forked_workers --workers=$(WORKERS)
 # The servers that tests start share bytecode: compiling all modules takes each of them seconds.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -p tests.tiers
 
+# tests/tiers.py says what the tiers are. With mypy, which runs beside the tests.
 .PHONY: check
-check: lint ## lint and the fast tests, in about a minute: before every commit
-	@$(PYTEST) $(IN_PARALLEL) --quiet -m "not slow" $(PURE)
+check: TESTS := $(IN_PARALLEL) --quiet --tier=check -m "not slow"
+check: setup ## lint, types and the fast tests, in 90 seconds: before every commit
 
-# mypy takes a minute of one core in a fresh checkout. Beside the tests, at the lowest priority, it uses the time in which they
-# wait for servers. Its output follows theirs.
 .PHONY: test
-test: setup ## lint and every test that needs no GPU; with ARGS, what they ask pytest for
+test: TESTS = $(or $(ARGS),$(IN_PARALLEL) --tier=test --minutes=4)
+test: setup ## lint, types and, within five minutes, a part of each kind of tests and those that reach what changed; or ARGS
+
+.PHONY: test-all
+test-all: TESTS := $(IN_PARALLEL)
+test-all: setup ## lint, types and every test that needs no GPU; about twelve minutes on two cores
+
+check test test-all:
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	output=$$(mktemp)
 	trap 'kill $${mypy:-} 2>/dev/null || true; rm -f "$$output"' EXIT
-	nice -n 19 $(BIN)/mypy >"$$output" 2>&1 &
+	$(BIN)/mypy >"$$output" 2>&1 &
 	mypy=$$!
 	tests=0 types=0
-	$(PYTEST) $(or $(ARGS),$(IN_PARALLEL)) || tests=$$?
+	$(PYTEST) $(TESTS) || tests=$$?
 	wait $$mypy || types=$$?
 	mypy=
 	cat "$$output"
 	exit $$((tests ? tests : types))
+
+.PHONY: test-rest
+test-rest: setup ## the test files that the last `make test` left out
+	@$(PYTEST) $(IN_PARALLEL) --tier=rest
 
 .PHONY: coverage
 coverage: setup ## line and branch coverage of all tests, without the server processes that they start; in .coverage-html
@@ -138,7 +144,7 @@ test-page: setup ## the live page in a headless Chromium, which must be installe
 	PDSERVE_CHROMIUM=$$chromium PDSERVE_SCREENSHOTS=.page $(PYTEST) tests/server/api/test_page_in_chromium.py $(ARGS)
 
 .PHONY: test-examples
-test-examples: setup ## all examples of the random tests, of which `make test` runs a part
+test-examples: setup ## all examples of the random tests, of which `make test-all` runs a part
 	@PDSERVE_EXAMPLES=full $(PYTEST) $(IN_PARALLEL) $$(grep -rl --include="test_*.py" "tests.examples import" tests) $(ARGS)
 
 .PHONY: test-schemas

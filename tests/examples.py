@@ -7,5 +7,5 @@ FULL = os.environ.get("PDSERVE_EXAMPLES") == "full"
 
 
 def examples(full: int, short: int) -> int:
-    """`short` in `make test`, which runs on every commit; `full` in `make test-examples`."""
+    """`short` in `make test-all`, which runs on every commit; `full` in `make test-examples`."""
     return full if FULL else short

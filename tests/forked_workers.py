@@ -1,4 +1,5 @@
 """A pytest plugin: `--workers=N` runs the tests in N processes, which are forked after pytest has collected the tests.
+With `--minutes=M`, a file that has not begun M minutes after pytest has started does not run.
 
 Imports and collection take 15 s of CPU time. Workers of pytest-xdist are new interpreters, so each of them spends that
 time. Here it is spent once, and workers share the memory of imported modules.
@@ -8,6 +9,7 @@ When a worker is killed, the test that it ran fails, and a new worker runs the o
 """
 
 import itertools
+import math
 import multiprocessing.connection
 import os
 import signal
@@ -51,6 +53,7 @@ GROUP_OF = {f"tests/{file}.py": group for group, files in GROUPS.items() for fil
 INTERRUPT_S = 30.0
 """Time that interrupted workers have to stop their servers."""
 _NUMBER = struct.Struct("i")
+_STARTED = time.monotonic()
 
 os.environ.setdefault(
     "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
@@ -59,12 +62,14 @@ os.environ.setdefault(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run the tests in N forked processes")
+    parser.addoption("--minutes", type=float, metavar="M", help="with --workers: begin no test file after M minutes")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """If all tests will run, start the server from which tests fork others: it imports while pytest collects."""
+    """If servers will be tested, start the one from which tests fork them: it imports while pytest collects."""
     config = session.config
-    if config.getoption("--workers") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    all_folders = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.getoption("tier", None) != "check"
+    if config.getoption("--workers") and all_folders:
         from tests.cluster.forkserver import start_early
         from tests.cluster.servers import fork_server_path
 
@@ -105,7 +110,7 @@ class Workers:
         self._hook = session.config.hook
         groups: dict[str, list[int]] = {}
         for number, item in enumerate(session.items):
-            file = item.nodeid.partition("::")[0]
+            file = _file(item)
             groups.setdefault(GROUP_OF.get(file, file), []).append(number)
         place = {name: EARLY.get(name, number + 0.5) for number, name in enumerate(groups)}
         self._groups = [groups[name] for name in sorted(groups, key=lambda name: place[name])]
@@ -255,6 +260,10 @@ class Sender:
         self._connection.send(("warning", fields))
 
 
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
 def _work(
     session: pytest.Session, name: str, connection: Connection, queue: int, groups: list[list[int]], left: list[int]
 ) -> NoReturn:
@@ -271,12 +280,18 @@ def _work(
         temporary._basetemp = temporary.getbasetemp() / name
         temporary._basetemp.mkdir(mode=0o700)
         plugins.register(Sender(session.config, connection))
+        minutes = session.config.getoption("--minutes")
+        deadline = math.inf if minutes is None else _STARTED + 60 * minutes
         item = None
+        file = _file(session.items[left[0]]) if left else ""
         try:
             for numbers in itertools.chain([left] if left else [], _claimed(queue, groups)):
                 connection.send(("group", numbers))
                 for number, following in itertools.zip_longest(numbers, numbers[1:]):
+                    if _file(session.items[number]) != file and time.monotonic() > deadline:
+                        break
                     item = session.items[number]
+                    file = _file(item)
                     # after the last test of a group, fixtures of the session stay
                     then: Any = session if following is None else session.items[following]
                     session.config.hook.pytest_runtest_protocol(item=item, nextitem=then)

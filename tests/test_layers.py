@@ -4,19 +4,16 @@ Everything is checked by folder, so a new file is covered without being listed.
 """
 
 import ast
-import functools
 import graphlib
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.import_graph import ROOT, imported_file, imports
 
 MAY_IMPORT = {
     "server": {"scheduler", "models", "memory", "transfer", "kernels", "configs"},
@@ -91,7 +88,6 @@ LAYERS = {
 is the folder itself.
 """
 MOST_FILES = 15
-_WITH_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 PURE = (
     "scheduler/messages",
@@ -108,45 +104,6 @@ IMPURE = {"asyncio", "mooncake", "socket", "subprocess", "threading", "time", "t
 
 def modules(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
-
-
-def imports(path: Path) -> tuple[tuple[int, str, int], ...]:
-    """(level, dotted name, line) of every import statement, also those inside functions."""
-    return _imports(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
-def _imports(source: str) -> tuple[tuple[int, str, int], ...]:
-    """Cached, because several tests look at every file, and parsing all of them takes a second."""
-    return tuple(_each_import(source))
-
-
-def _each_import(source: str) -> Iterator[tuple[int, str, int]]:
-    for node in _statements(ast.parse(source).body):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield 0, alias.name, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            if node.module is None:
-                for alias in node.names:
-                    yield node.level, alias.name, node.lineno
-            else:
-                yield node.level, node.module, node.lineno
-
-
-def _statements(body: list[Any]) -> Iterator[ast.AST]:
-    """These statements and all statements inside them. `ast.walk` would visit expressions too, which takes longer."""
-    for node in body:
-        yield node
-        for field in vars(node).values():
-            if type(field) is list:  # bodies, branches, handlers and cases
-                yield from _statements([part for part in field if isinstance(part, _WITH_STATEMENTS)])
-
-
-def imported_file(path: Path, level: int, name: str) -> Path:
-    """The file that a relative import of `path` names; the folder, if it names one."""
-    target = path.parents[level - 1].joinpath(*name.split("."))
-    return target if target.is_dir() else target.with_suffix(".py")
 
 
 def layer_of(folder: str, path: Path) -> str:

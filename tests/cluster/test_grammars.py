@@ -1,7 +1,7 @@
 """Grammars on real pairs with a tiny model of random weights: every finished output matches its grammar.
 
 Also with parallel ranks, local prefill, forced retraction and a killed prefill server. `make test-schemas` sends 300
-random schemas in each of these settings and counts the outputs; `make test` sends a few.
+random schemas in each of these settings and counts the outputs; `make test-all` sends a few.
 """
 
 import json

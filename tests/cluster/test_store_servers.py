@@ -28,7 +28,7 @@ LONG, SHORT = 1500, 300
 PATIENT = ("--kv-store-timeout-ms", "20000", "--kv-store-lookup-timeout-ms", "20000")
 """Long timeouts: on a busy machine, a slow store must not count as failed."""
 BACK_S = 15 if os.environ.get("PDSERVE_STORE") == "full" else 90
-"""A restarted store is used again within this time. The machine of `make test` is too busy for the promised 15 s."""
+"""A restarted store is used again within this time. Beside other tests, machines are too busy for the promised 15 s."""
 
 
 @pytest.fixture(scope="module")

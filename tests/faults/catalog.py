@@ -197,7 +197,7 @@ def cells(config: Config) -> list[Cell]:
 
 
 def selection() -> list[Cell]:
-    """The cells of `make test`: each fault that needs no rank process once, and each state at least once."""
+    """The cells of `make test-all`: each fault that needs no rank process once, and each state at least once."""
     chosen: list[Cell] = []
     dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
     turn = 0

@@ -1,4 +1,4 @@
-"""Generates damaged input: EXAMPLES times per check in `make test`, for a share of PDSERVE_FUZZ_MINUTES in `make fuzz`.
+"""Generates damaged input: EXAMPLES times per check in every run, for a share of PDSERVE_FUZZ_MINUTES in `make fuzz`.
 
 `corpus/NAME/` has inputs of the check NAME that failed once. Every run begins with them.
 """

@@ -131,6 +131,8 @@ class _Compiled:
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self.matchers = [matcher]
+        self.slow = False
+        """Its masks take long (`masks.SLOW_MASK_S`)."""
         self._turns = itertools.count()
 
     def copy(self) -> llguidance.LLMatcher:
@@ -187,6 +189,18 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
         if isinstance(found, GrammarError):
             raise GrammarError(str(found))  # a new one: several threads may raise it
+
+    def is_slow(self, grammar: Grammar) -> bool:
+        """Whether its last masks took long. False if the grammar is not in the cache."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+        return isinstance(found, _Compiled) and found.slow
+
+    def set_slow(self, grammar: Grammar, *, slow: bool) -> None:
+        with self._lock:
+            found = self._compiled.get(grammar)
+        if isinstance(found, _Compiled):
+            found.slow = slow
 
     def add_matchers(self, grammar: Grammar) -> None:
         """Compile a grammar further times, so that up to MASK_THREADS of its masks can be computed at the same time.

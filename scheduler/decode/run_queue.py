@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -13,6 +14,7 @@ from ..messages.lifecycle import State
 from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Request
 from .requests.waiting_queue import WaitingQueue
+from .slow_masks import SlowMasks
 
 
 class DecodeRow(msgspec.Struct, frozen=True):
@@ -49,7 +51,10 @@ class RunQueue:
     scheduling, the next step starts before the tokens of the last one are known here.
     """
 
-    def __init__(self, limits: DecodeLimits) -> None:
+    def __init__(self, limits: DecodeLimits, slow_masks: SlowMasks) -> None:
+        self.slow_masks = slow_masks
+        """RUNNING requests that sit out the steps until their next mask is computed."""
+        self._grammar_states = itertools.count()
         self._stages = limits.stages
         self._overlap = limits.overlap
         self._max_running = limits.max_running_requests
@@ -78,6 +83,7 @@ class RunQueue:
                 self.ready.remove(request)
             case _:
                 self.running.remove(request)
+                self.slow_masks.remove(request)
 
     def fill_batch(self) -> list[Request]:
         """Move ready requests into free places of the batch; returns them. The caller changes their state."""
@@ -85,6 +91,10 @@ class RunQueue:
         joined = [self.ready.pop() for _ in range(count)]
         for request in joined:
             request.joined = True
+            if request.sampling.grammar is not None:
+                request.grammar_state = next(self._grammar_states)
+            if request.slow_masks:
+                self.slow_masks.add(request)
         self.running += joined
         return joined
 
@@ -103,7 +113,7 @@ class RunQueue:
         """The requests of the next step. With several stages, a batch is an even share of the running requests, and a
         request is in one batch at a time; those that waited longest come first.
         """
-        able = [request for request in self.running if request is not self.paused]
+        able = self.slow_masks.able([request for request in self.running if request is not self.paused])
         if self._stages == 1:
             return [request for request in able if request.may_step]
         waiting = sorted((request for request in able if not request.in_flight), key=lambda request: request.last_step)
@@ -123,6 +133,7 @@ class RunQueue:
             request.in_flight += 1
             request.last_step = command_id
             request.joined = False
+        self.slow_masks.stepped(batch)
         self._steps.append(step)
         return step
 

@@ -45,7 +45,7 @@ from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect, Outbox
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
-from ..messages.ranks import StoreLoaded
+from ..messages.ranks import MaskReady, StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .admission import Admission
@@ -62,6 +62,7 @@ from .requests.limits import DecodeLimits
 from .requests.request import Attempt, LocalPrompt, Prompt
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
+from .slow_masks import SlowMasks
 from .steps import Steps
 from .submissions import Submissions
 
@@ -98,7 +99,7 @@ class DecodeScheduler:
         self.rates = resources.rates
         self.compiling: GrammarQueue[Prompt] = GrammarQueue(self._outbox)
         self.dispatcher = PrefillDispatcher(resources, rings)
-        self.run_queue = RunQueue(limits)
+        self.run_queue = RunQueue(limits, SlowMasks(self._outbox))
         self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
         self._deadlines = Deadlines(self.dispatcher)
         self.endings = Endings(
@@ -150,9 +151,13 @@ class DecodeScheduler:
         """Queue a prompt with all its samples, now or when its grammar is compiled; or refuse it at once."""
         self._submissions.submit(submit, now)
 
-    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
+    def grammar_ready(self, number: int, problem: str | None, now: float, *, slow: bool = False) -> None:
         """The rank that samples has compiled a grammar, or cannot."""
-        self._submissions.grammar_ready(number, problem, now)
+        self._submissions.grammar_ready(number, problem, now, slow=slow)
+
+    def mask_ready(self, ready: MaskReady, now: float) -> None:
+        """The rank that samples has computed a mask beside the steps."""
+        self._steps.mask_ready(ready, now)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ...configs.errors import ServerError
 from ..messages.lifecycle import State
+from ..messages.ranks import MaskReady
 from ..messages.step import StepResult
 from .admission import Admission
 from .arrivals import Arrivals
@@ -51,6 +52,7 @@ class Steps:
             return None
         for request in self._run_queue.fill_batch():
             request.lifecycle.advance(State.RUNNING, now)
+        self._ask_for_masks()
         able: list[Request] = []
         lacking: list[Request] = []
         for request in self._run_queue.next_batch():
@@ -81,8 +83,11 @@ class Steps:
                 continue
             if result.problem is None:
                 self._endings.accept_token(row.request, result.drawn[0], now)
+                if result.slow_mask and row.request.state is State.RUNNING:
+                    self._run_queue.slow_masks.add(row.request)
             else:
                 self._endings.end(row.request, grammar_failure(result.problem, result.too_complex), now)
+        self._ask_for_masks()
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
             if result.problem is not None and chunk.prompt in self._dispatcher.local.queue:
                 error = grammar_failure(result.problem, result.too_complex)
@@ -90,6 +95,15 @@ class Steps:
             self._admission.admit_received(self._arrivals.computed(chunk, result, seconds, now), now)
         if step.chunks:
             self._admission.admit_arrived(now)
+
+    def mask_ready(self, ready: MaskReady, now: float) -> None:
+        """A mask is computed: its request takes part in the next step, or ends with the problem."""
+        request = self._run_queue.slow_masks.ready(ready.number, slow=ready.slow)
+        if request is not None and ready.problem is not None:
+            self._endings.end(request, grammar_failure(ready.problem, ready.too_complex), now)
+
+    def _ask_for_masks(self) -> None:
+        self._counters["masks_prepared"] += self._run_queue.slow_masks.ask()
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""

@@ -82,12 +82,13 @@ class Submissions:
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
 
-    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
-        """A grammar is compiled: queue its prompt. Or end its requests, because it cannot be."""
+    def grammar_ready(self, number: int, problem: str | None, now: float, *, slow: bool) -> None:
+        """A grammar is compiled: queue its prompt. Or end its requests, because it cannot be. `slow`: its masks are."""
         prompt = self._compiling.take(number)
         if prompt is None:
             return
         for request in prompt.waiting:
+            request.slow_masks = slow
             request.lifecycle.advance(State.QUEUED, now)
             self._deadlines.watch(request)
         self._dispatcher.enqueue(prompt, now)

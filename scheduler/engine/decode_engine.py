@@ -46,6 +46,7 @@ from ..messages.ranks import (
     GrammarReady,
     HotCounters,
     KvVerified,
+    MaskReady,
     PartScattered,
     RunStep,
     VerifyKv,
@@ -93,8 +94,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
         match event:
             case Submit():
                 scheduler.submit(event, now)
-            case GrammarReady(number=number, problem=problem):
-                scheduler.grammar_ready(number, problem, now)
+            case GrammarReady(number=number, problem=problem, slow=slow):
+                scheduler.grammar_ready(number, problem, now, slow=slow)
+            case MaskReady():
+                scheduler.mask_ready(event, now)
             case Cancel(rid=rid, stopped=stopped):
                 scheduler.cancel(rid, now, stopped=stopped)
             case CommandDone(command_id=command_id):

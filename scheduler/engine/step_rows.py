@@ -10,28 +10,18 @@ from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt
 from ..decode.run_queue import DecodeRow
 from ..messages.step import Draw, StepRow
-from ..prefill.limits import MAX_SAMPLES
 from ..prefill.request import PrefillRequest
 
 
 def decode_row(row: DecodeRow) -> StepRow:
-    """One token of a running request. Prompt and output ids, and the text of a grammar, would be most of the message.
-    So ids are sent only for penalties, and a grammar (with the output so far) only in the first step since the request
-    joined the batch.
-    """
+    """One token of a running request. Prompt ids would be most of the message, so they are sent only for penalties."""
     request = row.request
-    counts = request.counts_tokens
-    sampling, state = request.sampling, None
-    if sampling.grammar is not None:
-        state = request.prompt.prompt_id * MAX_SAMPLES + request.sample
-        sampling = sampling if row.joined else request.sampling_without_grammar
-    output = tuple(request.output_ids) if counts or sampling.grammar is not None else ()
     return StepRow(
         token_ids=() if row.token is None else (row.token,),
         start=row.position,
         pages=row.pages,
-        draws=(Draw(sampling, row.output_index, output, state),),
-        prompt_ids=request.prompt_ids if counts else (),
+        draws=(request.draw(row.output_index, joined=row.joined),),
+        prompt_ids=request.prompt_ids if request.counts_tokens else (),
         top_logprobs=request.logprobs.top if request.logprobs is not None else None,
         follows=row.follows,
         hot_slot=row.hot_slot,

@@ -42,6 +42,7 @@ COMMON_COUNTERS = (
 DECODE_COUNTERS = (
     *COMMON_COUNTERS,
     "grammars_too_complex",
+    "masks_prepared",
     "redispatches",
     "dispatch_prefix",
     "dispatch_load",

@@ -15,7 +15,7 @@ from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...models.config.sharding import RankTokens
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
 from ...transfer.protocol.messages import ChunkArrived, Hello, InstanceId, Rank, StagePart, TransferKey, Welcome
-from .step import StepResult, StepRow
+from .step import Draw, StepResult, StepRow
 
 
 class Command(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -176,6 +176,16 @@ class DropGrammar(Command, frozen=True):
     number: int
 
 
+class PrepareMask(Command, frozen=True):
+    """Compute the mask of a request's next token beside the steps, because its masks are slow. `token` is its newest
+    output token, `draw` that of its next row. Reported as MaskReady, by the rank that samples.
+    """
+
+    number: int
+    token: int
+    draw: Draw
+
+
 class StoreLoad(Command, frozen=True):
     """Load the first of these blocks that the KV store delivers within `timeout_s`; each lookup may take
     `lookup_timeout_s`. The blocks go to `pages`, from token `offset` on; the first `skip` tokens are in their pages
@@ -221,7 +231,7 @@ StoreCommand = StoreLoad | StoreWrite | StorePing
 InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StoreLoad | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
-GrammarCommand = PrepareGrammar | DropGrammar
+GrammarCommand = PrepareGrammar | DropGrammar | PrepareMask
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
 TransferCommand = (
@@ -320,10 +330,22 @@ class PartScattered(Report, frozen=True):
 
 
 class GrammarReady(Report, frozen=True):
-    """From the rank that samples: a grammar is compiled, or why it cannot be."""
+    """From the rank that samples: a grammar is compiled, or why it cannot be. `slow`: its masks are."""
 
     number: int
     problem: str | None = None
+    slow: bool = False
+
+
+class MaskReady(Report, frozen=True):
+    """From the rank that samples: a mask is computed. `slow`: the next one is to be prepared too. With a `problem`, the
+    request fails, as with that of a StepResult.
+    """
+
+    number: int
+    slow: bool = False
+    problem: str | None = None
+    too_complex: bool = False
 
 
 class StoreLoaded(Report, frozen=True):
@@ -393,6 +415,7 @@ RankReport = (
     | PartReport
     | PartScattered
     | GrammarReady
+    | MaskReady
     | StoreLoaded
     | StoreWritten
     | StorePinged

@@ -78,10 +78,11 @@ def tokens_of(rows: Sequence[StepRow]) -> RankTokens:
 class StepResult(msgspec.Struct, array_like=True, frozen=True):
     """The result of a row: a token per draw (with its log-probability if requested), and log-probabilities of the
     prompt. With a `problem`, its tokens do not follow its grammar, and the request fails. `too_complex`: because the
-    grammar has become too expensive.
+    grammar has become too expensive. `slow_mask`: the mask of the next token is to be computed beside the steps.
     """
 
     drawn: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     problem: str | None = None
     too_complex: bool = False
+    slow_mask: bool = False

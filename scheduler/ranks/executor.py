@@ -1,7 +1,7 @@
 """Runs steps on one rank: its part of the model and, on the rank that has the logits, sampling."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -252,7 +252,7 @@ class Executor:
         scored = [index for index, _ in prompt_parts]
         at = 4 * len(prompt_parts)  # after the four tensors of each part
         self._sampled = lambda: [int(token) for token in values()[at]] if choices else []
-        return lambda: _results(rows, len(choices), tops, scored, masks.problems, values())
+        return lambda: _results(rows, len(choices), tops, scored, masks, values())
 
 
 def _results(
@@ -260,7 +260,7 @@ def _results(
     drawn: int,
     tops: dict[int, int],
     scored: Sequence[int],
-    problems: Mapping[int, GrammarProblem],
+    masks: StepMasks,
     values: list[list[float]],
 ) -> list[StepResult]:
     """The results of all rows. `values` was read back: four lists per block of prompt tokens, the sampled tokens, and
@@ -279,13 +279,18 @@ def _results(
                 sampled[at] = entry
     in_order = iter(sampled)
     return [
-        StepResult(tuple(itertools.islice(in_order, len(row.draws))), tuple(prompt), *_described(problems.get(index)))
+        StepResult(
+            tuple(itertools.islice(in_order, len(row.draws))),
+            tuple(prompt),
+            *_described(masks.problems.get(index)),
+            slow_mask=index in masks.slow,
+        )
         for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
 
 
 def _described(problem: GrammarProblem | None) -> tuple[str | None, bool]:
-    """The last fields of a StepResult."""
+    """The fields of a StepResult about a problem."""
     return (None, False) if problem is None else (str(problem), isinstance(problem, GrammarLimitError))
 
 

@@ -52,4 +52,4 @@ class GrammarThread:
         except Exception as error:
             log.exception("a grammar cannot be compiled")
             problem = f"cannot be compiled: {type(error).__name__}: {error}"
-        self._report(GrammarReady(self._rank, command.number, problem))
+        self._report(GrammarReady(self._rank, command.number, problem, self._compiler.is_slow(command.grammar)))

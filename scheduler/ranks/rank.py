@@ -41,6 +41,7 @@ from ..messages.ranks import (
     LoadPages,
     OpenHot,
     PrepareGrammar,
+    PrepareMask,
     RankFailed,
     RankReady,
     RankReport,
@@ -59,6 +60,7 @@ from ..messages.ranks import (
 from .builder import RankBuilder
 from .executor import PendingStep
 from .grammar_thread import GrammarThread
+from .mask_threads import MaskThreads
 from .page_mover import PageMover
 from .process import rank_threads
 from .rendezvous import join_ranks
@@ -112,9 +114,11 @@ class RankEngine:
         self._step_limit = builder.step_limit
         self._executor = builder.build()
         self._grammars: GrammarThread | None = None
+        self._masks: MaskThreads | None = None
         if self._parallel.shard.samples:
             assert self._executor.grammars is not None, "the builder sets it"
             self._grammars = GrammarThread(self._executor.grammars.compiler, rank, report)
+            self._masks = MaskThreads(self._executor.grammars, rank, report)
         self._parallel.start_serving()
         wait_for_stream(self._device)  # the pools are zeroed before a peer can write them
         self._parallel.check()
@@ -216,6 +220,9 @@ class RankEngine:
             case DropGrammar(number=number):
                 if self._grammars is not None:
                     self._grammars.drop(number)
+            case PrepareMask():
+                if self._masks is not None:
+                    self._masks.prepare(command)
             case StoreWrite() | StorePing():
                 assert self._store is not None, "a command for a rank without a KV store"
                 self._store.enqueue(command)
@@ -234,6 +241,8 @@ class RankEngine:
         self._mover.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._masks is not None:
+            self._masks.close()
         if self._writes is not None:
             self._writes.close()
         if self._arrivals is not None:

@@ -7,19 +7,20 @@ import torch
 
 from ...models.grammar.compiler import GrammarCompiler
 from ...models.grammar.dialects import GrammarError
-from ...models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
+from ...models.grammar.masks import GrammarMasks, GrammarStateError, MaskRow
 from ...models.layers.host_copies import UploadBuffer
 from ...models.sampling.sampler import TokenMasks
-from ..messages.step import StepRow
+from ..messages.step import Draw, StepRow
 
 
 class StepMasks(NamedTuple):
     """The masks of a step. `problems` has the rows, by index, whose grammar cannot be followed: they allow all
-    tokens.
+    tokens. `slow` has the indices of rows whose next mask is to be computed beside the steps.
     """
 
     allowed: TokenMasks | None
     problems: "dict[int, GrammarProblem]"
+    slow: frozenset[int] = frozenset()
 
 
 GrammarProblem: TypeAlias = GrammarError | GrammarStateError
@@ -50,20 +51,26 @@ class StepGrammars:
         for index, row in enumerate(rows):
             if not row.has_grammar:
                 continue
-            draw = row.draws[0]
             try:
-                state = self._state(row, sampled)
+                mask = self._row(row.draws[0], row.token_ids[0] if row.follows is None else sampled[row.follows])
             except (GrammarError, GrammarStateError) as error:
                 problems[index] = error
                 continue
             masked.append(index)
-            wanted.append(MaskRow(state, may_end=draw.output_index >= draw.sampling.min_new_tokens))
+            wanted.append(mask)
         if not masked:
             return StepMasks(None, problems)
         buffer = self._buffer(len(wanted))
         self._masks.compute(wanted, buffer.rows(len(wanted)))
         problems |= {index: row.problem for index, row in zip(masked, wanted, strict=True) if row.problem is not None}
-        return StepMasks(TokenMasks(masked, buffer.upload(len(wanted))), problems)
+        slow = frozenset(index for index, row in zip(masked, wanted, strict=True) if row.slow)
+        return StepMasks(TokenMasks(masked, buffer.upload(len(wanted))), problems, slow)
+
+    def prepare(self, token: int, draw: Draw) -> bool:
+        """Compute the mask of a row of the next step, after its newest `token`. Returns whether the mask after it
+        should be prepared too. Called from other threads; raises GrammarError or GrammarStateError.
+        """
+        return self._masks.prepare(self._row(draw, token))
 
     def _buffer(self, rows: int) -> UploadBuffer:
         rows = max(LEAST_BUFFER_ROWS, 1 << (rows - 1).bit_length())
@@ -71,11 +78,11 @@ class StepGrammars:
             self._buffers[rows] = UploadBuffer(rows, self._masks.words, torch.int32, self._device)
         return self._buffers[rows]
 
-    def _state(self, row: StepRow, sampled: Sequence[int]) -> GrammarState:
-        draw = row.draws[0]
+    def _row(self, draw: Draw, token: int) -> MaskRow:
         grammar = draw.sampling.grammar
         if grammar is not None:
-            return self._masks.begin(grammar, draw.sampling.stop_token_ids, draw.output_ids, draw.grammar_state)
-        assert draw.grammar_state is not None
-        token = row.token_ids[0] if row.follows is None else sampled[row.follows]
-        return self._masks.advance(draw.grammar_state, token, draw.output_index)
+            state = self._masks.begin(grammar, draw.sampling.stop_token_ids, draw.output_ids, draw.grammar_state)
+        else:
+            assert draw.grammar_state is not None
+            state = self._masks.advance(draw.grammar_state, token, draw.output_index)
+        return MaskRow(state, may_end=draw.output_index >= draw.sampling.min_new_tokens)

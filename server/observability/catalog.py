@@ -91,6 +91,7 @@ COUNTERS: Mapping[str, Exported] = (
             "requests_failed": "Requests that have failed in the engine.",
             "requests_aborted": "Requests that were aborted.",
             "grammars_too_complex": "Requests whose grammar has become too expensive while they ran.",
+            "masks_prepared": "Slow masks of grammars, which were computed beside the steps.",
             "redispatches": "Prompts that were queued again after a failed attempt on a prefill server.",
             "retractions": "Times that a request was retracted: it gave up its KV memory to others.",
             "retractions_recomputed": "Retractions whose KV is computed again instead of copied.",

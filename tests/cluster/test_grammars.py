@@ -16,6 +16,7 @@ import pytest
 
 from pdserve.configs.sampling import Grammar
 from tests.checkpoints import load_reference
+from tests.cluster.forkserver import FIRST_SCRIPT
 from tests.cluster.greedy import is_masked_greedy
 from tests.cluster.servers import HTTP, Cluster, Server, cluster, wait_until
 from tests.random_schemas import random_schema
@@ -222,3 +223,66 @@ def test_cancelled_request_with_a_new_grammar_frees_its_pages(pair: tuple[Server
                 f"{pair[1].url}/generate", json={"text": "a", "sampling_params": params}, timeout=milliseconds / 1000
             )
     wait_until(pair[1].idle, 20, "all requests have ended")
+
+
+SLOW_MASKS = """
+import time
+from pathlib import Path
+from pdserve.models.grammar import masks
+
+masks.SLOW_MASK_S = -1.0
+prepare = masks.GrammarMasks.prepare
+
+def wait(self, row):
+    while Path({gate!r}).exists():
+        time.sleep(0.01)
+    return prepare(self, row)
+
+masks.GrammarMasks.prepare = wait
+"""
+"""Run at the start of a server: every mask is slow, and takes as long as there is a file."""
+
+
+def slow_pair(servers: Cluster, llama: Path, directory: Path, *flags: str) -> tuple[Server, Server, Path]:
+    """A pair whose decode server finds every mask slow, and the file that its masks wait for."""
+    gate, script = directory / "gate", directory / "slow.py"
+    script.write_text(SLOW_MASKS.format(gate=str(gate)))
+    prefill = servers.add("prefill", llama, *flags)
+    decode = servers.add(
+        "decode", llama, "--prefill", prefill.endpoint, *flags, *PATIENT, env={FIRST_SCRIPT: str(script)}
+    )
+    prefill.wait_ready(peers=1)
+    decode.wait_ready(peers=1)
+    return prefill, decode, gate
+
+
+@pytest.mark.parametrize("flags", [(), ("--tp", "2"), ("--pp", "2")], ids=["1", "tp2", "pp2"])
+def test_answers_with_slow_masks_equal_transformers_with_masked_logits(
+    reference: Any, servers: Cluster, llama: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    prefill, decode, _ = slow_pair(servers, llama, tmp_path, *flags)
+    check_greedy_answers(decode, reference)
+    check_all(decode, some(3), n=2, seed=11)
+    assert decode.count("masks_prepared") > 100
+    prefill.check_clean()
+    decode.check_clean()
+
+
+def test_row_with_a_slow_mask_does_not_hold_the_other_rows(servers: Cluster, llama: Path, tmp_path: Path) -> None:
+    _, decode, gate = slow_pair(servers, llama, tmp_path)
+    grammar = {"regex": "[a-d]{9}", "max_new_tokens": 20, "temperature": 0}
+    body = {"text": "x", "sampling_params": grammar}
+    expected = HTTP.post(f"{decode.url}/generate", json=body, timeout=60).raise_for_status().json()
+    gate.touch()
+    before = decode.count("masks_prepared")
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(HTTP.post, f"{decode.url}/generate", json=body, timeout=60)
+        wait_until(lambda: decode.count("masks_prepared") > before, 30, "the row sits out")
+        assert len(decode.generate([1, 2, 3], 60)) == 60
+        cancelled = HTTP.post(f"{decode.url}/generate", json={**body, "rid": "gone", "timeout_s": 0.5}, timeout=60)
+        assert cancelled.status_code == 504
+        assert not slow.done()
+        gate.unlink()
+        assert slow.result().raise_for_status().json()["text"] == expected["text"]
+    assert decode.count("masks_prepared") - before >= 8
+    decode.check_clean()

@@ -18,6 +18,7 @@ from ....transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone
 from ...chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ...messages.frontend import FinishReason
 from ...messages.lifecycle import DECODE_TRANSITIONS, Lifecycle, State
+from ...messages.step import Draw
 from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
@@ -265,7 +266,11 @@ class Request:
         self.in_flight = 0
         """Steps in flight: output tokens that are not known here yet."""
         self.joined = False
-        """It has joined the batch, and has not been in a step since then."""
+        """It has joined the batch, and the rank that samples does not know its grammar yet."""
+        self.grammar_state: int | None = None
+        """The number of its grammar's state on that rank, since it joined the batch."""
+        self.slow_masks = False
+        """Its masks are computed beside the steps (slow_masks.py)."""
         self.last_step = 0
         """The `command_id` of its latest step."""
         self.saved_pages = 0
@@ -317,6 +322,14 @@ class Request:
                 return self.prompt.local is None or not self.prompt.local.begun
             case state:
                 return state in _BEFORE_ARRIVAL
+
+    def draw(self, output_index: int, *, joined: bool) -> Draw:
+        """The token of its next row. Output ids, and the text of a grammar, would be most of the message. So ids are
+        sent only for penalties, and a grammar (with the output so far) only once since it joined the batch.
+        """
+        sampling = self.sampling if joined else self.sampling_without_grammar
+        output = tuple(self.output_ids) if self.counts_tokens or sampling.grammar is not None else ()
+        return Draw(sampling, output_index, output, self.grammar_state)
 
     @property
     def may_step(self) -> bool:

@@ -10,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve.configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
-from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
+from pdserve.models.grammar import masks as masks_module
+from pdserve.models.grammar.compiler import MASK_THREADS, GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import (
+    FAST_MASKS,
     Bitmask,
     GrammarLimitError,
     GrammarMasks,
@@ -388,3 +390,41 @@ def test_grammar_that_becomes_too_expensive_says_so(compiler: GrammarCompiler) -
     with pytest.raises(GrammarStateError, match=r"output token 0 .* does not match the grammar") as mismatch:
         state_after(compiler, grammar, "x")
     assert not isinstance(mismatch.value, GrammarLimitError)
+
+
+def test_slow_mask_among_many_is_found_in_the_next_step(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All masks of a step are computed in one call, so the next one computes as many at a time as there are threads."""
+    masks = GrammarMasks(compiler, 8)
+    states = [masks.begin(Grammar("regex", "[a-d]{6}"), (), [], None) for _ in range(MASK_THREADS + 1)]
+
+    def marked() -> list[bool]:
+        rows = [MaskRow(state, may_end=True) for state in states]
+        computed(masks, rows)
+        return [row.slow for row in rows]
+
+    monkeypatch.setattr(masks_module, "SLOW_MASK_S", 60.0)
+    assert not any(marked())
+    monkeypatch.setattr(masks_module, "SLOW_MASK_S", -1.0)
+    assert not any(marked())
+    assert all(marked())
+
+
+def test_masks_are_computed_in_the_steps_again_after_many_fast_ones(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks = GrammarMasks(compiler, 8)
+    grammar = Grammar("regex", "[a-c]+")
+    state = masks.begin(grammar, (), [], 1)
+
+    def prepare() -> bool:
+        state.prepared = None
+        return masks.prepare(MaskRow(state, may_end=True))
+
+    monkeypatch.setattr(masks_module, "SLOW_MASK_S", -1.0)
+    assert prepare()
+    assert compiler.is_slow(grammar)
+    monkeypatch.setattr(masks_module, "SLOW_MASK_S", 60.0)
+    assert [prepare() for _ in range(FAST_MASKS)] == [True] * (FAST_MASKS - 1) + [False]
+    assert not compiler.is_slow(grammar)

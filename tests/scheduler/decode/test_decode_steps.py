@@ -5,10 +5,12 @@ import gc
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode import scheduler as decode_module
 from pdserve.scheduler.decode.admission import Admission
@@ -17,6 +19,7 @@ from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import SendToFrontend
 from pdserve.scheduler.messages.frontend import Failed, Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
+from pdserve.scheduler.messages.ranks import MaskReady
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.transfer.protocol.messages import KvDestination, TransferFailed
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator, lost_hot_buffer, sampled
@@ -141,10 +144,10 @@ def test_prompt_tokens_are_counted_once(local_prefill: LocalPrefillSetting) -> N
     assert simulator.decode.counters["prompt_tokens"] == 3 * 12
 
 
-def running_steps(simulator: Simulator, requests: int, **sampling: float) -> list[DecodeStep]:
+def running_steps(simulator: Simulator, requests: int, **sampling: Any) -> list[DecodeStep]:
     """The steps that start at once when `requests` requests run."""
     for index in range(requests):
-        params = SamplingParams(max_new_tokens=9, **sampling)  # type: ignore[arg-type]
+        params = SamplingParams(max_new_tokens=9, **sampling)
         simulator.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), simulator.now)
         simulator.submitted.add(f"x{index}")
     simulator.act()
@@ -191,6 +194,57 @@ def test_no_step_starts_after_the_last_token() -> None:
             steps.append(step)
     assert [step.rows[0].output_index for step in steps] == list(range(1, 9))
     assert simulator.decode.counters["requests_finished"] == 1
+
+
+def step_of(simulator: Simulator, slow: bool) -> list[str]:
+    """Run the step in flight, with a slow mask of request x0; start the next one. Returns its requests."""
+    step = simulator.commands.popleft()
+    assert isinstance(step, DecodeStep)
+    results = [msgspec.structs.replace(sampled(50), slow_mask=slow and row.request.rid == "x0") for row in step.rows]
+    simulator.decode.step_done(step.command_id, results, simulator.now)
+    simulator.act()
+    following = simulator.decode.next_step(simulator.now)
+    if following is None:
+        return []
+    simulator.commands.append(following)
+    return [row.request.rid for row in following.rows]
+
+
+@pytest.mark.parametrize("problem", [None, "too many items"])
+def test_request_with_a_slow_mask_sits_out_until_it_is_computed(problem: str | None) -> None:
+    simulator = Simulator()
+    running_steps(simulator, 2, grammar=Grammar("regex", ".*"))
+    assert step_of(simulator, slow=True) == ["x1"]
+    assert [step_of(simulator, slow=False) for _ in range(3)] == [["x1"]] * 3
+    (command,) = simulator.masks
+    assert (command.token, command.draw.output_index) == (50, 2)
+    simulator.decode.mask_ready(MaskReady(0, command.number, slow=True, problem=problem), simulator.now)
+    assert step_of(simulator, slow=False) == (["x0", "x1"] if problem is None else ["x1"])
+    assert step_of(simulator, slow=False) == ["x1"], "the mask after it is computed beside the steps too"
+    assert simulator.decode.counters["masks_prepared"] == (2 if problem is None else 1)
+
+
+def test_request_takes_part_in_every_step_when_its_masks_are_fast_again() -> None:
+    simulator = Simulator(overlap=True)
+    first, _ = running_steps(simulator, 1, grammar=Grammar("regex", ".*"))
+    assert step_of(simulator, slow=True) == [], "a token is still in flight"
+    assert not simulator.masks
+    assert step_of(simulator, slow=False) == []
+    (command,) = simulator.masks
+    assert command.draw.output_index == first.rows[0].output_index + 2
+    simulator.decode.mask_ready(MaskReady(0, command.number, slow=False), simulator.now)
+    steps = [simulator.decode.next_step(simulator.now) for _ in range(3)]
+    assert [step.rows[0].follows for step in steps if step is not None] == [None, 0], "steps overlap again"
+
+
+def test_mask_of_a_request_that_was_cancelled_is_not_used() -> None:
+    simulator = Simulator()
+    running_steps(simulator, 2, grammar=Grammar("regex", ".*"))
+    step_of(simulator, slow=True)
+    (command,) = simulator.masks
+    simulator.decode.cancel("x0", simulator.now)
+    simulator.decode.mask_ready(MaskReady(0, command.number, slow=True), simulator.now)
+    assert step_of(simulator, slow=False) == ["x1"]
 
 
 @pytest.mark.parametrize("too_complex", [True, False])

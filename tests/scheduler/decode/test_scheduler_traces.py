@@ -31,6 +31,7 @@ class Mode(NamedTuple):
     writes_both: bool = False
     window: int | None = None
     prefill_window: int | None = None
+    slow_masks: bool = False
 
     def simulator(self) -> Simulator:
         return Simulator(**self._asdict())
@@ -60,6 +61,10 @@ MODES = (
     Mode(overlap=True, window=10, prefill_window=10, local_prefill="always"),
     Mode(window=6),
     Mode(prefill_window=3),
+    Mode(slow_masks=True),
+    Mode(overlap=True, slow_masks=True, local_prefill="auto"),
+    Mode(stages=2, slow_masks=True),
+    Mode(overlap=True, hot_pages=7, slow_masks=True),
 )
 """Hot pages suffice for one to three hot buffers, but not for three fully resident requests. With `writes_both`,
 prefill writes rows of short prompts to the GPU. If only one server of a pair frees pages behind the window, the servers
@@ -103,6 +108,10 @@ class PairMachine(RuleBasedStateMachine):
     @rule()
     def copy_turn(self) -> None:
         self.simulator.copy_turn()
+
+    @rule()
+    def mask_turn(self) -> None:
+        self.simulator.mask_turn()
 
     @rule(which=WHICH)
     def prefill_turn(self, which: int) -> None:
@@ -171,6 +180,7 @@ def test_random_workloads_reach_every_state() -> None:
         "redispatches",
         "retractions",
         "retractions_recomputed",
+        "masks_prepared",
         "overtakes",
         "transfers_failed",
         "prefix_tokens_reused",

@@ -1,8 +1,10 @@
 """Steps with grammars on a tiny model of one byte per token: grammar states across steps, and delayed sampling."""
 
 import json
+import queue
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -10,11 +12,14 @@ import pytest
 import torch
 
 from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.models.grammar import masks as masks_module
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.runner import ModelRunner
+from pdserve.scheduler.messages.ranks import MaskReady, PrepareMask
 from pdserve.scheduler.messages.step import Draw, StepResult, StepRow
 from pdserve.scheduler.ranks.executor import Executor, PendingStep
+from pdserve.scheduler.ranks.mask_threads import MaskThreads
 from pdserve.scheduler.ranks.step_grammars import StepGrammars
 from tests.checkpoints import EOS_ID, make_checkpoint
 
@@ -112,6 +117,44 @@ def test_overlapping_steps_sample_the_same_tokens(executor: Executor, later: boo
         pending = following
     take(pending, outputs)
     assert outputs == expected
+
+
+def test_masks_that_are_computed_beside_the_steps_lead_to_the_same_tokens(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = Sequences(executor)
+    expected = known_outputs(sequences, 12)
+    monkeypatch.setattr(masks_module, "SLOW_MASK_S", -1.0)  # every mask is slow
+    grammars = executor.grammars
+    assert grammars is not None
+    outputs: list[list[int]] = [[], []]
+    rows = sequences.prompts()
+    for step in range(12):
+        results = run(executor, rows)
+        assert [result.slow_mask for result in results] == [step == 0, False], "a prepared mask takes no time"
+        for output, result in zip(outputs, results, strict=True):
+            output.append(result.drawn[0].token)
+        rows = sequences.rows(outputs, joined=step == 0)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(grammars.prepare, outputs[0][-1], rows[0].draws[0]).result()
+        rows = sequences.rows(outputs, joined=False)
+    assert outputs == expected
+    assert grammars.compiler.is_slow(WORDS.grammar or Grammar("regex", "")), "other requests begin with prepared masks"
+
+
+def test_mask_threads_report_each_mask_and_why_there_is_none(executor: Executor) -> None:
+    grammars = executor.grammars
+    assert grammars is not None
+    reports: queue.SimpleQueue[MaskReady] = queue.SimpleQueue()
+    threads = MaskThreads(grammars, 3, reports.put)
+    (row, _) = Sequences(executor).rows([grammars.compiler.vocabulary(b"ab"), [1]], joined=True)
+    threads.prepare(PrepareMask(0, row.draws[0].output_ids[-1], row.draws[0]))
+    assert reports.get(timeout=60).problem is None
+    wrong = msgspec.structs.replace(row.draws[0], output_ids=(1, 2), grammar_state=78)
+    threads.prepare(PrepareMask(1, 2, wrong))
+    failed = reports.get(timeout=60)
+    threads.close()
+    assert failed == MaskReady(3, 1, problem="output token 0 (1) does not match the grammar")
 
 
 def take(step: PendingStep, outputs: list[list[int]]) -> None:

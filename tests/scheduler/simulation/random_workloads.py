@@ -12,6 +12,7 @@ ACTIONS = {
     "decode_turn": 25,
     "rank_turn": 30,
     "copy_turn": 30,
+    "mask_turn": 15,
     "prefill_turn": 25,
     "end_write": 25,
     "deliver": 60,
@@ -62,6 +63,8 @@ def _act(simulator: Simulator, action: str, draw: random.Random) -> None:
             simulator.rank_turn(eos=draw.random() < 0.05, fail=draw.random() < 0.01)
         case "copy_turn":
             simulator.copy_turn()
+        case "mask_turn":
+            simulator.mask_turn()
         case "prefill_turn":
             simulator.prefill_turn(which)
         case "end_write":

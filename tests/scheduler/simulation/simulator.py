@@ -16,7 +16,9 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+import msgspec
+
+from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
@@ -28,6 +30,7 @@ from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
 from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.engine.step_rows import decode_row
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.lifecycle import PrefillState, State
@@ -37,15 +40,17 @@ from pdserve.scheduler.messages.ranks import (
     DropPages,
     HotCommand,
     LoadPages,
+    MaskReady,
     OpenHot,
     PageCommand,
     PrepareGrammar,
+    PrepareMask,
     ResizeHot,
     SavePages,
     StoreLoad,
     WriteBackRows,
 )
-from pdserve.scheduler.messages.step import StepResult
+from pdserve.scheduler.messages.step import Draw, StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
@@ -139,6 +144,7 @@ class Simulator:
         writes_both: bool = False,
         window: int | None = None,
         prefill_window: int | None = None,
+        slow_masks: bool = False,
         limits: DecodeLimits | None = None,
         pages: int | None = None,
         prefill: PrefillLimits = PREFILL,
@@ -150,6 +156,7 @@ class Simulator:
         verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
         prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `window` and
         `prefill_window`: the sliding window of all layers, None for a server that does not free pages behind it.
+        `slow_masks`: some requests have a grammar, and ranks find many of its masks slow.
         `store`: the decode server has a KV store (store_simulator.py). The others replace the small servers of random
         workloads.
         """
@@ -203,6 +210,13 @@ class Simulator:
             collections.deque()
         )
         """Background copies in flight: each is made as a whole, at any time."""
+        self.slow_masks = slow_masks
+        self.masks: collections.deque[PrepareMask] = collections.deque()
+        """Masks that the rank that samples has not computed yet."""
+        self.grammar_states: dict[int, int] = {}
+        """How long the output was at the last mask of each sequence, as on that rank."""
+        self.prepared: set[int] = set()
+        """States whose mask was computed beside the steps and not used yet."""
         self.seen_chunks = 0
         """Chunks of prompts that the decode server has computed."""
         self.drawn: list[int] = []
@@ -230,7 +244,8 @@ class Simulator:
         tokens = tuple(range(10 + 30 * family, 10 + 30 * family + length))
         if family == 2:
             tokens = (*self.last_conversation[:30], *range(90, 93))
-        sampling = SamplingParams(max_new_tokens=new)
+        grammar = Grammar("regex", ".*") if self.slow_masks and family != 1 else None
+        sampling = SamplingParams(max_new_tokens=new, grammar=grammar)
         self.decode.submit(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
         self.act()
 
@@ -305,6 +320,30 @@ class Simulator:
             case copy:
                 self.copies.append(copy)
         self.act()
+
+    def mask_turn(self) -> None:
+        """The rank that samples computes a mask beside the steps, and reports."""
+        if not self.masks:
+            return
+        command = self.masks.popleft()
+        self._take_mask(command.draw)
+        assert command.draw.grammar_state is not None
+        self.prepared.add(command.draw.grammar_state)
+        self.decode.mask_ready(MaskReady(0, command.number, slow=command.number % 3 != 0), self.now)
+        self.act()
+
+    def _take_mask(self, draw: Draw) -> None:
+        """Compute the mask of a draw, or take the one that was prepared."""
+        state = draw.grammar_state
+        assert state is not None
+        if state in self.prepared:
+            self.prepared.remove(state)
+            assert self.grammar_states[state] == draw.output_index, "the mask of another token"
+        elif draw.sampling.grammar is not None:
+            assert len(draw.output_ids) == draw.output_index
+        else:
+            assert self.grammar_states[state] == draw.output_index - 1, "a token is missing"
+        self.grammar_states[state] = draw.output_index
 
     def copy_turn(self) -> None:
         """The ranks make their next background copy, and report."""
@@ -462,6 +501,11 @@ class Simulator:
             drawn.append(EOS if eos else 50 + row.request.sample)  # samples of a prompt differ: their KV must not mix
             self.last_conversation = (*tokens, drawn[-1])
         results = [sampled(token) for token in drawn]
+        for index, row in enumerate(step.rows):
+            if row.request.sampling.grammar is not None:
+                self._take_mask(decode_row(row).draws[0])
+                slow = row.position % 3 == 0
+                results[index] = msgspec.structs.replace(results[index], slow_mask=slow)
         for chunk in step.chunks:
             first_tokens = self._compute_chunk(chunk)
             drawn += first_tokens
@@ -565,6 +609,7 @@ class Simulator:
         self.decode_turn()
         self.rank_turn(eos=False)
         self.copy_turn()
+        self.mask_turn()
         for which in range(len(self.endpoints)):
             self.deliver(which, up=False)
             self.prefill_turn(which)
@@ -700,9 +745,10 @@ class Simulator:
 
     def work_ranks(self, *, eos: bool = False) -> None:
         """The ranks run all commands and copies."""
-        while self.commands or self.copies:
+        while self.commands or self.copies or self.masks:
             self.rank_turn(eos=eos)
             self.copy_turn()
+            self.mask_turn()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -727,7 +773,9 @@ class Simulator:
             case WriteBackRows():
                 self.copies.append(effect)  # does not wait for earlier steps
             case PrepareGrammar(number=number):
-                self.decode.grammar_ready(number, None, self.now)
+                self.decode.grammar_ready(number, None, self.now, slow=self.slow_masks and number % 2 == 1)
+            case PrepareMask():
+                self.masks.append(effect)
             case ConnectPeer():
                 pass
             case other:

@@ -76,7 +76,7 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         overlap=True,
         local_prefill="auto" if options.prefills else "always",
         max_step_tokens=6144,
-        itl_target_s=options.limit_ms / 1000 if options.limit_ms is not None else None,
+        slo_itl_s=options.limit_ms / 1000 if options.limit_ms is not None else None,
     )
     prefill = PrefillLimits(
         page_size=PAGE_SIZE,

@@ -12,6 +12,7 @@ OUR_NAMES = {
     "block_size": "page_size",
     "disaggregation_transfer_backend": "transport",
     "disaggregation_ib_device": "ib_device",
+    "itl_target_ms": "slo_itl_ms",
     "enforce_eager": "no_cuda_graphs",
     "disable_cuda_graph": "no_cuda_graphs",
     "no_enable_prefix_caching": "no_prefix_cache",

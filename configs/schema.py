@@ -206,6 +206,13 @@ class ServerConfig(BaseModel):
     verify_kv: bool = Field(False, description="checksum every chunk of KV on both sides")
     heartbeat_interval_s: float = Field(0.4, gt=0, le=60, description="interval of heartbeats to peers")
     peer_timeout_s: float = Field(1.8, gt=0, le=600, description="a peer without heartbeats for this long is lost")
+    slo_ttft_ms: float = Field(
+        500.0,
+        ge=1,
+        le=3_600_000,
+        description="limit on the time to the first token; prompts are computed in the order of their deadlines, "
+        "and short ones have earlier ones",
+    )
     shutdown_timeout_s: float = Field(10.0, ge=0, le=600, description="drain time of running requests after SIGTERM")
     stall_timeout_s: float = Field(
         120.0,
@@ -381,9 +388,10 @@ class DecodeConfig(ServerConfig):
         description="maximum tokens per step, of prompts and running requests together; default: 256 on a CPU, "
         "6144 on a GPU",
     )
-    itl_target_ms: float | None = Field(
+    slo_itl_ms: float | None = Field(
         None,
         ge=0,
+        le=3_600_000,
         description="limit on the predicted inter-token latency while this server computes prompts, which get at "
         "least 30 % of the time; 0 is no limit; default: 50 (500 on a CPU), or 2.5 times the time of a decode step if "
         "that is longer",

@@ -21,6 +21,9 @@ class Chunked(Prioritized, Protocol):
     def arrived_at(self) -> float: ...
 
     @property
+    def slo_ttft_s(self) -> float | None: ...
+
+    @property
     def prompt_tokens(self) -> int: ...
 
 
@@ -115,9 +118,16 @@ class ChunkQueue(Generic[T]):
 
     def _in_order(self, now: float, tokens_per_s: float | None) -> list[T]:
         """The prompts of the highest priority, by deadline; by arrival if the rate is not known."""
-        priority, per_s, slo_s = self._queue.first.priority, tokens_per_s or math.inf, self._slo_ttft_s
+        priority, per_s = self._queue.first.priority, tokens_per_s or math.inf
         self._due_at = {
-            each: due_at(each.arrived_at, now, (each.prompt_tokens - each.cached) / per_s, _left(each) / per_s, slo_s)
+            each: due_at(
+                each.arrived_at,
+                now,
+                (each.prompt_tokens - each.cached) / per_s,
+                _left(each) / per_s,
+                self._slo_ttft_s,
+                own_s=each.slo_ttft_s,
+            )
             for each in self._queue
             if each.priority == priority
         }

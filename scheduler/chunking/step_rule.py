@@ -39,9 +39,19 @@ class Waiting(NamedTuple):
     compute_s: float
 
 
-def due_at(arrived_at: float, now: float, compute_s: float, left_s: float, slo_ttft_s: float) -> float:
-    """When the first token of a prompt is due that takes `compute_s`, of which `left_s` are left."""
-    first = arrived_at + min(slo_ttft_s, BASE_S + COMPUTE_TIMES * compute_s)
+def due_at(
+    arrived_at: float,
+    now: float,
+    compute_s: float,
+    left_s: float,
+    slo_ttft_s: float,
+    *,
+    own_s: float | None = None,
+) -> float:
+    """When the first token of a prompt is due that takes `compute_s`, of which `left_s` are left. `own_s` is the limit
+    of its request, if it has one.
+    """
+    first = arrived_at + (own_s or min(slo_ttft_s, BASE_S + COMPUTE_TIMES * compute_s))
     if now + left_s <= first:
         return first
     late_s = max(0.0, now - first)

@@ -63,7 +63,7 @@ class Steps:
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self._memory.fetches(batch)
         rows_next = apart and self._rows_waited
-        chunks = self._dispatcher.local.next_chunks(len(batch), now, apart=apart) if not rows_next else []
+        chunks = self._dispatcher.local.next_chunks(batch, now, apart=apart) if not rows_next else []
         self._rows_waited = apart and bool(chunks)
         if self._rows_waited:
             batch = []

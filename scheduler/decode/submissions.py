@@ -63,6 +63,7 @@ class Submissions:
             endpoint=submit.endpoint,
             room=submit.room,
             priority=submit.priority,
+            slo_ttft_s=_seconds(submit.slo_ttft_ms),
             page_hashes={size: unpack_hashes(packed) for size, packed in submit.page_hashes.items()},
             now=now,
         )
@@ -70,7 +71,14 @@ class Submissions:
         for index, rid in enumerate(rids):
             sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
             self._endings.requests[rid] = request = Request(
-                rid, prompt, sampling, deadline=deadline, now=now, sample=index, logprobs=submit.logprobs
+                rid,
+                prompt,
+                sampling,
+                deadline=deadline,
+                now=now,
+                sample=index,
+                logprobs=submit.logprobs,
+                slo_itl_s=_seconds(submit.slo_itl_ms),
             )
             prompt.members.append(request)
             self._deadlines.watch(request)
@@ -164,3 +172,7 @@ class Submissions:
             f"max_queued_requests: {self._limits.max_queued_requests} prompts are queued already",
             retry_after_s=max(1.0, self._dispatcher.expected_wait_s(now)),
         )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return milliseconds / 1000 if milliseconds is not None else None

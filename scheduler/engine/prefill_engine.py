@@ -23,9 +23,8 @@ from ...transfer.protocol.messages import (
     TransferFailed,
     TransferKey,
     Welcome,
-    unpack_text,
 )
-from ...transfer.protocol.wire import NO_INTS, IntArray, WireError
+from ...transfer.protocol.wire import IntArray, WireError
 from ..messages.ranks import ChunkReport, ClosePeer, GrammarReady, OpenPeer, PartReport, PeerRoutes, RunStep
 from ..prefill.request import PageSpace, PrefillRequest
 from ..prefill.scheduler import PrefillScheduler
@@ -114,14 +113,10 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def _receive(self, event: MessageReceived, now: float) -> None:
         """Pass a KvDestination to the scheduler."""
-        message, (prompt, indices, *more) = event.message, event.arrays
+        message = event.message
         assert isinstance(message, KvDestination)
-        # older peers send fewer arrays, newer ones may send more
-        hot_indices, trace = (array.tolist() for array in (*more, NO_INTS, NO_INTS)[:2])
-        traceparent = unpack_text(trace) or None
-        request = PrefillRequest(
-            event.instance, message, prompt.tolist(), indices.tolist(), now, hot_indices, traceparent
-        )
+        arrays = [array.tolist() for array in event.arrays]
+        request = PrefillRequest.received(event.instance, message, arrays, now)
         self.scheduler.receive(request, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:

@@ -21,10 +21,11 @@ class Submit(FrontendMessage, frozen=True):
 
     Each of `more_rids` is a further sample of the same prompt, with seed + 1, + 2, ...: they share prefill and
     transfer, and are separate requests after that, each with its own terminal message. A higher `priority` is served
-    first. `client` is the address of the HTTP client. A call with several prompts sends one Submit each, in a row;
-    `follows` is the rid of the first one. If the first was accepted, the others are accepted too. `traceparent` (W3C)
-    is the span of the request, if it is traced. `page_hashes` are the short hashes of its pages, packed, by page size
-    (memory/page_hashes.py), for those that `Status` asks for.
+    first. `slo_ttft_ms` and `slo_itl_ms` replace the limits of the server. `client` is the address of the HTTP client.
+    A call with several prompts sends one Submit each, in a row; `follows` is the rid of the first one. If the first was
+    accepted, the others are accepted too. `traceparent` (W3C) is the span of the request, if it is traced.
+    `page_hashes` are the short hashes of its pages, packed, by page size (memory/page_hashes.py), for those that
+    `Status` asks for.
     """
 
     rid: str
@@ -36,6 +37,8 @@ class Submit(FrontendMessage, frozen=True):
     more_rids: tuple[str, ...] = ()
     logprobs: LogprobParams | None = None
     priority: int = 0
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
     client: str = ""
     follows: str | None = None
     traceparent: str | None = None

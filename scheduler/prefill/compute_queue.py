@@ -15,7 +15,7 @@ class ComputeQueue:
 
     def __init__(self, limits: PrefillLimits) -> None:
         self._limits = limits
-        self._queue: ChunkQueue[PrefillRequest] = ChunkQueue(limits.page_size)
+        self._queue: ChunkQueue[PrefillRequest] = ChunkQueue(limits.page_size, limits.slo_ttft_s)
         self.prefixes = PrefixesInProgress(limits.page_size, limits.chunk_size, enabled=limits.prefix_cache)
         self._steps: collections.deque[tuple[PrefillStep, float]] = collections.deque()
         """In flight, oldest first, with the time of their start."""

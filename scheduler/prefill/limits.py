@@ -6,6 +6,7 @@ from collections.abc import Collection
 from ...configs.arithmetic import ceil_div
 from ...configs.schema import PrefillConfig
 from ...memory.pages import pages_for
+from ..chunking.step_rule import SLO_TTFT_S
 from .request import PageSpace, PrefillRequest
 
 MAX_SAMPLES = 256
@@ -26,6 +27,7 @@ class PrefillLimits:
     """Pipeline stages: the number of steps that compute at once."""
     steps_in_flight: int = 2
     """Most steps at the ranks: with one more than `stages`, no stage waits for the scheduler."""
+    slo_ttft_s: float = SLO_TTFT_S
     window: int | None = None
     """The sliding window if all layers of the model have it. Requests hold no pages behind it."""
 
@@ -50,6 +52,7 @@ class PrefillLimits:
             prefix_cache=config.prefix_cache,
             stages=config.pp,
             steps_in_flight=config.pp + on_gpu,
+            slo_ttft_s=config.slo_ttft_ms / 1000,
             window=window,
         )
 

@@ -8,7 +8,7 @@ from ...configs.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix
-from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey
+from ...transfer.protocol.messages import InstanceId, KvDestination, KvPath, PrefillDone, TransferKey, unpack_text
 from ..chunking.chunk_queue import Chunk
 from ..chunking.shared_prefix import AwaitedPrefix, PrefixInProgress
 from ..messages.frontend import PromptSent
@@ -51,7 +51,10 @@ class PrefillRequest:
         indices: list[int],
         now: float,
         hot_indices: list[int] | None = None,
+        *,
         traceparent: str | None = None,
+        waited_s: float = 0.0,
+        slo_ttft_s: float | None = None,
     ) -> None:
         self.instance = instance
         self.destination = destination
@@ -61,7 +64,9 @@ class PrefillRequest:
         """Where its KV rows go, if that is the hot pool of a HiSparse server."""
         self.traceparent = traceparent
         """None unless it is traced."""
-        self.arrived_at = now - destination.waited_s
+        self.slo_ttft_s = slo_ttft_s
+        """The request's own limit on the time to its first token."""
+        self.arrived_at = now - waited_s
         """On decode."""
         self.path: KvPath = "device"
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
@@ -110,6 +115,25 @@ class PrefillRequest:
         """Its grammar has become too expensive."""
         self.aborted = False
         """Decode sent Abort: it gets an AbortAck instead of a TransferFailed."""
+
+    @classmethod
+    def received(
+        cls, instance: InstanceId, destination: KvDestination, arrays: Sequence[Sequence[int]], now: float
+    ) -> "PrefillRequest":
+        """From a message and its arrays. Older peers send fewer arrays, newer ones may send more."""
+        prompt, indices, hot_indices, trace, deadline, *_ = (*arrays, (), (), ())
+        waited_ms, slo_ttft_ms, *_ = (*deadline, 0, 0)
+        return cls(
+            instance,
+            destination,
+            prompt,
+            list(indices),
+            now,
+            list(hot_indices),
+            traceparent=unpack_text(trace) or None,
+            waited_s=waited_ms / 1000,
+            slo_ttft_s=slo_ttft_ms / 1000 or None,
+        )
 
     @property
     def key(self) -> TransferKey:

@@ -334,9 +334,8 @@ class Cluster:
     def _receive_at_prefill(self, source: _Decode, target: _Prefill, effect: SendToPeer) -> None:
         match effect.message:
             case KvDestination() as destination:
-                prompt, indices, *_ = effect.arrays
                 now = self._clock.now
-                request = PrefillRequest(source.instance, destination, prompt, list(indices), now)
+                request = PrefillRequest.received(source.instance, destination, effect.arrays, now)
                 target.scheduler.receive(request, now)
             case Abort() as abort:
                 target.scheduler.abort(source.instance, abort, self._clock.now)

@@ -70,6 +70,7 @@ def test_version_prints_all_versions(spelling: str) -> None:
         (["serve", "Qwen/Qwen3-8B"], "unexpected argument 'Qwen/Qwen3-8B': a model is given as --model Qwen/Qwen3-8B"),
         (["decode", "--model", "a", "--prefill", "b:1", "c:1"], "unknown argument c:1 (see 'pdserve decode --help')"),
         (["decode", "--tp-size=2"], "unknown argument --tp-size: here it is --tp"),
+        (["serve", "--itl-target-ms", "40"], "unknown argument --itl-target-ms: here it is --slo-itl-ms"),
         (["up", "--enforce-eager"], "unknown argument --enforce-eager: here it is --no-cuda-graphs"),
         (["serve", "--mem-fraction-static", "0.9"], "--mem-fraction-static: kv_memory_fraction is the share of"),
         (["bench", "--num-prompts", "3"], "unknown argument --num-prompts: here it is --requests"),

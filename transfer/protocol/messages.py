@@ -12,8 +12,8 @@ History
   3  KvDestination has `priority`, before `enable_hisparse`, which trails. Appended: `leaving` and `full` to
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
-     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth frame to
-     KvDestination; `waited_s` to KvDestination, behind `enable_hisparse`.
+     and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth and
+     a fifth frame to KvDestination.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -172,7 +172,8 @@ class Refused(Message, frozen=True):
 
 
 class KvDestination(Message, frozen=True):
-    """Compute this prompt and write its KV here. Frames of int32: prompt ids, destination indices, hot indices, trace.
+    """Compute this prompt and write its KV here. Frames of int32: prompt ids, destination indices, hot indices, trace,
+    deadline.
 
     Indices are pages of decode's pools or, with `granularity="token"`, one row per token. Tokens [0, prefix_tokens) are
     already on decode, or behind the sliding window of its first step; the indices start at token `prefix_tokens`.
@@ -181,8 +182,9 @@ class KvDestination(Message, frozen=True):
     `timeout_s` is the time left until the request's deadline. `samples` first tokens are sampled, the i-th with seed +
     i. The last `output_tokens` of the ids are already output: a request that lost its KV on decode is computed again,
     and its "first" token is the next one. Waiting prompts with a higher `priority` are served first. The trace frame
-    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced. The prompt has
-    waited on decode for `waited_s`: the deadline of its first token counts from its arrival there.
+    is the `traceparent` (W3C) of the request, as `pack_text` packs it, if the request is traced. The deadline frame has
+    the milliseconds since the prompt arrived on decode, from which the deadline of its first token counts, and the
+    request's own limit on the time to that token, or 0.
     """
 
     key: TransferKey
@@ -198,7 +200,6 @@ class KvDestination(Message, frozen=True):
     logprobs: LogprobParams | None = None
     priority: int = 0
     enable_hisparse: bool = False
-    waited_s: float = 0.0
 
 
 class ChunkArrived(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ....configs.arithmetic import round_up
 from ....transfer.protocol.messages import Load
@@ -12,7 +12,7 @@ from ...chunking.step_rule import Waiting, gap_limit_s, prompt_time
 from ...rates import Rates
 from ..requests.dispatch_window import DispatchWindow, PromptKind
 from ..requests.limits import DecodeLimits
-from ..requests.request import LocalPrompt, Prompt
+from ..requests.request import LocalPrompt, Prompt, Request
 from .step_budget import StepTimes
 
 STEPS_AHEAD = 4
@@ -31,7 +31,7 @@ class LocalPrefill:
         self._counters = counters
         self._rates = rates
         self._most = round_up(limits.max_step_tokens, limits.page_size)
-        self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size)
+        self.queue: ChunkQueue[LocalPrompt] = ChunkQueue(limits.page_size, limits.slo_ttft_s)
         # with HiSparse, computed pages enter the prefix cache late, when their rows are in host memory
         shares_prefixes = limits.prefix_cache and not limits.hisparse
         self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=shares_prefixes)
@@ -74,36 +74,41 @@ class LocalPrefill:
         local.cached = local.scheduled = local.computed = tokens
         self.window.computed(local.kind, local.stored)
 
-    def next_chunks(self, batch: int, now: float, *, apart: bool = False) -> list[Chunk[LocalPrompt]]:
-        """The chunks of the next step, beside `batch` running requests. They are in the same step or, with `apart`, in
+    def next_chunks(self, requests: Sequence[Request], now: float, *, apart: bool) -> list[Chunk[LocalPrompt]]:
+        """The chunks of the next step, beside these running requests. They are in the same step or, with `apart`, in
         the steps before and after it.
         """
+        batch = len(requests)
         if not self.queue.waiting or (batch and not apart and self.times.remeasure(batch)):
             return []
         rate = self._tokens_per_s
         idle_s = self.times.idle_step_s(batch) if batch else None
+        own = {request.slo_itl_s for request in requests}
 
         def budget(waiting: Iterable[Waiting]) -> int:
-            tokens = self._most_tokens(idle_s, rate, waiting)
+            tokens = self._most_tokens(idle_s, rate, waiting, own)
             return whole_tiles(tokens, 0 if apart else batch, most=self._most, page_size=self._limits.page_size)
 
         return self.queue.next_chunks(budget, now, rate, idle_s or 0.0)
 
-    def _most_tokens(self, idle_s: float | None, rate: float | None, waiting: Iterable[Waiting]) -> int:
+    def _most_tokens(
+        self, idle_s: float | None, rate: float | None, waiting: Iterable[Waiting], own: Collection[float | None]
+    ) -> int:
         """Most prompt tokens of a step beside running requests, which alone take `idle_s`; None if there are none, or
-        if that is not measured.
+        if that is not measured. `own` are the requests' own limits on gaps.
         """
         if idle_s is None:
             return self._most
-        prompts_s, late = prompt_time(idle_s, self._gap_limit_s(idle_s), waiting)
+        limit_s = min(self._gap_limit_s(idle_s, own_s) for own_s in own)
+        prompts_s, late = prompt_time(idle_s, limit_s, waiting)
         self._counters["late_steps"] += late
         if prompts_s == math.inf:
             return self._most
         return min(self._most, int(prompts_s * rate)) if rate is not None else self._limits.page_size
 
-    def _gap_limit_s(self, idle_s: float) -> float:
-        """The limit on a step. A token takes a step in each pipeline stage."""
-        limits, given = self._limits, self._limits.itl_target_s
+    def _gap_limit_s(self, idle_s: float, own_s: float | None = None) -> float:
+        """The limit on a step, for requests with this limit of their own. A token takes a step in each stage."""
+        limits, given = self._limits, self._limits.slo_itl_s if own_s is None else own_s
         return gap_limit_s(idle_s, given and given / limits.stages, limits.auto_itl_s / limits.stages)
 
     @property

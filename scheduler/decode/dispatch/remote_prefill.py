@@ -101,12 +101,11 @@ class RemotePrefill:
             logprobs=first.logprobs,
             priority=prompt.priority,
             enable_hisparse=to_host,
-            waited_s=now - prompt.arrived_at,
         )
         arrays = [prompt.token_ids, *map(tuple, destinations)]
-        if prompt.traceparent is not None:
-            arrays += [()] * (3 - len(arrays))  # no hot indices
-            arrays.append(pack_text(prompt.traceparent))
+        arrays += [()] * (3 - len(arrays))  # no hot indices
+        arrays.append(pack_text(prompt.traceparent or ""))
+        arrays.append((round(1000 * (now - prompt.arrived_at)), round(1000 * (prompt.slo_ttft_s or 0))))
         self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
         self._outbox.append(SendToPeer(peer.instance, message, tuple(arrays)))
         if opened is not None:

@@ -5,6 +5,7 @@ import dataclasses
 from ....configs.arithmetic import ceil_div
 from ....configs.schema import DecodeConfig
 from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
+from ...chunking.step_rule import SLO_TTFT_S
 
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
@@ -39,7 +40,8 @@ class DecodeLimits:
     local_prefill: LocalPrefillSetting = "never"
     max_step_tokens: int = 256
     """Prompt tokens that a step computes, if this server computes prompts."""
-    itl_target_s: float | None = None
+    slo_ttft_s: float = SLO_TTFT_S
+    slo_itl_s: float | None = None
     """Longest time between tokens while this server computes prompts; 0 is no limit, None chooses one."""
     auto_itl_s: float = GPU_ITL_S
     """The smallest that is chosen."""
@@ -78,7 +80,8 @@ class DecodeLimits:
             dispatch=config.dispatch,
             local_prefill=config.local_prefill,
             max_step_tokens=max_step_tokens,
-            itl_target_s=config.itl_target_ms / 1000 if config.itl_target_ms is not None else None,
+            slo_ttft_s=config.slo_ttft_ms / 1000,
+            slo_itl_s=config.slo_itl_ms / 1000 if config.slo_itl_ms is not None else None,
             auto_itl_s=GPU_ITL_S if on_gpu else CPU_ITL_S,
             window=window,
         )

@@ -97,6 +97,10 @@ class LocalPrompt:
         return self.prompt.arrived_at
 
     @property
+    def slo_ttft_s(self) -> float | None:
+        return self.prompt.slo_ttft_s
+
+    @property
     def prompt_tokens(self) -> int:
         return self.prompt.tokens
 
@@ -132,6 +136,7 @@ class Prompt:
         endpoint: str | None = None,
         room: int | None = None,
         priority: int = 0,
+        slo_ttft_s: float | None = None,
         output_tokens: int = 0,
         page_hashes: Mapping[int, Sequence[int]] | None = None,
         now: float,
@@ -145,6 +150,8 @@ class Prompt:
         self.endpoint = endpoint
         self.room = room
         self.priority = priority
+        self.slo_ttft_s = slo_ttft_s
+        """The request's own limit on the time to its first token."""
         self.arrived_at = self.waits_since = now
         """Since when it waits for any server to begin it; `queue_timeout_s` counts from here."""
         self.output_tokens = output_tokens
@@ -238,6 +245,7 @@ class Request:
         now: float,
         sample: int = 0,
         logprobs: LogprobParams | None = None,
+        slo_itl_s: float | None = None,
     ) -> None:
         self.rid = rid
         self.sample = sample
@@ -251,6 +259,8 @@ class Request:
             sampling if sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
         )
         self.logprobs = logprobs
+        self.slo_itl_s = slo_itl_s
+        """Its own limit on the time between its tokens."""
         self.deadline = deadline
         first = State.QUEUED if sampling.grammar is None else State.COMPILING
         self.lifecycle = Lifecycle(DECODE_TRANSITIONS, first, now)

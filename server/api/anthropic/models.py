@@ -1,7 +1,7 @@
 """Anthropic's `/v1/messages` as models: the body and its reply.
 
 Reply types describe what anthropic/replies.py writes. Extensions of the body: `min_p`, `repetition_penalty`, `seed`,
-`chat_template_kwargs`, `rid`, `priority`, `timeout_s` and `bootstrap_*`.
+`chat_template_kwargs`, `rid`, `priority`, `slo_*`, `timeout_s` and `bootstrap_*`.
 """
 
 from typing import Annotated, Any, Literal, NotRequired

@@ -39,6 +39,7 @@ MAX_HOST_CHARACTERS = 255
 MAX_ROOM = (1 << 63) - 1
 MAX_PRIORITY = 100
 MAX_TIMEOUT_S = 86_400
+MAX_SLO_MS = 3_600_000
 
 ValueT = TypeVar("ValueT")
 
@@ -57,6 +58,7 @@ def _check_host(host: str) -> str:
 
 Rid = Annotated[Text, Characters(MAX_RID_CHARACTERS), AfterValidator(_check_printable)]
 Host = Annotated[Text, Characters(MAX_HOST_CHARACTERS), AfterValidator(_check_host)]
+Slo = Annotated[Number, Within(1, MAX_SLO_MS)]
 TimeoutS = Annotated[Number, Within(0, MAX_TIMEOUT_S, above=True)]
 
 
@@ -92,6 +94,13 @@ class RoutingFields(Body):
     priority: Annotated[Integer, Within(-MAX_PRIORITY, MAX_PRIORITY)] | None = optional(
         "Higher first, on decode and on prefill. Default 0."
     )
+    slo_ttft_ms: Slo | None = optional(
+        "The first token should come within so many milliseconds. Default: slo_ttft_ms of the server, or "
+        "fewer for a short prompt."
+    )
+    slo_itl_ms: Slo | None = optional(
+        "Longest time between tokens while the server computes prompts, in milliseconds. Default: the server's."
+    )
     timeout_s: TimeoutS | None = optional(
         "Seconds until the request fails with 504. The server's request_timeout_s applies as well."
     )
@@ -121,6 +130,8 @@ class RoutingFields(Body):
                 endpoint=endpoint,
                 room=room,
                 priority=self.priority or 0,
+                slo_ttft_ms=self.slo_ttft_ms,
+                slo_itl_ms=self.slo_itl_ms,
                 timeout_s=self.timeout if self.timeout_s is None else self.timeout_s,
             )
             for rid, prompt, endpoint, room in zip(rids, prompts, endpoints, rooms, strict=True)

@@ -1,7 +1,8 @@
 """OpenAI's dialect as models: the bodies of `/v1/completions` and `/v1/chat/completions`, and their replies.
 
 Reply types describe what openai/replies.py writes. Extensions of the bodies: the sampling
-fields that OpenAI does not have, `rid`, `priority`, `timeout_s`, `bootstrap_*` and, for chat, the template fields.
+fields that OpenAI does not have, `rid`, `priority`, `slo_*`, `timeout_s`, `bootstrap_*` and, for chat, the template
+fields.
 """
 
 from abc import abstractmethod

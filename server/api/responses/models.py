@@ -1,7 +1,7 @@
 """OpenAI's `/v1/responses` as models: the body and its reply.
 
 Reply types describe what responses/replies.py writes. Extensions of the body: `top_k`, `min_p`, `repetition_penalty`,
-`seed`, `chat_template_kwargs`, `rid`, `priority`, `timeout_s` and `bootstrap_*`.
+`seed`, `chat_template_kwargs`, `rid`, `priority`, `slo_*`, `timeout_s` and `bootstrap_*`.
 """
 
 from typing import Annotated, Any, Literal, NotRequired

@@ -69,9 +69,9 @@ def add_ratio_flags(parser: argparse.ArgumentParser) -> None:
         "--requests", type=whole_number(1), metavar="N", help="maximum requests to simulate (default: %(default)s)"
     )
     load.add_argument("--seed", type=whole_number(0), metavar="N", help="seed of the load (default: %(default)s)")
-    bound = "bound on the time to first token"
+    bound = "bound on the time to first token; also that setting of the servers"
     load.add_argument("--slo-ttft-ms", "--slo-ttft", type=positive, metavar="MS", help=bound)
-    bound = "bound on a request's mean inter-token latency"
+    bound = "bound on a request's mean inter-token latency; also that setting of the decode servers"
     load.add_argument("--slo-itl-ms", "--slo-itl", type=positive, metavar="MS", help=bound)
     load.add_argument(
         "--ratios",

@@ -1,5 +1,6 @@
 """A measured pair: the settings and step times of one prefill and one decode server, as a file that people can edit."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ _SCHEDULING = (
     "pp",
     "dispatch",
     "local_prefill",
-    "itl_target_ms",
+    "slo_ttft_ms",
+    "slo_itl_ms",
     "max_running_requests",
     "max_step_tokens",
     "chunk_size",
@@ -63,10 +65,13 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Cores of the machine that all servers share; null if each server has its device to itself."""
     times: StepTimes
 
-    def server_settings(self) -> ServerSettings:
-        """Raises StartupError for settings that a server would refuse."""
-        decode = build_config(DecodeConfig, (("of the measured decode server", self.decode.settings),))
-        prefill = build_config(PrefillConfig, (("of the measured prefill server", self.prefill.settings),))
+    def server_settings(self, bounds: Mapping[str, float]) -> ServerSettings:
+        """The servers get these settings of latency instead of their own. Raises StartupError for settings that a
+        server would refuse.
+        """
+        decode = build_config(DecodeConfig, (("of the measured decode server", {**self.decode.settings, **bounds}),))
+        ttft = {name: bound for name, bound in bounds.items() if name in PrefillConfig.model_fields}
+        prefill = build_config(PrefillConfig, (("of the measured prefill server", {**self.prefill.settings, **ttft}),))
         on_gpu = self.device != "cpu"
         if decode.max_running_requests is None or decode.max_step_tokens is None or prefill.chunk_size is None:
             raise StartupError(

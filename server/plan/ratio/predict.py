@@ -34,8 +34,9 @@ class Prediction:
 
 def predict(pair: MeasuredPair, load: Load, bench: BenchOptions, ratio: Ratio) -> Prediction:
     """Simulates the load on servers of this ratio, and computes the same figures as `pdserve bench`."""
+    bounds = {"slo_ttft_ms": bench.slo_ttft_ms, "slo_itl_ms": bench.slo_itl_ms}
     cluster = Cluster(
-        pair.server_settings(),
+        pair.server_settings({name: bound for name, bound in bounds.items() if bound is not None}),
         pair.times,
         prefills=ratio.prefills,
         decodes=ratio.decodes,

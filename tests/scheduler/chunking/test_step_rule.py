@@ -56,6 +56,11 @@ def test_first_deadline(compute_s: float, due: float) -> None:
     assert found == pytest.approx(10 + due)
 
 
+@pytest.mark.parametrize("own_s", [0.02, 30.0])
+def test_own_limit_of_a_request_replaces_the_deadline(own_s: float) -> None:
+    assert due_at(10.0, 10.0, 0.01, 0.01, 0.5, own_s=own_s) == pytest.approx(10 + own_s)
+
+
 def test_prompt_that_cannot_be_on_time_does_not_come_before_one_that_can() -> None:
     missed = due_at(10.0, 10.5, compute_s=1.0, left_s=0.6, slo_ttft_s=0.5)
     fresh = due_at(10.45, 10.5, compute_s=0.05, left_s=0.05, slo_ttft_s=0.5)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.chunking.step_rule import LATE_GAPS
 from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
 from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.messages.frontend import Submit
 from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import Simulator
@@ -136,7 +138,7 @@ def test_time_between_tokens_stays_inside_its_limit(step_s: float, target_s: flo
     """By default 50 ms or 2.5 decode steps. They are LATE_GAPS times as long while a first token is late, as that of a
     prompt of 32,768 tokens. Where that is less than a decode step, prompts get 30 % of the time.
     """
-    simulator = local(step_s, itl_target_s=target_s)
+    simulator = local(step_s, slo_itl_s=target_s)
     streams = [f"s{number}" for number in range(32)]
     for rid in streams:
         simulator.ask(rid, 16, new=10_000)
@@ -146,6 +148,31 @@ def test_time_between_tokens_stays_inside_its_limit(step_s: float, target_s: flo
     assert 0.8 * longest_s <= longest_gap(simulator, streams) <= 1.02 * longest_s
     prompts_s = min(longest_s - step_s, 2048 / 40_000)
     assert simulator.now - started <= 1.2 * 32_768 / 40_000 * (step_s + prompts_s) / prompts_s
+
+
+def test_shortest_limit_of_the_running_requests_bounds_the_time_between_tokens() -> None:
+    simulator = local(slo_itl_s=0.050)
+    for rid, slo_itl_ms in (("strict", 20.0), ("loose", 500.0), ("default", None)):
+        sampling = SamplingParams(max_new_tokens=10_000, ignore_eos=True)
+        simulator.submitted.add(rid)
+        simulator.decode.submit(Submit(rid, (1,) * 16, sampling, slo_itl_ms=slo_itl_ms), simulator.now)
+    simulator.run(lambda: simulator.output["strict"] >= 20)
+    simulator.ask("long", 32_768)
+    assert longest_gap(simulator, ["strict", "loose", "default"]) <= 1.02 * LATE_GAPS * 0.020
+
+
+@pytest.mark.parametrize(("slo_ttft_ms", "first"), [(None, "short"), (100.0, "long")])
+def test_own_limit_of_a_request_brings_a_long_prompt_before_a_short_one(slo_ttft_ms: float | None, first: str) -> None:
+    """The long one takes 51 ms, and would have its first token after 180 ms."""
+    simulator = local(local_prefill="always", max_step_tokens=512)
+    simulator.ask("stream", 1024, new=10_000)
+    simulator.run(lambda: simulator.output["stream"] >= 20)
+    sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    simulator.submitted.add("long")
+    simulator.decode.submit(Submit("long", (1,) * 2048, sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
+    simulator.ask("short", 1500)
+    simulator.run(lambda: len(simulator.ended_at) == 2)
+    assert min(simulator.ended_at, key=simulator.ended_at.__getitem__) == first
 
 
 def test_many_waiting_prompts_get_large_steps() -> None:

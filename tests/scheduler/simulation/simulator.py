@@ -903,12 +903,9 @@ class Simulator:
         effect = server.to_prefill.popleft()
         match effect.message:
             case KvDestination():
-                prompt, indices, *hot_indices = effect.arrays
-                more = list(hot_indices[0]) if hot_indices else []
-                assert bool(more) <= (not effect.message.enable_hisparse)
-                server.scheduler.receive(
-                    PrefillRequest(DECODE, effect.message, prompt, list(indices), self.now, more), self.now
-                )
+                request = PrefillRequest.received(DECODE, effect.message, effect.arrays, self.now)
+                assert bool(request.hot_indices) <= (not effect.message.enable_hisparse)
+                server.scheduler.receive(request, self.now)
             case Abort():
                 server.scheduler.abort(DECODE, effect.message, self.now)
             case message:

@@ -153,6 +153,10 @@ REFUSED: list[tuple[object, str | None, tuple[str, ...]]] = [
     ({"text": "a", "priority": 101}, "priority", ("between -100 and 100", "101")),
     ({"text": "a", "priority": -101}, "priority", ("between -100 and 100", "-101")),
     ({"text": "a", "priority": "high"}, "priority", ("integer", '"high"')),
+    ({"text": "a", "slo_ttft_ms": 0.5}, "slo_ttft_ms", ("between 1 and 3600000", "0.5")),
+    ({"text": "a", "slo_ttft_ms": 3600001}, "slo_ttft_ms", ("between 1 and 3600000", "3600001")),
+    ({"text": "a", "slo_itl_ms": 0}, "slo_itl_ms", ("between 1 and 3600000", "0.0")),
+    ({"text": "a", "slo_itl_ms": 3600001}, "slo_itl_ms", ("between 1 and 3600000", "3600001")),
     ({"text": "a", "timeout_s": 0}, "timeout_s", ("above 0 and at most 86400", "0.0")),
     ({"text": "a", "timeout": -1}, "timeout", ("above 0", "-1.0")),
     ({"text": "a", "timeout": 86401}, "timeout", ("at most 86400", "86401.0")),
@@ -358,6 +362,11 @@ async def test_logprob_fields_reach_the_leader(
     server: RunningServer, given: dict[str, object], wanted: LogprobParams | None
 ) -> None:
     assert (await submitted(server, {"text": "hello", **given})).logprobs == wanted
+
+
+async def test_limits_on_latency_reach_the_leader(server: RunningServer) -> None:
+    submit = await submitted(server, {"text": "a", "slo_ttft_ms": 1, "slo_itl_ms": 3_600_000})
+    assert (submit.slo_ttft_ms, submit.slo_itl_ms) == (1.0, 3_600_000.0)
 
 
 async def test_timeout_s_takes_precedence_over_timeout(server: RunningServer) -> None:

@@ -72,7 +72,6 @@ DESTINATION = KvDestination(
     True,
     priority=-3,
     enable_hisparse=True,
-    waited_s=0.25,
 )
 EVERY_MESSAGE: list[AnyMessage] = [
     HELLO,
@@ -134,38 +133,28 @@ def test_strided_arrays_are_made_contiguous() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "arrays", "later"),
-    [(HELLO, 0, {}), (WELCOME, 0, {}), (DESTINATION, 2, {"waited_s": 0.0})],
-    ids=["Hello", "Welcome", "KvDestination"],
+    ("message", "arrays"), [(HELLO, 0), (WELCOME, 0), (DESTINATION, 2)], ids=["Hello", "Welcome", "KvDestination"]
 )
-class TestTrailingFields:
-    """`enable_hisparse` and the `later` fields behind it: peers without them are compatible."""
+class TestTrailingField:
+    """`enable_hisparse` is the last field of three messages: peers without it are compatible."""
 
-    def test_missing_trailing_fields_get_their_defaults(
-        self, message: AnyMessage, arrays: int, later: dict[str, Any]
-    ) -> None:
-        fields = fields_on_the_wire(message)[: -1 - len(later)]
-        decoded, _ = decode([msgspec.msgpack.encode(fields), *[b""] * arrays])
-        assert decoded == msgspec.structs.replace(message, enable_hisparse=False, **later)
+    def test_missing_trailing_field_gets_its_default(self, message: AnyMessage, arrays: int) -> None:
+        fields = fields_on_the_wire(message)
+        assert fields[-1] is True
+        older = msgspec.msgpack.encode(fields[:-1])
+        decoded, _ = decode([older, *[b""] * arrays])
+        assert decoded == msgspec.structs.replace(message, enable_hisparse=False)
 
-    def test_fields_and_arrays_that_a_newer_peer_appends_are_ignored(
-        self, message: AnyMessage, arrays: int, later: dict[str, Any]
-    ) -> None:
-        assert all(getattr(message, name) != default for name, default in later.items())
+    def test_fields_and_arrays_that_a_newer_peer_appends_are_ignored(self, message: AnyMessage, arrays: int) -> None:
         newer = msgspec.msgpack.encode([*fields_on_the_wire(message), {"new": [1, 2]}, 3.5])
         decoded, received = decode([newer, *[b""] * arrays, b"\x01\x00\x00\x00"])
         assert decoded == message
         assert len(received) == arrays + 1
 
-    def test_later_fields_are_behind_enable_hisparse(
-        self,
-        message: AnyMessage,
-        arrays: int,  # noqa: ARG002
-        later: dict[str, Any],
-    ) -> None:
-        names = [field.name for field in msgspec.structs.fields(message)]
-        assert names[names.index("enable_hisparse") + 1 :] == list(later)
-        assert fields_on_the_wire(message)[-1 - len(later)] is True
+    def test_enable_hisparse_is_the_last_field(self, message: AnyMessage, arrays: int) -> None:  # noqa: ARG002
+        assert msgspec.structs.fields(message)[-1].name == "enable_hisparse"
+        without = fields_on_the_wire(msgspec.structs.replace(message, enable_hisparse=False))
+        assert fields_on_the_wire(message) == [*without[:-1], True]
 
 
 @given(st.text(st.characters(exclude_characters="\0", codec="utf-8")))

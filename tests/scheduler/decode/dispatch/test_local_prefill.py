@@ -25,7 +25,7 @@ def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, ro
 )
 def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
     """A decode step takes 10 ms in a stage, with prompt tokens 20 ms."""
-    limits = decode_limits(page_size=16, max_step_tokens=512, itl_target_s=stages * 0.02, stages=stages)
+    limits = decode_limits(page_size=16, max_step_tokens=512, slo_itl_s=stages * 0.02, stages=stages)
     local = LocalPrefill(limits, Rates(), collections.Counter())
     local.times.started(4, 0, 0.0)
     local.times.ended(0.01)

@@ -150,6 +150,13 @@ def test_settings_that_a_server_refuses_are_refused(capsys: pytest.CaptureFixtur
     assert "growth_tokens" in capsys.readouterr().err
 
 
+def test_bounds_are_the_settings_of_the_simulated_servers() -> None:
+    found = PAIR.server_settings({"slo_ttft_ms": 1500.0, "slo_itl_ms": 45.0})
+    assert (found.decode.slo_ttft_s, found.decode.slo_itl_s, found.prefill.slo_ttft_s) == (1.5, 0.045, 1.5)
+    own = PAIR.server_settings({})
+    assert (own.decode.slo_ttft_s, own.decode.slo_itl_s, own.prefill.slo_ttft_s) == (0.5, None, 0.5)
+
+
 def test_mooncake_trace_shares_prefixes_by_block(
     capsys: pytest.CaptureFixture[str], rates: Path, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from tests.checkpoints import TinyArchitecture, make_checkpoint
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("families")
-    names: tuple[TinyArchitecture, ...] = ("mistral", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
+    names: tuple[TinyArchitecture, ...] = ("mistral", "mixtral", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss")
     for name in names:
         make_checkpoint(root / name, name)
     return root
@@ -54,6 +54,9 @@ def test_windows_are_read(checkpoints: Path, tmp_path: Path) -> None:
     assert windows("gpt_oss", layer_types=None) == [24, None, 24]
     assert windows("mixtral") == [None, None, None]
     assert windows("qwen3_moe", use_sliding_window=True, sliding_window=8) == [8, 8, 8]
+    switched = {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}
+    assert windows("qwen2", **switched, max_window_layers=1) == [None, 8, 8]
+    assert windows("qwen2", **switched) == [None, None, None], "by default, the first 28 layers have none"
     assert windows("qwen3_moe", use_sliding_window=False, sliding_window=8) == [None, None, None]
 
 

@@ -19,6 +19,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip
 PYTHON_STAMP := .venv/.stamp-python
 DEPS_STAMP := .venv/.stamp-deps-$(EXTRA)
+DEV_STAMP := .venv/.stamp-dev-$(EXTRA)
 MODEL_STAMP := .venv/.stamp-model
 
 .PHONY: help
@@ -26,10 +27,10 @@ help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
 
 .PHONY: setup
-setup: system $(DEPS_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies and the embedded model, in .venv
+setup: system $(DEV_STAMP) $(MODEL_STAMP) ## virtual environment, dependencies, tools of the tests and the embedded model, in .venv
 
 .PHONY: demo
-demo: setup ## start one prefill and one decode server here, ask them something, show where the time went
+demo: system $(DEPS_STAMP) $(MODEL_STAMP) ## start one prefill and one decode server here, ask them something, show where the time went
 	@$(BIN)/pdserve demo $(ARGS)
 
 # A worker takes whole files (tests/cluster has the longest), those with long waits early. Two workers more than cores: they wait
@@ -267,8 +268,13 @@ $(DEPS_STAMP): pyproject.toml | $(PYTHON_STAMP)
 	            echo "make: torch's CPU builds cannot be reached: the default one, with CUDA, is downloaded instead" >&2
 	    fi
 	fi
-	echo "make: installing pdserve[$(EXTRA)] and its dependencies into .venv"
-	$(PIP) install --quiet $(PIP_ARGS) --editable ".[$(EXTRA)]" --group dev
+	echo "make: installing pdserve[$(EXTRA)] and its dependencies into .venv; that takes a minute or two"
+	$(PIP) install --quiet $(PIP_ARGS) --editable ".[$(EXTRA)]"
+	touch $@
+
+$(DEV_STAMP): pyproject.toml | $(DEPS_STAMP)
+	@echo "make: installing the tools of the tests and of the documentation into .venv"
+	$(PIP) install --quiet $(PIP_ARGS) --group dev
 	touch $@
 
 # Not a dependency: its own requirements would build llama.cpp. Only its GGUF file is used.

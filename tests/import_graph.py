@@ -60,11 +60,12 @@ def imported_file(path: Path, level: int, name: str) -> Path:
 
 def reached_from(changed: Iterable[Path], root: Path = ROOT) -> dict[Path, int]:
     """The changed files, and every Python file that imports one of them, directly or through others: over how many
-    imports. A file that is not Python counts as imported by the files that contain its name.
+    imports. A file that is no module of ours counts as imported by the files that contain its name.
     """
     importers: dict[Path, list[Path]] = {}
-    others = [path for path in changed if path.suffix != ".py"]
-    for path in python_files(root):
+    modules = python_files(root)
+    others = [path for path in changed if path not in modules]
+    for path in modules:
         source = path.read_text(encoding="utf-8")
         for target in named_files(path, root):
             importers.setdefault(target, []).append(path)

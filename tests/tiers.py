@@ -109,14 +109,12 @@ def files_in(places: Iterable[str]) -> list[Path]:
 
 def reaching(changed: list[Path], root: Path) -> list[Path]:
     """Test files that reach one of these files: at first those in the folders of tests/ that mirror theirs, then by the
-    number of imports between them.
+    number of imports between them, those with servers last.
     """
     distance = reached_from(changed, root)
     mirrored = {root / "tests" / path.parent.relative_to(root) for path in changed if path.parent != root}
     found = [path for path in distance if is_test(path)]
-    for folder in mirrored:  # such as tests/deploy, whose tests import nothing of deploy/
-        found += [path for path in sorted(folder.glob("test_*.py")) if path not in distance]
-    return sorted(found, key=lambda path: (path.parent not in mirrored, distance.get(path, 0), path))
+    return sorted(found, key=lambda path: (path.parent not in mirrored, distance[path], "cluster" in path.parts, path))
 
 
 def changed_files(root: Path) -> list[Path]:

@@ -70,6 +70,13 @@ def test_logits_without_changes_are_not_copied() -> None:
     assert Penalties(EOS).apply(logits, [Choice(0, SamplingParams(), 0), Choice(1, plain, 3)]) is logits
 
 
+def test_end_tokens_stay_allowed_before_min_new_tokens_if_a_grammar_decides_where_the_output_ends() -> None:
+    logits, params = torch.zeros(2, VOCAB_SIZE), SamplingParams(min_new_tokens=3)
+    free, in_grammar = Penalties(EOS).apply(logits, [Choice(0, params, 0), Choice(1, params, 0, may_end=True)])
+    assert set(free.isinf().nonzero().flatten().tolist()) == {*EOS}
+    assert not in_grammar.isinf().any()
+
+
 def test_cached_prompts_are_not_confused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.models.sampling.penalties._REMEMBERED_PROMPTS", 2)
     penalties, params = Penalties(()), SamplingParams(repetition_penalty=2.0)

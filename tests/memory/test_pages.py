@@ -205,6 +205,17 @@ def test_least_recently_used_prefix_is_evicted_first() -> None:
     assert len(cache.match([3, 4], 2)) == 1, "the older prefix lost its last page only"
 
 
+def test_pages_behind_a_page_that_is_cached_twice_are_not_added() -> None:
+    pages = PageAllocator[KvPage](4)
+    cache = PrefixCache(pages, 1)
+    first, second = pages.grant("a", 1), pages.grant("b", 2)
+    assert first is not None
+    assert second is not None
+    cache.insert([1], first.pages)
+    cache.insert([1, 2], second.pages)
+    assert cache.match([1, 2], 2) == first.pages, "its parent could be evicted while it is in use"
+
+
 def test_disabled_cache_keeps_nothing() -> None:
     pages = PageAllocator[KvPage](4)
     cache = PrefixCache(pages, 1, enabled=False)

@@ -23,6 +23,11 @@ def launch(*arguments: str) -> tuple[int, str]:
         return code, output.read().decode()
 
 
+def decode(model: Path | str) -> list[str]:
+    """The default port may be in use."""
+    return ["decode", "--model", str(model), "--port", str(free_port())]
+
+
 def check_refused(arguments: list[str], *words: str) -> None:
     check_refusal(*launch(*arguments), *words)
 
@@ -37,7 +42,7 @@ def check_refusal(code: int, output: str, *words: str) -> None:
 
 def test_missing_model_is_refused() -> None:
     """As a user runs it: not forked, and the error is on stderr."""
-    command = [sys.executable, "-P", "-m", "pdserve.server", "decode", "--model", "/no/such/model"]
+    command = [sys.executable, "-P", "-m", "pdserve.server", *decode("/no/such/model")]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     check_refusal(result.returncode, result.stderr, "/no/such/model", "--model")
@@ -49,7 +54,7 @@ def test_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     (model / "config.json").write_text(
         config.replace("LlamaForCausalLM", "MambaForCausalLM").replace('"llama"', '"mamba"')
     )
-    check_refused(["decode", "--model", str(model)], "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
+    check_refused(decode(model), "MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
 def test_busy_http_port_is_refused(llama: Path) -> None:
@@ -74,7 +79,7 @@ def test_busy_bootstrap_port_is_refused(llama: Path) -> None:
     ],
 )
 def test_unavailable_resources_are_refused(llama: Path, flags: list[str], words: list[str]) -> None:
-    check_refused(["decode", "--model", str(llama), "--port", str(free_port()), *flags], *words)
+    check_refused([*decode(llama), *flags], *words)
 
 
 def test_control_port_on_all_addresses_needs_a_cluster_key() -> None:

@@ -1,4 +1,4 @@
-"""Figures of benchmarks, as benchmarks/results/*.json keep them. Writes RESULTS.md and the plot from them:
+"""Figures of benchmarks, as benchmarks/results/*.json keep them. Writes RESULTS.md, the plot and the README's figures:
 
 python -m benchmarks.results            # with --check, only say whether they are up to date
 """
@@ -18,6 +18,31 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
+README = ROOT / "README.md"
+BEGIN = "<!-- figures: written by benchmarks/results.py -->\n"
+END = "<!-- end of figures -->"
+FIRST, LOAD = "first_token", "load"
+IN_README = {
+    "First token of a prompt of 1,024 tokens, Qwen3-8B": (FIRST, "1,024 tokens, pair with defaults (decode computes)"),
+    "HiSparse: throughput with it / without, 32 clients with contexts of 32,768 tokens, 1 GiB for KV": (
+        *("hisparse", "32 clients: with HiSparse / without"),
+    ),
+}
+"""What the README says of a figure: the file and the figure."""
+PLOTTED = {
+    "first token, 16 tokens": (FIRST, "16 tokens, pair with defaults"),
+    "first token, 1,024 tokens": (FIRST, "1,024 tokens, pair with defaults (decode computes)"),
+    "first token, 8,192 tokens": (FIRST, "8,192 tokens, pair with defaults (prefill computes)"),
+    "decode step, batch 1": ("steps", "step, batch 1, context 1,024"),
+    "decode step, batch 32": ("steps", "step, batch 32"),
+    "decode step, batch 128": ("steps", "step, batch 128"),
+    "20 requests a second, first token, p50": (LOAD, "20 requests a second: first token p50"),
+    "20 requests a second, first token, p99": (LOAD, "20 requests a second: first token p99"),
+    "throughput, 64 clients": (LOAD, "64 clients, 1,024 in, 256 out"),
+    "throughput, 256 clients": (LOAD, "256 clients, 512 in, 256 out"),
+}
+"""The bars of the plot: figures that vLLM has, too."""
+
 
 INTRODUCTION = """\
 # Results
@@ -28,7 +53,7 @@ what others measure on the same thing. A figure in **bold** misses its target. O
 command runs with `PYTHONPATH=.gpu/py:.dev:.`. What was tried and not taken stands in
 [kernels/README.md](../kernels/README.md).
 
-![Decode steps and first tokens](results/headline.svg)
+![Time as a part of vLLM's](results/headline.svg)
 """
 
 
@@ -118,10 +143,30 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def readme() -> str:
+    """The README with the present figures."""
+    lines = ["| on one H200 | found | others | reproduce |", "|---|---|---|---|"]
+    for said, place in IN_README.items():
+        row = _found(*place)
+        anchor = "" if row.anchor is None else f"{row.anchor.value:g} {row.unit} ({row.anchor.of})"
+        lines.append(f"| {said} | **{row.value:g} {row.unit}** | {anchor} | `python -m {_module(row)}` |")
+    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+
+
+def _found(file: str, figure: str) -> Figure:
+    (row,) = (row for row in read_results(RESULTS / f"{file}.json").rows if row.figure == figure)
+    return row
+
+
+def _module(row: Figure) -> str:
+    """The command without the interpreter."""
+    return row.command.removeprefix("PYTHONPATH=.gpu/py:.dev:. ").removeprefix("python3 -m ").removeprefix("python -m ")
+
+
 def _row(row: Figure) -> str:
     found = f"{row.value:g} {row.unit}".strip()
     anchor = "" if row.anchor is None else f"{row.anchor.value:g} ({row.anchor.of})"
-    command = row.command.removeprefix("PYTHONPATH=.gpu/py:.dev:. python3 -m ").removeprefix("python -m ")
     cells = (
         row.figure,
         f"**{found}**" if row.misses else found,
@@ -129,44 +174,44 @@ def _row(row: Figure) -> str:
         anchor,
         "" if row.target is None else f"{row.target:g}",
         f"{row.date}, {row.commit}",
-        f"`{command}`",
+        f"`{_module(row)}`",
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def draw(path: Path) -> None:
-    """Draw the figures that vLLM has, too, as parts of vLLM's time."""
+    """Draw the PLOTTED figures as parts of vLLM's."""
     import matplotlib  # here: the check does not need it
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "pdserve", "font.size": 8, "svg.fonttype": "none"}
     from matplotlib import pyplot
 
-    rows = [row for file in sorted(RESULTS.glob("*.json")) for row in read_results(file).rows]
-    times = {
-        f"{row.figure}: {row.value:g} {row.unit} (vLLM: {row.anchor.value:g})": (
-            row.anchor.value / row.value if row.better == "higher" else row.value / row.anchor.value
-        )
-        for row in rows
-        if row.anchor is not None and row.anchor.of.startswith("vLLM")
-    }
+    times = {}
+    for said, place in PLOTTED.items():
+        row = _found(*place)
+        assert row.anchor is not None, f"{row.figure} has no figure of vLLM"
+        ratio = row.value / row.anchor.value
+        label = f"{said}: {row.value:g} {row.unit} (vLLM: {row.anchor.value:g})"
+        times[label] = 1 / ratio if row.better == "higher" else ratio
     figure, axes = pyplot.subplots(figsize=(9, 0.24 * len(times) + 0.8), layout="constrained")
     axes.barh(list(times), list(times.values()), color="#3b6ea8")
     axes.axvline(1, color="black", linewidth=1)
     axes.invert_yaxis()
-    axes.set_xlabel("time / time of vLLM on the same GPU: shorter is better")
+    axes.set_xlabel("Qwen3-8B on one H200: time / time of vLLM, shorter is better")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> int:
-    written = page()
+    written = {PAGE: page(), README: readme()}
     if "--check" in sys.argv[1:]:
-        if PAGE.read_text(encoding="utf-8") == written:
-            return 0
-        print("RESULTS.md is not what benchmarks/results says; run: make format", file=sys.stderr)
-        return 1
-    PAGE.write_text(written, encoding="utf-8")
+        other = [path.name for path, text in written.items() if path.read_text(encoding="utf-8") != text]
+        if other:
+            print(f"{', '.join(other)}: not what benchmarks/results says; run: make format", file=sys.stderr)
+        return int(bool(other))
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
     draw(RESULTS / "headline.svg")
     return 0
 

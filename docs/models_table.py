@@ -1,5 +1,5 @@
-"""Write the tables of families in README.md and of families and sizes in docs/models.md, from the functions of `pdserve
-models`; with --check, only say whether they are true.
+"""Write the tables of families and sizes in docs/models.md, from the functions of `pdserve models`; with --check, only
+say whether they are true.
 """
 
 import sys
@@ -44,5 +44,4 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    in_readme = update_section(ROOT / "README.md", BEGIN, END, families())
-    sys.exit(in_readme or update_section(ROOT / "docs" / "models.md", BEGIN, END, f"{families()}\n\n{sizes()}"))
+    sys.exit(update_section(ROOT / "docs" / "models.md", BEGIN, END, f"{families()}\n\n{sizes()}"))

@@ -294,7 +294,7 @@ def _check_command(name: str, known: Collection[str]) -> None:
     if name in known:
         return
     if name == "router":
-        raise StartupError("unknown command 'router': put sglang-router or smg before the servers (see README.md)")
+        raise StartupError("unknown command 'router': put sglang-router or smg before the servers (docs/running.md)")
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"the commands are {', '.join(known)}"
     raise StartupError(f"unknown command {name!r}: {hint} (see 'pdserve --help')")

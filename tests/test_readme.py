@@ -45,8 +45,8 @@ def test_tables_in_docs_match_the_code(
     assert ended.value.code == 0, capsys.readouterr().err
 
 
-def test_commands_in_the_readme_parse() -> None:
-    commands = pdserve_commands((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_commands_of_the_first_page_on_running_parse() -> None:
+    commands = pdserve_commands((ROOT / "docs" / "running.md").read_text(encoding="utf-8"))
     assert {"up", "serve", "prefill", "decode"} <= {command[0] for command in commands}
     for command in commands:
         _, unknown = make_parser().parse_known_args(command)

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.results import PAGE, RESULTS, Figure, Results, page, read_results, record
+from benchmarks.results import PAGE, README, RESULTS, Figure, Results, page, read_results, readme, record
 
 FILES = sorted(RESULTS.glob("*.json"))
 MEASURED = Figure("step", 2.0, "ms", "python -m benchmarks.engine", "0123abcd", "2026-11-19", "1 x H200", target=1.5)
@@ -14,6 +14,10 @@ MEASURED = Figure("step", 2.0, "ms", "python -m benchmarks.engine", "0123abcd", 
 def test_the_page_is_what_the_files_say_in_at_most_200_lines() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run: make format"
     assert len(page().splitlines()) <= 200
+
+
+def test_the_figures_of_the_readme_are_those_of_the_files() -> None:
+    assert README.read_text(encoding="utf-8") == readme(), "run: make format"
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])

@@ -1,4 +1,4 @@
-"""The list of supported model families, for `pdserve models`, `pdserve --help` and README. No torch."""
+"""The list of supported model families, for `pdserve models`, `pdserve --help` and docs/models.md. No torch."""
 
 from typing import NamedTuple
 

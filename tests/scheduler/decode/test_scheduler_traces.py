@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdserve.configs.setting_types import LocalPrefillSetting
 from tests.examples import examples
-from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload
+from tests.scheduler.simulation.random_workloads import ACTIONS, MASK_ACTIONS, run_workload
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 
 pytestmark = pytest.mark.slow
@@ -169,7 +169,7 @@ def test_random_workloads_reach_every_state() -> None:
     seen: collections.Counter[str] = collections.Counter()
     for seed in range(examples(7, 2) * len(MODES)):
         simulator = MODES[seed % len(MODES)].simulator()
-        run_workload(simulator, ACTIONS, seed, steps=400)
+        run_workload(simulator, MASK_ACTIONS if simulator.slow_masks else ACTIONS, seed, steps=400)
         seen.update(simulator.decode.counters)
         seen.update(simulator.hot_seen)
     for event in (

@@ -12,7 +12,6 @@ ACTIONS = {
     "decode_turn": 25,
     "rank_turn": 30,
     "copy_turn": 30,
-    "mask_turn": 15,
     "prefill_turn": 25,
     "end_write": 25,
     "deliver": 60,
@@ -26,6 +25,8 @@ ACTIONS = {
     "prefill_alone_loses_decode": 0.4,
     "pass_time": 6,
 }
+MASK_ACTIONS = {**ACTIONS, "mask_turn": 15}
+"""For requests with slow masks."""
 STAGED_ACTIONS = {**ACTIONS, "decode_turn": 40, "rank_turn": 40, "deliver": 120, "end_part": 60, "scatter_turn": 60}
 STORE_ACTIONS = {
     "submit": 14,

@@ -55,6 +55,7 @@ def peer_status(
             *routes.get(peer.instance or "", NO_ROUTES),
             **inputs.get(peer.instance or "", NO_INPUTS)._asdict(),
             address=peer.address,
+            rdma_ports=peer.rdma_ports,
         )
         for peer in peers
     )

@@ -210,6 +210,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """It computes on the CPU cores that this server computes on (decode)."""
     address: str | None = None
     """Its IP address, if `endpoint` has a host name, which may stand for several servers (decode)."""
+    rdma_ports: dict[str, str] = {}
+    """The states of the RDMA devices of its machine, by name."""
 
 
 class DpRankStatus(msgspec.Struct, frozen=True):

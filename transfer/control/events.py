@@ -6,7 +6,7 @@ Messages that arrive at other times are dropped, and the peer sends them again.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeAlias
 
@@ -130,3 +130,5 @@ class PeerSnapshot:
     round_trip_ms: float | None = None
     address: str | None = None
     """The IP address, if `endpoint` has a name (decode)."""
+    rdma_ports: dict[str, str] = field(default_factory=dict)
+    """The states of its RDMA devices, by name."""

@@ -168,7 +168,7 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
 
     def _beat(self, session: SessionT, now: float) -> None:
         session.heartbeat_at = now + self.timing.heartbeat_interval_s
-        self._reply(session, Heartbeat(self._me.instance, self._clock(), self._current_load()))
+        self._reply(session, Heartbeat(self._me.instance, self._clock(), self._current_load(), self._rdma_ports()))
 
     def _receive(self, session: SessionT, frames: Sequence[Buffer], now: float) -> None:
         """Handle one message of this session; never raises."""
@@ -215,10 +215,15 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
         assert session.instance is not None
         self._counts["heartbeats_received"] += 1
         if isinstance(message, Heartbeat):
-            self._reply(session, HeartbeatAck(self._me.instance, message.sent_at, self._current_load()))
+            answer = HeartbeatAck(self._me.instance, message.sent_at, self._current_load(), self._rdma_ports())
+            self._reply(session, answer)
         else:
             session.round_trip_s = max(0.0, self._clock() - message.sent_at)
             session.answered_beat_at = message.sent_at
+        if message.rdma_ports != session.rdma_ports:
+            session.rdma_ports = message.rdma_ports
+            shown = ", ".join(f"{device} {state}" for device, state in message.rdma_ports.items()) or "none"
+            logger.info("RDMA ports of %s: %s", session, shown)
         if message.load != session.load:
             session.load = message.load
             self._emit(LoadReported(session.instance, message.load))

@@ -74,6 +74,7 @@ class Session:
         self.answered_beat_at = now
         """When we sent the last heartbeat that the peer has answered."""
         self.load = Load()
+        self.rdma_ports: dict[str, str] = {}
         self.detail: str | None = None
 
     def __str__(self) -> str:
@@ -87,6 +88,7 @@ class Session:
             instance=self.instance,
             detail=self.detail,
             round_trip_ms=None if self.round_trip_s is None else self.round_trip_s * 1000,
+            rdma_ports=self.rdma_ports,
         )
 
 

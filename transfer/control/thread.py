@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from ...configs.logs import rate_limited
+from ..mooncake.infiniband import port_states
 from ..protocol.messages import AnyMessage, InstanceId, Load
 from ..protocol.wire import MAX_FRAME_BYTES, Body, IntArray, encode
 from .events import Event, PeerSnapshot
@@ -182,6 +183,13 @@ class Control(ABC):
             self._counts["event_errors"] += 1
             self._errors.exception("load() failed")
             return Load()
+
+    def _rdma_ports(self) -> dict[str, str]:
+        try:
+            return port_states()
+        except OSError as error:  # a device has just been removed
+            logger.debug("the states of RDMA ports cannot be read: %s", error)
+            return {}
 
     def _first_time(self, peer: str, what: str) -> bool:
         """Whether this warning about this peer is the first one. The record is cleared when it reaches

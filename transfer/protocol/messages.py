@@ -383,9 +383,12 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Beat(Message, frozen=True):
+    """`rdma_ports` are the states of the RDMA devices of the server's machine, by name; older versions send none."""
+
     instance: InstanceId
     sent_at: float
     load: Load = Load()
+    rdma_ports: dict[str, str] = {}
 
 
 class Heartbeat(_Beat, frozen=True):

@@ -28,6 +28,7 @@ from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.errors import StartupError
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control import session
+from pdserve.transfer.control import thread as control_thread
 from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys
 from pdserve.transfer.control.decode import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
 from pdserve.transfer.control.endpoints import resolve
@@ -49,6 +50,7 @@ from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.control.reliable_channel import ReliableChannel
 from pdserve.transfer.control.session import Timing
 from pdserve.transfer.control.thread import LAST_WORDS_S, Control
+from pdserve.transfer.mooncake.infiniband import port_states
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
@@ -410,6 +412,23 @@ def test_load_is_reported_in_both_directions(cluster: Cluster) -> None:
     assert at_decode.wait(LoadReported, 2)[1].load == Load(5)
     time.sleep(3 * FAST.heartbeat_interval_s)
     assert len(at_decode.of(LoadReported)) == 2, "an unchanged load is not an event"
+
+
+def test_states_of_rdma_ports_are_reported_in_both_directions(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve.transfer.control")
+    monkeypatch.setattr(control_thread, "port_states", partial(port_states, tmp_path))
+    state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
+    state.parent.mkdir(parents=True)
+    state.write_text("4: ACTIVE\n")
+    server, _ = cluster.prefill()
+    client, at_decode = cluster.decode("d1", server.port)
+    at_decode.wait(PeerUp)
+    eventually(lambda: [only_peer(side).rdma_ports for side in (server, client)] == [{"mlx5_0": "ACTIVE"}] * 2)
+    state.write_text("1: DOWN\n")
+    eventually(lambda: [only_peer(side).rdma_ports for side in (server, client)] == [{"mlx5_0": "DOWN"}] * 2)
+    assert sum(message.endswith(": mlx5_0 DOWN") for message in caplog.messages) == 2
 
 
 def test_sends_to_unknown_and_closed_instances_are_dropped_and_counted(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ import torch
 from ...configs.schema import PrefillConfig
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
-from ..mooncake.transports import KvRoute, open_rdma, possible_routes, resolve_transport
+from ..mooncake.transports import KvRoute, open_rdma, places, possible_routes, resolve_transport
 from ..plan.copy_regions import CopyRegion
 from ..plan.copy_runs import NO_RUNS, CopyRuns, expand_runs, expand_token_runs
 from ..plan.staged_regions import STAGED_KIND, StagedRegion, pair_regions, staged_regions
@@ -194,6 +194,7 @@ class ChunkWriter:
         self._transport = open_rdma(
             resolve_transport(config, local_rank),
             [Region(pool.memory.base_address, pool.memory.registered_bytes) for pool in pools],
+            places(pool.memory.on_gpu for pool in pools),
         )
         self._send_window = config.send_window
         self._on_written = on_written

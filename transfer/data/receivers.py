@@ -7,7 +7,7 @@ from ...configs.schema import ServerConfig
 from ..mooncake.engine import ReceiveEngine
 from ..mooncake.library import Transport
 from ..mooncake.sockets import Region
-from ..mooncake.transports import open_receiver, resolve_transport
+from ..mooncake.transports import open_receiver, places, resolve_transport
 from .local_pool import LocalPool, RegisteredMemory
 
 
@@ -42,7 +42,8 @@ class Receivers:
         self._engines: dict[Transport, ReceiveEngine] = {}
         try:
             for transport, regions in wanted:
-                engine = open_receiver(transport, local, regions)
+                where = "GPU memory" if transport == "nvlink" else places(part.on_gpu for part in held)
+                engine = open_receiver(transport, local, regions, where)
                 if engine is not None:
                     self._engines[transport] = engine
         except StartupError:

@@ -22,7 +22,7 @@ from ...configs.errors import PdserveError, StartupError
 from ...configs.schema import LOOPBACK_HOSTS, can_receive_kv
 from ...configs.stuck import RunningTime
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
-from .rdma_engine import RdmaEngine, register
+from .rdma_engine import START_S, RdmaEngine, register
 from .sockets import (
     PeerUnreachableError,
     Region,
@@ -106,6 +106,12 @@ class ReceiveEngine:
         """Open [address, address + size_bytes) to writes. The caller keeps the memory alive until close()."""
         assert self._engine is not None, "register on a closed engine"
         register(self._engine, address, size_bytes)
+
+    def describe_hcas(self) -> str:
+        """The devices of an RDMA engine, for the log."""
+        with contextlib.suppress(PeerUnreachableError):  # this machine is very busy
+            return describe_engine(f"127.0.0.1:{self._port}", START_S).hcas()
+        return "unknown devices"
 
     def close(self) -> None:
         """Stop receiving. Afterwards no peer writes into the registered memory. May be called twice."""

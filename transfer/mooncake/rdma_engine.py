@@ -24,7 +24,7 @@ from .sockets import (
 
 log = logging.getLogger(__name__)
 
-_START_S: Final = 10.0
+START_S: Final = 10.0
 """How long our own engine may take to answer at its start, on a busy machine."""
 _ANSWER_S: Final = 1.0
 """How long it may take later."""
@@ -43,7 +43,7 @@ class RdmaEngine:
         with contextlib.suppress(OSError):
             ignore_idle_connections(self.mooncake.get_rpc_port())
         try:
-            self._description = describe_engine(self._session, _START_S)
+            self._description = describe_engine(self._session, START_S)
         except PeerUnreachableError as error:
             raise StartupError(f"the RDMA engine of this process does not answer: {error}") from error
 
@@ -81,8 +81,8 @@ class RdmaEngine:
                     )
 
     def describe(self) -> str:
-        """Its devices with their GIDs, for the log."""
-        return ", ".join(f"{device.name} port 1, GID {device.gid}" for device in self._description.devices)
+        """Its devices, for the log."""
+        return self._description.hcas()
 
 
 def register(engine: MooncakeEngine, address: int, size_bytes: int) -> None:

@@ -54,6 +54,10 @@ class EngineDescription(msgspec.Struct, frozen=True):
     buffers: tuple[Region, ...] = ()
     devices: tuple[Hca, ...] = ()
 
+    def hcas(self) -> str:
+        """Its devices with their addresses, for the log. Mooncake uses port 1 of each."""
+        return ", ".join(f"{device.name} port 1, GID {device.gid}" for device in self.devices)
+
     def holds(self, wanted: Region) -> bool:
         return any(
             region.addr <= wanted.addr and wanted.addr + wanted.length <= region.addr + region.length

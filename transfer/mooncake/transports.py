@@ -10,7 +10,7 @@ This project has not run RDMA on hardware: `make test-rdma` runs it with SoftRoC
 import hashlib
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -72,11 +72,16 @@ def resolve_transport(config: ServerConfig, local_rank: int) -> LocalTransport:
     return LocalTransport(config.transport, config.public_host, devices, config.ib_gid_index)
 
 
-def open_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport:
+def places(on_gpu: Iterable[bool]) -> str:
+    """Where memory is, for the log."""
+    return " and ".join(("host memory", "GPU memory")[place] for place in sorted(set(on_gpu), reverse=True))
+
+
+def open_rdma(local: LocalTransport, memory: Sequence[Region], where: str = "host memory") -> LocalTransport:
     """`local` with an RDMA engine in which this memory is registered, for as long as the process lives.
 
     Without RDMA if the engine cannot be started or cannot register the memory: for example, GPU memory needs a kernel
-    module. Raises StartupError if the setting is `rdma`.
+    module. `where` is what places() says of the memory. Raises StartupError if the setting is `rdma`.
     """
     if not local.rdma_devices:
         return local
@@ -87,14 +92,16 @@ def open_rdma(local: LocalTransport, memory: Sequence[Region]) -> LocalTransport
     except StartupError as error:
         if local.setting == "rdma":
             raise
-        log.warning("transport rdma is not available: %s", error)
+        log.warning("transport rdma is not available to send KV from %s: %s", where, error)
         return replace(local, rdma_devices=())
-    log.info("KV is written over RDMA with %s; the KV pools are registered", engine.describe())
+    log.info("KV is sent over RDMA with %s; its pools in %s are registered", engine.describe(), where)
     return replace(local, rdma=engine)
 
 
-def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[Region]) -> ReceiveEngine | None:
-    """A receive engine with this memory registered.
+def open_receiver(
+    transport: Transport, local: LocalTransport, memory: Sequence[Region], where: str
+) -> ReceiveEngine | None:
+    """A receive engine with this memory registered. `where` is what places() says of it.
 
     If that fails: raises StartupError if the setting requires this transport, else returns None. With a Mooncake wheel
     without CUDA IPC, or an HCA that cannot reach GPU memory, the other transports remain.
@@ -109,8 +116,10 @@ def open_receiver(transport: Transport, local: LocalTransport, memory: Sequence[
             receiver.close()
         if transport in (local.setting, "tcp"):
             raise
-        log.warning("transport %s is not available: %s", transport, error)
+        log.warning("transport %s is not available to receive KV in %s: %s", transport, where, error)
         return None
+    if transport == "rdma":
+        log.info("KV is received over RDMA with %s; its pools in %s are registered", receiver.describe_hcas(), where)
     return receiver
 
 

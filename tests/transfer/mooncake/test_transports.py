@@ -34,7 +34,7 @@ from pdserve.transfer.mooncake import transports as transports_module
 from pdserve.transfer.mooncake.engine import SendEngine
 from pdserve.transfer.mooncake.infiniband import devices_for_rank
 from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
-from pdserve.transfer.mooncake.sockets import EngineDescription, Region
+from pdserve.transfer.mooncake.sockets import EngineDescription, Hca, Region
 from pdserve.transfer.mooncake.transports import (
     KvRoute,
     LocalTransport,
@@ -55,6 +55,9 @@ WITH_HCA = msgspec.structs.replace(ELSEWHERE, rdma_session="10.0.0.9:3")
 LAYOUT = KvLayout((Plane("k", 4),), 0, 1, 0, 1, 16, 4, "uint8")
 DEVICE = Pool(LAYOUT, 0, LAYOUT.size_bytes)
 HOST = Pool(LAYOUT, 0, LAYOUT.size_bytes, memory="host")
+
+
+SHOWN = "mlx5_0 port 1, GID fe80::1"
 
 
 class Memory:
@@ -134,7 +137,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
     monkeypatch.setattr(mooncake_library, "_module", Module())
     for name in (*mooncake_library.SETTINGS, "MC_GID_INDEX", "MC_FORCE_TCP", "MC_FORCE_HCA"):
         monkeypatch.setenv(name, "before")
-    description = EngineDescription("", buffers=(Region(0, 1 << 62),))
+    description = EngineDescription("", buffers=(Region(0, 1 << 62),), devices=(Hca("mlx5_0", "fe80::1"),))
     for module in (engine_module, rdma_engine_module):
         monkeypatch.setattr(module, "describe_engine", lambda *_: description)
     monkeypatch.setattr(engine_module, "confine_to_loopback", lambda _: None)
@@ -234,7 +237,10 @@ def test_auto_ignores_a_broken_hca_and_rdma_raises(caplog: pytest.LogCaptureFixt
         receivers = Receivers(DecodeConfig(), pools, local_rank=0)
     try:
         assert list(receivers.sessions) == ["tcp"]
-        assert "transport rdma is not available: Mooncake could not start an engine for rdma with mlx5_0" in caplog.text
+        told = (
+            "transport rdma is not available to receive KV in host memory: Mooncake could not start an engine for rdma"
+        )
+        assert told in caplog.text
     finally:
         receivers.close()
     with pytest.raises(StartupError, match=r"could not start an engine for rdma with mlx5_0, mlx5_1"):
@@ -250,7 +256,10 @@ def test_auto_ignores_a_broken_hca_and_rdma_raises(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.usefixtures("hca")
-def test_receivers_open_the_transports_that_their_pools_support(engines: list[RecordingEngine]) -> None:
+def test_receivers_open_the_transports_that_their_pools_support(
+    engines: list[RecordingEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     device, host = Memory(on_gpu=True), Memory()
     pools = [LocalPool(device, LAYOUT), LocalPool(host, LAYOUT)]
     receivers = Receivers(DecodeConfig(advertise_host="10.0.0.9", ib_gid_index=5), pools, local_rank=0)
@@ -267,6 +276,8 @@ def test_receivers_open_the_transports_that_their_pools_support(engines: list[Re
         {"MC_FORCE_HCA"},
     ]
     assert rdma.environment["MC_GID_INDEX"] == "5"
+    told = f"KV is received over RDMA with {SHOWN}; its pools in GPU memory and host memory are registered"
+    assert told in caplog.messages
 
 
 @pytest.mark.usefixtures("hca")
@@ -287,14 +298,22 @@ def test_nvlink_needs_a_pool_on_a_gpu() -> None:
         Receivers(DecodeConfig(transport="nvlink"), [LocalPool(Memory(), LAYOUT)], local_rank=0)
 
 
-def test_rdma_is_disabled_if_memory_cannot_be_registered(engines: list[RecordingEngine]) -> None:
+def test_rdma_is_disabled_if_memory_cannot_be_registered(
+    engines: list[RecordingEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     regions = [Region(4096, 100)]
     usable = local("auto", "mlx5_0")
     opened = open_rdma(usable, regions)
     assert (opened, opened.rdma is not None) == (usable, True)
     assert engines[0].registered == [(4096, 100)]
     RecordingEngine.registers = -1
-    assert open_rdma(usable, regions) == local("auto")
+    assert open_rdma(usable, regions, "GPU memory") == local("auto")
+    assert caplog.messages == [
+        f"KV is sent over RDMA with {SHOWN}; its pools in host memory are registered",
+        "transport rdma is not available to send KV from GPU memory: Mooncake cannot register 100 bytes at 0x1000: "
+        "status -1",
+    ]
     with pytest.raises(StartupError, match="cannot register 100 bytes"):
         open_rdma(local("rdma", "mlx5_0"), regions)
     assert open_rdma(local("rdma"), regions) == local("rdma")

@@ -23,6 +23,11 @@ from .dialects import WITH_SCHEMAS, GrammarError, to_llguidance
 log = logging.getLogger(__name__)
 
 MAX_CACHED = 256
+MAX_CACHED_MASK_S = 0.5
+"""Most time for masks of all cached grammars. Masks that take long add states to the automaton of their grammar, 100 to
+200 MB a second."""
+PLAIN_MASK_S = 0.001
+"""A mask that takes less adds few states."""
 MASK_THREADS = max(1, min(16, usable_cpus() // 2))
 MAX_FORCED_TEXTS = 4096
 ADD_MATCHERS_S = 0.2
@@ -133,6 +138,8 @@ class _Compiled:
         self.matchers = [matcher]
         self.slow = False
         """Its masks take long (`masks.SLOW_MASK_S`)."""
+        self.mask_s = 0.0
+        """The time of its masks beyond PLAIN_MASK_S each."""
         self._turns = itertools.count()
 
     def copy(self) -> llguidance.LLMatcher:
@@ -201,6 +208,22 @@ class GrammarCompiler:
             found = self._compiled.get(grammar)
         if isinstance(found, _Compiled):
             found.slow = slow
+
+    def charge(self, grammar: Grammar, mask_s: float) -> None:
+        """A mask of this grammar took so long. Forgets the least recently used grammars that may have become large."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if not isinstance(found, _Compiled) or mask_s <= PLAIN_MASK_S:
+                return
+            found.mask_s += mask_s - PLAIN_MASK_S
+            grown = {
+                key: one.mask_s for key, one in self._compiled.items() if isinstance(one, _Compiled) and one.mask_s
+            }
+            excess = sum(grown.values()) - MAX_CACHED_MASK_S
+            for key, grown_s in grown.items():
+                if excess > 0:
+                    del self._compiled[key]
+                    excess -= grown_s
 
     def add_matchers(self, grammar: Grammar) -> None:
         """Compile a grammar further times, so that up to MASK_THREADS of its masks can be computed at the same time.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ...configs.errors import PdserveError
 from ...configs.sampling import Grammar
-from .compiler import MASK_THREADS, GrammarCompiler
+from .compiler import MASK_THREADS, PLAIN_MASK_S, GrammarCompiler
 
 Bitmask = npt.NDArray[np.int32]
 """[rows, ceil(vocabulary / 32)]: bit t % 32 of word t // 32 is set if token t is allowed."""
@@ -146,6 +146,11 @@ class GrammarMasks:
         state.consume((token,))
         return state
 
+    def drop(self, key: int) -> None:
+        """Forget the state of a sequence that does not run any more."""
+        with self._lock:
+            self._states.pop(key, None)
+
     @property
     def words(self) -> int:
         """Words of a mask."""
@@ -168,7 +173,10 @@ class GrammarMasks:
             group = running[first : first + size]
             began_s = time.monotonic()
             self._fill(group, masks)
-            if time.monotonic() - began_s > SLOW_MASK_S:
+            mask_s = time.monotonic() - began_s
+            for row, _ in group if mask_s > PLAIN_MASK_S * len(group) else ():
+                self.compiler.charge(row.state.grammar, mask_s / len(group))
+            if mask_s > SLOW_MASK_S:
                 self._times_groups = len(group) > MASK_THREADS
                 for row, _ in group if not self._times_groups else ():
                     row.slow = True
@@ -198,7 +206,9 @@ class GrammarMasks:
             _allow_ends(mask[0], row)
         if row.problem is not None:
             raise row.problem
-        state.fast_masks = 0 if time.thread_time() - began_s > SLOW_MASK_S else state.fast_masks + 1
+        mask_s = time.thread_time() - began_s
+        self.compiler.charge(state.grammar, mask_s)
+        state.fast_masks = 0 if mask_s > SLOW_MASK_S else state.fast_masks + 1
         state.prepared = mask[0]
         slow = state.fast_masks < FAST_MASKS
         self.compiler.set_slow(state.grammar, slow=slow)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable
 
 from ..messages.effects import Outbox
-from ..messages.ranks import PrepareMask
+from ..messages.ranks import DropGrammarState, PrepareMask
 from .requests.request import Request
 
 
@@ -34,6 +34,8 @@ class SlowMasks:
 
     def remove(self, request: Request) -> None:
         """It does not run any more. What a rank may still compute for it is not used."""
+        if request.grammar_state is not None:
+            self._outbox.append(DropGrammarState(request.grammar_state))
         if self._masks.pop(request, None) is _Mask.ASKED:
             self._asked = {number: other for number, other in self._asked.items() if other is not request}
 

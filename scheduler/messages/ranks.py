@@ -176,6 +176,12 @@ class DropGrammar(Command, frozen=True):
     number: int
 
 
+class DropGrammarState(Command, frozen=True):
+    """The request of this state (`Draw.grammar_state`) does not run any more. A state may hold many megabytes."""
+
+    grammar_state: int
+
+
 class PrepareMask(Command, frozen=True):
     """Compute the mask of a request's next token beside the steps, because its masks are slow. `token` is its newest
     output token, `draw` that of its next row. Reported as MaskReady, by the rank that samples.
@@ -231,7 +237,7 @@ StoreCommand = StoreLoad | StoreWrite | StorePing
 InlineCommand = AssistStep | PageCommand | HotCommand | VerifyKv | CheckCache | StoreLoad | StopRank
 ComputeCommand = RunStep | InlineCommand
 """Run by the compute thread, in order."""
-GrammarCommand = PrepareGrammar | DropGrammar | PrepareMask
+GrammarCommand = PrepareGrammar | DropGrammar | DropGrammarState | PrepareMask
 PartCommand = PartWrite | PartScatter
 """Commands for a single rank: the writer of a part, or its receiver."""
 TransferCommand = (

@@ -26,6 +26,10 @@ class MaskThreads:
         """Compute a mask, then report it."""
         self._threads.submit(self._prepare, command)
 
+    def drop(self, key: int) -> None:
+        """The request of this state does not run any more."""
+        self._grammars.drop(key)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -35,6 +35,7 @@ from ..messages.ranks import (
     CopyDone,
     CopyPage,
     DropGrammar,
+    DropGrammarState,
     DropPages,
     HotCounters,
     KvVerified,
@@ -220,6 +221,9 @@ class RankEngine:
             case DropGrammar(number=number):
                 if self._grammars is not None:
                     self._grammars.drop(number)
+            case DropGrammarState(grammar_state=key):
+                if self._masks is not None:
+                    self._masks.drop(key)
             case PrepareMask():
                 if self._masks is not None:
                     self._masks.prepare(command)

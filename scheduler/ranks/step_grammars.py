@@ -72,6 +72,10 @@ class StepGrammars:
         """
         return self._masks.prepare(self._row(draw, token))
 
+    def drop(self, key: int) -> None:
+        """Forget a state. Called from another thread."""
+        self._masks.drop(key)
+
     def _buffer(self, rows: int) -> UploadBuffer:
         rows = max(LEAST_BUFFER_ROWS, 1 << (rows - 1).bit_length())
         if rows not in self._buffers:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from pdserve.configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
+from pdserve.models.grammar import compiler as compiler_module
 from pdserve.models.grammar import masks as masks_module
-from pdserve.models.grammar.compiler import MASK_THREADS, GrammarCompiler, Vocabulary
+from pdserve.models.grammar.compiler import MASK_THREADS, MAX_CACHED_MASK_S, PLAIN_MASK_S, GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import (
     FAST_MASKS,
@@ -253,6 +255,14 @@ def test_least_recently_used_state_is_dropped(compiler: GrammarCompiler) -> None
         masks.advance(6, tokens[0], length=1)
 
 
+def test_state_of_a_sequence_that_does_not_run_any_more_is_dropped(compiler: GrammarCompiler) -> None:
+    masks = GrammarMasks(compiler, capacity=8)
+    dropped = weakref.ref(masks.begin(Grammar("regex", "abc"), (), (), key=5))
+    masks.drop(5)
+    masks.drop(5)  # or one that has never begun
+    assert dropped() is None
+
+
 def test_output_that_does_not_match_is_an_error(compiler: GrammarCompiler) -> None:
     with pytest.raises(GrammarStateError, match="output token 1"):
         state_after(compiler, Grammar("regex", "ab"), "ax")
@@ -305,6 +315,37 @@ def test_cache_drops_the_least_recently_used_grammars(compiler: GrammarCompiler)
         compiler.compile(grammars[index])
     assert [compiler.is_cached(grammar) for grammar in grammars] == [True, False, False, True, True, True]
     assert compiler.new_matcher(grammars[1]).is_accepting() is False  # compiled again
+
+
+def test_cache_drops_grammars_whose_masks_took_long(compiler: GrammarCompiler) -> None:
+    """Their automata may be large. A sequence that runs keeps its own."""
+    grammars = [Grammar("regex", f"b{index}") for index in range(4)]
+    masks = GrammarMasks(compiler, 8)
+    states = [masks.begin(grammar, (), (), None) for grammar in grammars]
+    for grammar in grammars[1:]:
+        compiler.charge(grammar, 0.4 * MAX_CACHED_MASK_S)
+    for _ in range(2000):
+        compiler.charge(grammars[0], PLAIN_MASK_S)
+    assert [compiler.is_cached(grammar) for grammar in grammars] == [True, False, True, True]
+    compiler.charge(grammars[3], 2 * MAX_CACHED_MASK_S)
+    assert [compiler.is_cached(grammar) for grammar in grammars] == [True, False, False, False]
+    assert len(allowed(compiler, *states)) == 4
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_time_of_masks_is_counted(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """Of those in the steps and of those beside them."""
+    for module in (masks_module, compiler_module):
+        monkeypatch.setattr(module, "PLAIN_MASK_S", 0.0)
+    monkeypatch.setattr(compiler_module, "MAX_CACHED_MASK_S", 0.0)
+    masks, grammar = GrammarMasks(compiler, 8), Grammar("regex", "c{1,9}")
+    row = MaskRow(masks.begin(grammar, (), (), None), may_end=True)
+    assert compiler.is_cached(grammar)
+    if beside:
+        masks.prepare(row)
+    else:
+        computed(masks, [row])
+    assert not compiler.is_cached(grammar)
 
 
 def test_masks_of_all_matchers_of_a_grammar_are_equal(

@@ -37,6 +37,7 @@ from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.scheduler.messages.ranks import (
     CancelChunks,
     CopyPage,
+    DropGrammarState,
     DropPages,
     HotCommand,
     LoadPages,
@@ -215,6 +216,7 @@ class Simulator:
         """Masks that the rank that samples has not computed yet."""
         self.grammar_states: dict[int, int] = {}
         """How long the output was at the last mask of each sequence, as on that rank."""
+        self.dropped_states: set[int] = set()
         self.prepared: set[int] = set()
         """States whose mask was computed beside the steps and not used yet."""
         self.seen_chunks = 0
@@ -336,6 +338,8 @@ class Simulator:
         """Compute the mask of a draw, or take the one that was prepared."""
         state = draw.grammar_state
         assert state is not None
+        if state in self.dropped_states:
+            return  # its request has ended, or was retracted: this mask is not used
         if state in self.prepared:
             self.prepared.remove(state)
             assert self.grammar_states[state] == draw.output_index, "the mask of another token"
@@ -724,6 +728,7 @@ class Simulator:
             assert server.scheduler.pages.available == self.prefill_pages
         assert set(self.terminal) == self.submitted
         assert not self.saved
+        assert not self.grammar_states
 
     def _settle(self) -> None:
         """Run, within a time in which no deadline passes, until every request has ended."""
@@ -776,6 +781,10 @@ class Simulator:
                 self.decode.grammar_ready(number, None, self.now, slow=self.slow_masks and number % 2 == 1)
             case PrepareMask():
                 self.masks.append(effect)
+            case DropGrammarState(grammar_state=state):
+                assert state not in self.dropped_states
+                self.dropped_states.add(state)
+                self.grammar_states.pop(state, None)
             case ConnectPeer():
                 pass
             case other:

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CORPUS = Path(__file__).parent / "corpus"
-CHECKS = 20
+CHECKS = 24
 """Number of tests that call `fuzz` or `search_until`. They share the time of `make fuzz`."""
 SHARE_S = 60 * float(os.environ.get("PDSERVE_FUZZ_MINUTES", "0")) / CHECKS
-EXAMPLES = 500 if SHARE_S else 30
+EXAMPLES = 30 if SHARE_S == 0 else 100 if SHARE_S < 60 else 500
 NUMBERS = (-1, 0, 1, 2, 255, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 ODD: st.SearchStrategy[Any] = st.sampled_from(
     [*NUMBERS, 0.5, 1e308, None, True, "", "x", "\0", b"", [], {}, [[]], [None], {"": None}]

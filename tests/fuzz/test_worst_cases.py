@@ -8,7 +8,7 @@ import hashlib
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings, target
+from hypothesis import HealthCheck, Phase, given, settings, target
 
 from tests.fuzz.harness import CORPUS, EXAMPLES, SHARE_S, kept, search_until
 from tests.fuzz.worst_cases import KINDS, Case
@@ -30,7 +30,13 @@ def test_no_input_costs_more_than_its_limit(name: str) -> None:
     for kept_case in kept(f"worst/{name}"):
         worst[0] = max(worst[0], measure(json.loads(kept_case)))
 
-    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
+    # without `explain`, which traces each line, and without `shrink`: the first case found is worth most
+    @settings(
+        max_examples=EXAMPLES,
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+        phases=[Phase.reuse, Phase.generate, Phase.target],
+    )
     @given(kind.cases)
     def example(case: Case) -> None:
         cost = measure(case)

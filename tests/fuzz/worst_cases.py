@@ -1,19 +1,22 @@
 """Kinds of input whose cost could grow faster than their size. Each has a strategy, a cost, and the most it may cost.
 
-A case is JSON: a few numbers and pieces that are repeated, so that a search finds what a person would write.
+A case is JSON: a few numbers and pieces that are repeated, so that a search finds what a person would write. Costs are
+CPU time, memory for each byte of the input, and for grammars the time that the other rows of a step wait for masks.
 """
 
 import asyncio
 import json
 import math
 import time
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 from starlette.requests import Request
 
@@ -21,7 +24,8 @@ from pdserve.configs.errors import ClientError
 from pdserve.configs.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
-from pdserve.models.grammar.masks import GrammarLimitError, GrammarMasks, GrammarStateError
+from pdserve.models.grammar.masks import GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
+from pdserve.models.loading.catalog import locate_model
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
 from pdserve.server.api.native.models import NativeSampling
@@ -34,7 +38,7 @@ Case = dict[str, Any]
 WORK_S = 0.15
 """The rule is 50 ms of CPU time (docs/architecture.md). A test machine may be three times slower."""
 MAX_BODY_BYTES = 4 << 20
-LONGEST_CALL = 60_000
+SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,41 @@ class Kind:
     limit: float
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    began_s = time.thread_time()
-    work()
-    return time.thread_time() - began_s
+@dataclass(frozen=True)
+class Work:
+    """What a server does for one case, and how many bytes the client or the model has written for it."""
+
+    run: Callable[[], object]
+    input_bytes: int
+
+
+def cpu_s(prepare: Callable[[Case], Work]) -> Callable[[Case], float]:
+    """The cost is CPU time."""
+
+    def cost(case: Case) -> float:
+        work = prepare(case)
+        began_s = time.thread_time()
+        work.run()
+        return time.thread_time() - began_s
+
+    return cost
+
+
+def memory_per_byte(prepare: Callable[[Case], Work]) -> Callable[[Case], float]:
+    """The cost is the most memory that the work takes, in bytes, for each byte of the input. SMALL_BYTES more are free:
+    they are no attack, whatever they are made of.
+    """
+
+    def cost(case: Case) -> float:
+        work = prepare(case)
+        tracemalloc.start()
+        try:
+            work.run()
+            return tracemalloc.get_traced_memory()[1] / (work.input_bytes + SMALL_BYTES)
+        finally:
+            tracemalloc.stop()
+
+    return cost
 
 
 def repeated(case: Case, most: int) -> str:
@@ -62,10 +97,10 @@ BEGINNINGS += ['<tool_call>{"name": "f", "arguments": {"a": ', "<tool_call>f<arg
 UNITS = ["a", " ", "\\'", "1,", "x(),", '"', "[", "(", "{", "-", "not ", "a=1,", "f'{1}'", "\n", "<tool_call>", "''"]
 
 
-def parse_call(case: Case) -> float:
+def parse_call(case: Case) -> Work:
     parser = FAMILIES[case["family"]].parser({"f": {"properties": {"a": {}}}})
-    text = repeated(case, LONGEST_CALL)
-    return cpu_s(lambda: (parser.feed(text), parser.finish()))
+    text = repeated(case, case["characters"])
+    return Work(lambda: (parser.feed(text), parser.finish()), len(text))
 
 
 CALL_TEXTS = st.fixed_dictionaries(
@@ -73,6 +108,7 @@ CALL_TEXTS = st.fixed_dictionaries(
         "family": st.sampled_from(sorted(FAMILIES)),
         "begin": st.sampled_from(BEGINNINGS),
         "unit": st.lists(st.sampled_from(UNITS), min_size=1, max_size=2).map("".join),
+        "characters": st.integers(1, 15).map(lambda count: 4000 * count),
         "end": st.sampled_from(["", ")]", "])]", "')]", "</parameter></function>", "</arg_value></tool_call>"]),
     }
 )
@@ -80,16 +116,16 @@ CALL_TEXTS = st.fixed_dictionaries(
 # -- the schema of a call's argument -------------------------------------------------------------------------------
 
 
-def find_types(case: Case) -> float:
+def find_types(case: Case) -> Work:
     """Each of `levels` parts refers to the next one `width` times."""
     parts: dict[str, Any] = {
         f"p{at}": {case["keyword"]: [{"$ref": f"#/$defs/p{at + 1}"}] * case["width"]} for at in range(case["levels"])
     }
     parts[f"p{case['levels']}"] = {"type": "integer"}
-    parser = FAMILIES["qwen3-coder"].parser(
-        {"f": {"properties": {"a": {"$ref": "#/$defs/p0"}}, "$defs": parts}},
-    )
-    return cpu_s(lambda: parser.feed("<function=f><parameter=a>\n1\n</parameter></function>"))
+    tools = {"f": {"properties": {"a": {"$ref": "#/$defs/p0"}}, "$defs": parts}}
+    parser = FAMILIES["qwen3-coder"].parser(tools)
+    call = "<function=f><parameter=a>\n1\n</parameter></function>"
+    return Work(lambda: parser.feed(call), len(json.dumps(tools)))
 
 
 SCHEMAS = st.fixed_dictionaries(
@@ -99,7 +135,7 @@ SCHEMAS = st.fixed_dictionaries(
 # -- tools that must be called -------------------------------------------------------------------------------------
 
 
-def write_grammar(case: Case) -> float:
+def write_grammar(case: Case) -> Work:
     argument: dict[str, Any] = {"$ref": "#/$defs/d"} if case["refers"] else {"type": "integer"}
     parameters: dict[str, Any] = {"properties": {f"a{at}": argument for at in range(case["arguments"])}}
     parameters["$defs"] = {"d": {"description": "x" * case["definition"]}}
@@ -110,7 +146,7 @@ def write_grammar(case: Case) -> float:
         with suppress(UnwritableCallsError):
             json.dumps(FAMILIES[case["family"]].tags.calls([FunctionSchema("f", parameters)], parallel=True))
 
-    return cpu_s(write)
+    return Work(write, len(json.dumps(parameters)))
 
 
 TOOLS = st.fixed_dictionaries(
@@ -138,11 +174,10 @@ def find_stops(case: Case) -> float:
     stops = StopRegexes([], patterns)
     text = (case["text"] * STOP_CHARACTERS)[:STOP_CHARACTERS]
 
-    def push() -> None:
-        for at in range(0, len(text), 4):
-            stops.push(text[at : at + 4])
-
-    return cpu_s(push) / STOP_CHARACTERS
+    began_s = time.thread_time()
+    for at in range(0, len(text), 4):
+        stops.push(text[at : at + 4])
+    return (time.thread_time() - began_s) / STOP_CHARACTERS
 
 
 STOPS = st.fixed_dictionaries(
@@ -159,14 +194,14 @@ STOPS = st.fixed_dictionaries(
 # -- bodies --------------------------------------------------------------------------------------------------------
 
 
-def decode(case: Case) -> float:
-    body = (case["begin"] + repeated({**case, "begin": "", "end": ""}, MAX_BODY_BYTES - 64) + case["end"]).encode()
+def decode(case: Case, most_bytes: int = MAX_BODY_BYTES) -> Work:
+    body = repeated(case, most_bytes - 64).encode()
 
     def work() -> None:
         with suppress(ClientError):
             decode_object(body)
 
-    return cpu_s(work)
+    return Work(work, len(body))
 
 
 BODIES = st.fixed_dictionaries(
@@ -236,12 +271,61 @@ GRAMMARS = st.fixed_dictionaries(
     }
 )
 
+MASKED_TOKENS = 48
+LETTERS = "abcdef"
+
+
+@cache
+def large_compiler() -> GrammarCompiler:
+    """With a vocabulary of 49,152 tokens."""
+    return GrammarCompiler.of(locate_model("smollm2", "auto"))
+
+
+def wait_for_masks(case: Case) -> float:
+    """How long the other rows of a step wait for the masks of one request, in CPU seconds a token."""
+    parts = (f".*{LETTERS[2 * at]}.{{{case['times'] - at}}}{LETTERS[2 * at + 1]}" for at in range(case["alternatives"]))
+    pattern = f"({'|'.join(parts)})" + case["end"]
+    grammar = Grammar("regex", pattern)
+    if case["strings"]:
+        grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"type": "string", "pattern": pattern}}))
+    masks = GrammarMasks(large_compiler(), 8)
+    mask, waited_s, beside = np.zeros((1, masks.words), np.int32), 0.0, False
+    encode = masks.compiler.vocabulary
+    text = (case["text"] * MASKED_TOKENS)[:MASKED_TOKENS]
+    tokens = [*(encode(b'["') if case["strings"] else ()), *(encode(letter.encode())[0] for letter in text)]
+    with suppress(GrammarError, GrammarStateError):
+        state = masks.begin(grammar, (), (), None)
+        for token in tokens:
+            row = MaskRow(state, may_end=True)
+            beside = beside and masks.prepare(row)
+            began_s = time.thread_time()
+            masks.compute([row], mask)
+            waited_s += time.thread_time() - began_s
+            beside = beside or row.slow
+            state.consume([token])
+    return waited_s / MASKED_TOKENS
+
+
+MASKS = st.fixed_dictionaries(
+    {
+        "alternatives": st.integers(1, len(LETTERS) // 2),
+        "times": st.integers(3, 30),
+        "end": st.sampled_from(["", ".*"]),
+        "strings": st.booleans(),
+        "text": st.text(LETTERS + "x ", min_size=1, max_size=16),
+    }
+)
+
 KINDS = {
-    "call_text": Kind(CALL_TEXTS, parse_call, 3 * WORK_S),  # a model writes it in thousands of pieces
-    "schema": Kind(SCHEMAS, find_types, WORK_S),
-    "tools": Kind(TOOLS, write_grammar, WORK_S),
+    "call_text": Kind(CALL_TEXTS, cpu_s(parse_call), 3 * WORK_S),  # a model writes it in thousands of pieces
+    "call_text_memory": Kind(CALL_TEXTS, memory_per_byte(parse_call), 100),
+    "schema": Kind(SCHEMAS, cpu_s(find_types), WORK_S),
+    "tools": Kind(TOOLS, cpu_s(write_grammar), WORK_S),
+    "tools_memory": Kind(TOOLS, memory_per_byte(write_grammar), 40),
     "stops": Kind(STOPS, find_stops, 0.0005),
-    "body": Kind(BODIES, decode, 2 * WORK_S),  # several pieces
+    "body": Kind(BODIES, cpu_s(decode), 2 * WORK_S),  # several pieces
+    "body_memory": Kind(BODIES, memory_per_byte(partial(decode, most_bytes=MAX_BODY_BYTES // 8)), 16),
     "gzip": Kind(GZIP_BODIES, read_gzip, float(2 << 20)),
     "grammar": Kind(GRAMMARS, follow_grammar, 10.0),
+    "masks": Kind(MASKS, wait_for_masks, 0.01),
 }

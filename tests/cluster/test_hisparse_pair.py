@@ -263,7 +263,7 @@ def test_prefill_gets_the_destination_and_aborted_pages_stay_held_until_it_ackno
         request = prefill.receive()
         assert isinstance(request.message, KvDestination)
         assert (request.message.enable_hisparse, request.message.granularity) == (True, "page")
-        prompt, pages = (array.tolist() for array in request.arrays)
+        prompt, pages, *_ = (array.tolist() for array in request.arrays)
         assert prompt == source.prompts[-1][:tokens]
         assert len(set(pages)) == len(pages) == -(-tokens // PAGE)
         assert set(pages) <= set(range(512 // PAGE))

@@ -12,6 +12,7 @@ from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Tokens
 from ..messages.lifecycle import State
 from .dispatch.dispatcher import PrefillDispatcher
+from .lateness import Lateness
 from .memory.resources import Resources
 from .requests.request import Prompt, Request
 from .responses import failed, finished
@@ -48,11 +49,13 @@ class Endings:
         self._retracted = retracted
         self._dispatcher = dispatcher
         self._compiling = compiling
+        self.lateness = Lateness(resources.limits, dispatcher.local, resources.counters)
 
     def accept_token(self, request: Request, token: TokenLogprob, now: float) -> None:
         """Send a sampled token to the frontend; end the request if it is the last one."""
         request.output_ids.append(token.token)
         self._counters["generation_tokens"] += 1
+        self.lateness.token(request, now)
         logprobs = (token,) if request.logprobs is not None else ()
         self._outbox.append(SendToFrontend(Tokens(request.rid, (token.token,), logprobs)))
         reason = request.finish_reason(self._eos_token_ids)

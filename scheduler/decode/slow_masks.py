@@ -58,7 +58,7 @@ class SlowMasks:
             number = next(self._next_number)
             self._masks[request], self._asked[number] = _Mask.ASKED, request
             draw = request.draw(len(request.output_ids), joined=request.joined)
-            request.joined = False
+            request.joined, request.masked_output = False, len(request.output_ids)
             self._outbox.append(PrepareMask(number, request.output_ids[-1], draw))
         return len(ready)
 

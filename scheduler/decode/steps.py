@@ -78,6 +78,7 @@ class Steps:
         """
         step, seconds = self._finish_step(command_id, now)
         self._counters["decode_steps"] += bool(step.rows)
+        self._endings.lateness.step_ended(prompts=bool(step.chunks))
         for row, result in zip(step.rows, results, strict=False):
             if row.request.state is not State.RUNNING:
                 continue

@@ -204,7 +204,8 @@ class Leader:
         for control in controls:
             for endpoint in config.prefill:
                 control.connect(endpoint)
-        log.info("prompts are computed here: %s (local_prefill)", limits.local_prefill)
+        beside = f", beside requests with {limits.describe_gap_limit()}" if limits.local_prefill != "never" else ""
+        log.info("prompts are computed here: %s (local_prefill)%s", limits.local_prefill, beside)
         self._run(loop, controls)
 
     def _decode_engine(self, config: DecodeConfig, limits: DecodeLimits, number: int) -> DecodeEngine:

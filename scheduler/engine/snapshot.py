@@ -18,6 +18,7 @@ NOT_ADDED = frozenset(
         "remote_prefill_overhead_seconds",
         "local_prefill_crossover_tokens",
         "decode_step_seconds",
+        "token_gap_limit_seconds",
     }
 )
 """For these gauges, a server reports the largest value of its schedulers. Other gauges are added up."""

@@ -15,6 +15,10 @@ STORE_COUNTERS = (
 )
 """Of servers with a KV store."""
 
+FIRST_TOKEN_STAGES = ("queue", "prefill_queue", "prefill", "transfer", "control", "admit")
+"""Stages of a request before its first token. The longest is the cause of a late one."""
+GAP_CAUSES = ("prompts", "steps", "admit", "retracted", "grammar")
+
 COMMON_COUNTERS = (
     "requests",
     "requests_refused",
@@ -75,6 +79,8 @@ DECODE_COUNTERS = (
     "generation_tokens",
     "decode_steps",
     "late_steps",
+    *(f"late_first_token_{stage}" for stage in FIRST_TOKEN_STAGES),
+    *(f"late_gap_{cause}" for cause in GAP_CAUSES),
     "peers_lost",
     "hot_hits",
     "hot_misses",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...scheduler.messages.counters import TRANSPORTS
+from ...scheduler.messages.counters import FIRST_TOKEN_STAGES, GAP_CAUSES, TRANSPORTS
 
 PREFIX = "pdserve_"
 _RANK_BUSY = re.compile(r"^rank_(\d+)_busy_seconds$")
@@ -47,6 +47,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
         "local_prefill_crossover_tokens": "Longest prompt that this server computes faster than a prefill server.",
         "local_prefill_waiting_tokens": "Tokens of prompts that this decode server has yet to compute.",
         "decode_step_seconds": "Measured time of a decode step without prompt tokens.",
+        "token_gap_limit_seconds": "Limit on the time between tokens of requests that have none of their own.",
         "loop_lag_seconds": "Longest lag of the engine loop in the last minute.",
         "last_step_seconds": "Time of the last step: from its start, or the end of the step before it, to its results.",
         "hot_pages": "Pages of the hot pool (HiSparse).",
@@ -66,6 +67,10 @@ _PLACEMENT_REASONS = {
     "local": ("always", "absent", "failed", "refused", "short", "queue", "shared_cpu"),
     "remote": ("never", "unmeasured", "faster", "hot_rows"),
 }
+_LATE = (
+    "Requests that were late, by limit (ttft: for the first token; itl: for a later one, by more than a tenth) and by "
+    "what they waited for most."
+)
 _DISPATCHES = "Prompts sent to prefill servers, by what decided: prefix (the server has a part of it cached) or load."
 _STORE = {
     "lookups": "Prompts whose prefix was looked up in the KV store.",
@@ -165,6 +170,14 @@ COUNTERS: Mapping[str, Exported] = (
         f"{place}_prefill_{reason}": Exported("prefill_placements", _PLACEMENTS, (("place", place), ("reason", reason)))
         for place, reasons in _PLACEMENT_REASONS.items()
         for reason in reasons
+    }
+    | {
+        f"late_first_token_{stage}": Exported("late_requests", _LATE, (("slo", "ttft"), ("cause", stage)))
+        for stage in FIRST_TOKEN_STAGES
+    }
+    | {
+        f"late_gap_{cause}": Exported("late_requests", _LATE, (("slo", "itl"), ("cause", cause)))
+        for cause in GAP_CAUSES
     }
     | {
         f"kv_path_{path}_{reason}": Exported("kv_path_choices", _KV_PATHS, (("path", path), ("reason", reason)))

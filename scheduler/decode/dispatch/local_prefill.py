@@ -111,6 +111,10 @@ class LocalPrefill:
         limits, given = self._limits, self._limits.slo_itl_s if own_s is None else own_s
         return gap_limit_s(idle_s, given and given / limits.stages, limits.auto_itl_s / limits.stages)
 
+    def gap_limit_s(self) -> float:
+        """The limit on the time between tokens of the running requests that have none of their own."""
+        return self._limits.stages * self._gap_limit_s(self.times.idle_step_s(self.times.running) or 0.0)
+
     @property
     def _tokens_per_s(self) -> float | None:
         return self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s

@@ -58,8 +58,10 @@ class Placer:
 
     def gauges(self) -> dict[str, float]:
         """The measured inputs of the placement. Unknown values and an infinite crossover are left out."""
+        limit_s = self._local.gap_limit_s()
+        limit = {"token_gap_limit_seconds": limit_s} if math.isfinite(limit_s) else {}
         if self._limits.local_prefill == "never":
-            return {}
+            return limit
         costs = self.costs(self._limits.max_step_tokens)
         measured = {
             "local_prefill_tokens_per_second": costs.local_tokens_per_s,
@@ -69,7 +71,7 @@ class Placer:
             "decode_step_seconds": self._local.times.idle_step_s(self._local.times.running),
         }
         known = {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
-        return {**known, "local_prefill_waiting_tokens": self._local.window.own_tokens}
+        return {**limit, **known, "local_prefill_waiting_tokens": self._local.window.own_tokens}
 
     def place(self, prompt: Prompt, now: float, *, remote_open: bool) -> Placement:
         """Where to compute a prompt now; `remote_open`: its prefill server takes it."""

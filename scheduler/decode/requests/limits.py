@@ -5,7 +5,7 @@ import dataclasses
 from ....configs.arithmetic import ceil_div
 from ....configs.schema import DecodeConfig
 from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
-from ...chunking.step_rule import SLO_TTFT_S
+from ...chunking.step_rule import LIMIT_STEPS, SLO_TTFT_S
 
 MAX_ATTEMPTS = 2
 """One attempt and one retry, into fresh pages, on another prefill server if there is one."""
@@ -47,6 +47,15 @@ class DecodeLimits:
     """The smallest that is chosen."""
     window: int | None = None
     """The sliding window if all layers of the model have it. Requests hold no pages behind it."""
+
+    def describe_gap_limit(self) -> str:
+        """The limit on the time between tokens while prompts are computed beside them, and where it comes from."""
+        if self.slo_itl_s is None:
+            least_ms = round(1000 * self.auto_itl_s)
+            return f"at most {least_ms} ms between tokens, or {LIMIT_STEPS:g} decode steps if longer (slo_itl_ms: auto)"
+        if not self.slo_itl_s:
+            return "no limit on the time between tokens (slo_itl_ms)"
+        return f"at most {1000 * self.slo_itl_s:g} ms between tokens (slo_itl_ms)"
 
     @classmethod
     def of(

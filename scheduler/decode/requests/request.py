@@ -259,6 +259,7 @@ class Request:
             sampling if sampling.grammar is None else msgspec.structs.replace(sampling, grammar=None)
         )
         self.logprobs = logprobs
+        self.slo_ttft_s = prompt.slo_ttft_s
         self.slo_itl_s = slo_itl_s
         """Its own limit on the time between its tokens."""
         self.deadline = deadline
@@ -271,6 +272,9 @@ class Request:
         self.host_tokens = 0
         """Tokens of its prompt whose KV was cached in host memory (HiSparse, if this server computed the prompt)."""
         self.output_ids: list[int] = []
+        self.token_at: float | None = None
+        """When its newest token was sent."""
+        self.had_late_gap = False
         self.prefill_wait_s = 0.0
         """The part of its time in the queue during which prefill servers were busy."""
         self.in_flight = 0
@@ -281,6 +285,8 @@ class Request:
         """The number of its grammar's state on that rank, since it joined the batch."""
         self.slow_masks = False
         """Its masks are computed beside the steps (slow_masks.py)."""
+        self.masked_output = -1
+        """The index of the latest output token whose mask was computed so."""
         self.last_step = 0
         """The `command_id` of its latest step."""
         self.saved_pages = 0

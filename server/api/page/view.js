@@ -28,6 +28,8 @@ export function draw(info, rates, history) {
   drawTiles(role, rates, history);
   drawStates(role, info.states);
   drawPools(info, rates);
+  $("limits-card").hidden = role !== "decode";
+  if (role === "decode") drawLimits(info);
   $("recent-card").hidden = role !== "decode";
   $("chat-card").hidden = role !== "decode";
   drawRecent(info.recent);
@@ -135,10 +137,29 @@ function drawPools(info, rates) {
     const mib = 1 << 20;
     pools.push(["staging ring", gauges.staging_ring_bytes_granted / mib, gauges.staging_ring_bytes / mib, "MiB", 0]);
   }
+  drawMeters($("pools"), pools);
+}
+
+// Requests since the start that were later than the two limits, and what most of them waited for.
+function drawLimits(info) {
+  const { counters, gauges } = info;
+  const limits = [["first token", "late_first_token_", info.config.slo_ttft_ms]];
+  if (gauges.token_gap_limit_seconds) limits.push(["next token", "late_gap_", 1000 * gauges.token_gap_limit_seconds]);
+  drawMeters($("limits"), limits.map(([name, prefix, ms]) => {
+    const causes = Object.entries(counters).filter(([counter, late]) => counter.startsWith(prefix) && late);
+    const late = causes.reduce((sum, [, number]) => sum + number, 0);
+    const [most] = causes.sort((one, other) => other[1] - one[1]);
+    const cause = most ? `, mostly by ${most[0].slice(prefix.length).replace("_", " ")}` : "";
+    return [name, late, counters.requests, `later than ${count(ms)} ms`, 0, cause];
+  }));
+}
+
+// Rows of name, part, whole, unit, a further part that is only cached, and a note.
+function drawMeters(card, meters) {
   const make = () => element("div", "pool", element("span"),
     element("div", "meter", element("i"), element("i", "soft")), element("span"));
-  keyed($("pools"), pools.map(([name]) => name), make).forEach((row, index) => {
-    const [name, used, total, unit, cached, note] = pools[index];
+  keyed(card, meters.map(([name]) => name), make).forEach((row, index) => {
+    const [name, used, total, unit, cached, note] = meters[index];
     const [held, soft] = row.children[1].children;
     setText(row.children[0], name);
     held.style.width = `${100 * share(used, total)}%`;

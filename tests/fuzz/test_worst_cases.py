@@ -6,11 +6,15 @@ the search: with each fix taken out, it must find a case over the limit.
 
 import hashlib
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, target
 
+from tests.cluster.servers import REPOSITORY
 from tests.fuzz.harness import CORPUS, EXAMPLES, SHARE_S, kept, search_until
+from tests.fuzz.proof import PATCHES
 from tests.fuzz.worst_cases import KINDS, Case
 
 GROWTH = 1.3
@@ -49,3 +53,10 @@ def test_no_input_costs_more_than_its_limit(name: str) -> None:
             path.write_text(text + "\n", encoding="utf-8")
 
     search_until(example)
+
+
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda patch: patch.stem)
+def test_patch_that_takes_a_fix_out_applies(patch: Path) -> None:
+    """Whether the search then finds a case takes minutes: `make fuzz-proof`."""
+    assert patch.stem in KINDS
+    subprocess.run(["git", "apply", "--check", patch], cwd=REPOSITORY, check=True)

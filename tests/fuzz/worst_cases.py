@@ -267,7 +267,7 @@ GRAMMARS = st.fixed_dictionaries(
         "properties": st.integers(1, 40),
         "options": st.integers(1, 250),
         "open": st.booleans(),
-        "output": st.sampled_from(["", "{", '{"', '{"a', '{"a1"']),
+        "output": st.sampled_from(["", "{", '{"', '{"a', '{"a0"']),
     }
 )
 

@@ -233,10 +233,9 @@ def test_hermes_tolerates_what_models_write() -> None:
     assert calls_of(parse("hermes", '<tool_call>{"name": "now"}</tool_call>')) == [("now", {})]
     unclosed = '<tool_call>{"name": "now"}\n<tool_call>{"name": "now", "arguments": null}'
     assert calls_of(parse("hermes", unclosed)) == [("now", {}), ("now", {})]
-    together = (
-        '<tool_call>\n{"name": "now", "arguments": {}}\n{"name": "get_weather", "arguments": {"days": 3}}\n</tool_call>'
-    )
-    assert calls_of(parse("hermes", together)) == [("now", {}), ("get_weather", {"days": 3})]
+    weather = '{"name": "get_weather", "arguments": {"days": 3}}'
+    together = f'<tool_call>\n{{"name": "now", "arguments": {{}}}}\n{weather}\n{{"name": "now"}}\n</tool_call>'
+    assert calls_of(parse("hermes", together)) == [("now", {}), ("get_weather", {"days": 3}), ("now", {})]
     assert content_of(parse("hermes", together)) == ""
 
 

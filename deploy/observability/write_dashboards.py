@@ -201,7 +201,10 @@ SERVERS = (
                 "ops",
                 {
                     name + " " + legend("instance"): rate(f"pdserve_{name}_total")
-                    for name in ("integrity_errors", "steps_failed", "event_errors", "control_authentication_failures")
+                    for name in (
+                        *("integrity_errors", "steps_failed", "event_errors", "effect_errors"),
+                        "control_authentication_failures",
+                    )
                 },
             ),
             Panel(

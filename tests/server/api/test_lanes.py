@@ -48,6 +48,12 @@ class Held:
         return len(body)
 
 
+@pytest.fixture(autouse=True)
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads of a lane follows from that of the CPUs."""
+    monkeypatch.setattr(lanes_module, "usable_cpus", lambda: 2)
+
+
 @pytest.fixture
 async def held() -> AsyncIterator[Held]:
     held = Held()

@@ -101,9 +101,12 @@ def read_results(path: Path) -> Results:
 
 
 def record(path: Path, title: str, figures: Sequence[Figure]) -> None:
-    """Put the figures into the file. Each replaces the one of the same name."""
+    """Put the figures into the file. Each replaces the one of the same name; without an anchor, it keeps that one's."""
     results = read_results(path) if path.exists() else Results(title, [])
-    rows = {row.figure: row for row in results.rows} | {figure.figure: figure for figure in figures}
+    rows = {row.figure: row for row in results.rows}
+    for figure in figures:
+        before = rows.get(figure.figure, figure)
+        rows[figure.figure] = msgspec.structs.replace(figure, anchor=figure.anchor or before.anchor)
     path.write_bytes(
         msgspec.json.format(msgspec.json.encode(Results(results.title, list(rows.values()))), indent=1) + b"\n"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.results import PAGE, README, RESULTS, Figure, Results, page, read_results, readme, record
+from benchmarks.results import PAGE, README, RESULTS, Anchor, Figure, Results, page, read_results, readme, record
 
 FILES = sorted(RESULTS.glob("*.json"))
 MEASURED = Figure("step", 2.0, "ms", "python -m benchmarks.engine", "0123abcd", "2026-11-19", "1 x H200", target=1.5)
@@ -45,6 +45,15 @@ def test_record_replaces_the_figure_of_the_same_name(tmp_path: Path) -> None:
     newer = msgspec.structs.replace(MEASURED, value=1.0)
     record(path, "ignored, as the file has a title", [newer])
     assert read_results(path) == Results("Steps", [newer, msgspec.structs.replace(MEASURED, figure="other")])
+
+
+def test_record_keeps_the_anchor_of_the_figure_that_it_replaces(tmp_path: Path) -> None:
+    path = tmp_path / "steps.json"
+    first, second = Anchor("vLLM", 1.9), Anchor("vLLM", 1.8)
+    for anchor, kept in ((first, first), (None, first), (second, second)):
+        record(path, "Steps", [msgspec.structs.replace(MEASURED, anchor=anchor)])
+        (row,) = read_results(path).rows
+        assert row.anchor == kept
 
 
 def test_a_figure_misses_its_target_on_the_side_that_is_worse() -> None:

@@ -195,6 +195,14 @@ lock: setup ## pin all dependencies of the image, in deploy/locks
 	        --constraint "$$versions" pyproject.toml >>deploy/locks/$$extra.txt
 	done
 
+DIST ?= dist
+
+.PHONY: dist
+dist: $(PYTHON_STAMP) ## wheel and sdist of this checkout, in dist
+	@$(PIP) install --quiet $(PIP_ARGS) "hatchling>=1.27"
+	rm -f $(DIST)/pdserve-*.whl $(DIST)/pdserve-*.tar.gz
+	$(BIN)/python -m hatchling build --directory $(DIST)
+
 .PHONY: docs
 docs: setup ## the documentation as a site, in build/site; a link that leads nowhere is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python docs/build_site.py --strict

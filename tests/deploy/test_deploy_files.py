@@ -343,11 +343,33 @@ def test_lock_files_pin_every_dependency(extra: str) -> None:
 
 def test_release_workflow_builds_packages_and_image() -> None:
     content = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
-    assert content.keys() >= {"name", "jobs", "permissions"}
-    assert content["jobs"].keys() == {"packages", "image"}
+    jobs = content["jobs"]
+    assert jobs.keys() == {"packages", "image", "manifest"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (model,) = re.findall(r"^EMBEDDED_MODEL := (\S+)$", makefile, re.MULTILINE)
-    assert model in str(content["jobs"]["packages"]), "the smoke test must use the embedded model of the Makefile"
-    images = {image["extra"] for image in content["jobs"]["image"]["strategy"]["matrix"]["include"]}
+    assert model in str(jobs["packages"]), "the smoke test must use the embedded model of the Makefile"
+    built = jobs["image"]["strategy"]["matrix"]
     locks = {path.stem for path in (ROOT / "deploy" / "locks").glob("*.txt")}
-    assert images == locks, "an image for each lock file"
+    assert set(built["extra"]) == set(jobs["manifest"]["strategy"]["matrix"]["extra"]) == locks, (
+        "an image for each lock file"
+    )
+    assert built["arch"] == ["amd64", "arm64"]
+    (pushed,) = (step["with"] for step in jobs["image"]["steps"] if "outputs" in step.get("with", {}))
+    assert (pushed["sbom"], pushed["provenance"]) == (True, "mode=max")
+
+
+def test_image_and_packages_name_one_repository_and_license() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', dockerfile))
+    assert labels == {
+        "title": project["name"],
+        "licenses": project["license"],
+        "source": project["urls"]["Repository"],
+        "version": "$VERSION",
+        "revision": "$REVISION",
+    }
+    arguments = set(re.findall(r"^ARG (\w+)=", dockerfile, re.MULTILINE))
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    given = {line.partition("=")[0] for line in workflow["jobs"]["image"]["env"]["BUILD_ARGS"].splitlines()}
+    assert given == arguments - {"BASE"}

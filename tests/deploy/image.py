@@ -1,5 +1,6 @@
 """`make test-image`: runs tests/deploy/test_image.py with a Docker engine, and a base image if BASE names none.
 
+Figures go to build/image.json, and with `make test-image ARGS=--record` into benchmarks/results if all tests pass.
 Ends with 77 and one line where neither is possible; make itself then ends with 2, after `Error 77`.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from benchmarks.results import RESULTS, read_results, record
 from tests.deploy.docker_engine import MissingPartError, docker_engine, run
 
 ROOT = Path(__file__).parents[2]
@@ -21,14 +23,23 @@ FOLDER = ROOT / "build" / "engine"
 SUITE = "bookworm"
 BASE = "pdserve-test-base"
 CANNOT_RUN = 77
+FIGURES = ROOT / "build" / "image.json"
+TITLE = "The image and the compose examples"
 
 
 def main(arguments: list[str]) -> int:
+    keep = "--record" in arguments
+    arguments = [word for word in arguments if word != "--record"]
     try:
         with docker_engine(FOLDER) as environ, contextlib.ExitStack() as stack:
+            FIGURES.parent.mkdir(exist_ok=True)
+            FIGURES.unlink(missing_ok=True)
             base = os.environ.get("BASE") or stack.enter_context(base_image(environ))
             command = [sys.executable, "-m", "pytest", "-v", "--durations=0", "tests/deploy/test_image.py", *arguments]
-            return subprocess.call(command, cwd=ROOT, env={**environ, "BASE": base, "PDSERVE_IMAGE": "1"})
+            code = subprocess.call(command, cwd=ROOT, env={**environ, "BASE": base, "PDSERVE_IMAGE": "1"})
+            if code == 0 and keep:
+                record(RESULTS / "image.json", TITLE, read_results(FIGURES).rows)
+            return code
     except MissingPartError as missing:
         print(f"test-image: not run: {missing}", flush=True)
         return CANNOT_RUN

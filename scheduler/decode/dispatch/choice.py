@@ -4,6 +4,7 @@
 shown for each prefill server in /server_info.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -30,6 +31,8 @@ class Candidate(NamedTuple):
     """It takes the prompt now."""
     failed: bool = False
     """The last attempt to prefill the prompt was there."""
+    sent_at: float = -math.inf
+    """When it last got a prompt from us."""
 
 
 class Choice(NamedTuple):
@@ -48,15 +51,16 @@ def choose(mode: DispatchSetting, tokens: int, candidates: Sequence[Candidate]) 
     Servers should fill evenly, because together they then hold more prefixes. So the emptier of two equal servers is
     chosen, and a cached prefix counts less on a fuller server. Example: server A is 60 % full, server B 20 %. If less
     than 40 % of a prompt are cached, on A only (a common system prompt), the prompt may go to either server. If more is
-    cached (a conversation), A is preferred.
+    cached (a conversation), A is preferred. Servers that are as full, or whose caches are unknown as with mode `load`,
+    take turns.
     """
     weight = REUSE_WEIGHT if mode == "prefix" else 0
     least_full = min((candidate.fullness for candidate in candidates), default=0.0)
 
-    def cost(number: int) -> tuple[bool, float, float]:
+    def cost(number: int) -> tuple[bool, float, float, float]:
         candidate = candidates[number]
         worth = max(0.0, candidate.cached - tokens * (candidate.fullness - least_full))
-        return candidate.failed, candidate.ahead - weight * worth, candidate.fullness
+        return candidate.failed, candidate.ahead - weight * worth, candidate.fullness, candidate.sent_at
 
     everyone = range(len(candidates))
     best = min(everyone, key=cost, default=None)

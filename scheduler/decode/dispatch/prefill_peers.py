@@ -36,6 +36,8 @@ class PrefillPeer:
     cache: PeerCache = dataclasses.field(default_factory=PeerCache)
     held_tokens: int = 0
     """Tokens to compute of prompts in our queue that wait for this server, because it has their prefix."""
+    sent_at: float = -math.inf
+    """When it last got a prompt from us."""
 
     def cached_tokens(self, prompt: Prompt) -> int | None:
         """Tokens of a prompt that are in its cache, as far as known; None if it does not report its cache, or the pages
@@ -160,6 +162,7 @@ class PrefillPeers:
                 fullness=peer.cache.stored_tokens / (peer.capacity * peer.cache.ranks),
                 is_open=peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, tokens)),
                 failed=peer.instance == last,
+                sent_at=peer.sent_at,
             )
             for peer, tokens in zip(peers, cached, strict=True)
         ]

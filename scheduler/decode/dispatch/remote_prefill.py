@@ -87,6 +87,7 @@ class RemotePrefill:
         self.prompts[key] = prompt
         self._placer.sent(prompt, attempt)
         peer.window.sent(kind, tokens)
+        peer.sent_at = now
         message = KvDestination(
             key=key,
             rid=first.rid,

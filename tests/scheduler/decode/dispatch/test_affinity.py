@@ -68,6 +68,21 @@ class Conversations(TimedSimulator):
         return not self._left
 
 
+def test_prompts_that_come_one_by_one_go_to_the_servers_in_turn_by_load() -> None:
+    simulator = TimedSimulator(
+        tokens_per_s=TOKENS_PER_S,
+        pool_tokens=10_000,
+        prefill_tokens=10_000,
+        limits=decode_limits(dispatch="load"),
+        endpoints=("a:1", "b:1"),
+    )
+    for number in range(6):
+        simulator.at(number, partial(simulator.submit_prompt, str(number), tuple(range(64)), 1))
+    simulator.run(lambda: len(simulator.ended_at) == 6, most_s=100)
+    finished = [server.scheduler.counters["requests_finished"] for server in simulator.servers.values()]
+    assert finished == [3, 3]
+
+
 @pytest.mark.slow
 def test_conversations_reuse_as_much_on_two_servers_as_on_one() -> None:
     """About 99 %, also with pages of another size on prefill; by load alone it is about 80 %."""

@@ -39,6 +39,13 @@ def test_equal_servers_fill_evenly() -> None:
     assert choose("prefix", 1000, [Candidate(0, fullness=0.5), Candidate(0, fullness=0.4)]) == Choice(1, "load")
 
 
+def test_of_equal_servers_the_one_that_has_got_no_prompt_for_longer() -> None:
+    """Requests that come one by one find all queues empty: the first server would get all of them."""
+    assert choose("load", 1000, [Candidate(0, sent_at=2.0), Candidate(0, sent_at=1.0)]) == Choice(1, "load")
+    assert choose("load", 1000, [Candidate(0, sent_at=2.0), Candidate(0)]) == Choice(1, "load")
+    assert choose("load", 1000, [Candidate(0, sent_at=2.0), Candidate(5)]) == Choice(0, "load")
+
+
 def test_short_shared_prefix_does_not_draw_everything_to_one_server() -> None:
     """20 % of the prompt is a system prompt that only the fuller server has."""
     shared = [Candidate(0, cached=200, fullness=0.5), Candidate(0, fullness=0.2)]

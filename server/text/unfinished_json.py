@@ -16,6 +16,10 @@ _CUT_OFF = re.compile(
 _VALUE = '"-0123456789tfn{['
 
 
+MOST_CHARACTERS = 1 << 16
+"""Longer texts take too long: up to two microseconds per character."""
+
+
 def ends_inside_json(text: str) -> bool:
     """Whether a JSON object or array begins in the text, and the text ends before it. Takes linear time."""
     at = 0

@@ -13,7 +13,7 @@ from ....configs.sampling import Grammar, ReasoningTags
 from ....models.grammar.json_text import parse_json
 from ...text.chat_format import ChatFormat
 from ...text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
-from ...text.unfinished_json import ends_inside_json
+from ...text.unfinished_json import MOST_CHARACTERS, ends_inside_json
 from ..common.fields import FieldError
 from ..common.grammar_fields import NamedGrammar
 from .models import ChatBody
@@ -48,6 +48,11 @@ def _check_begun(begun: str, fields: ChatBody, tools: Sequence[ToolDefinition], 
     given = fields.grammar()
     if given is not None and given[1].kind == "json_schema":
         answer = begun.rpartition(chat.reasoning.close)[2] if chat.reasoning is not None else begun
+        if len(answer) > MOST_CHARACTERS:
+            raise FieldError(
+                "continue_final_message",
+                f"cannot continue {len(answer)} characters with a schema; at most {MOST_CHARACTERS} are allowed",
+            )
         if ends_inside_json(answer):
             raise FieldError(
                 "continue_final_message", "cannot continue JSON that has begun: its schema is for the output"

@@ -126,6 +126,8 @@ def test_reasoning_before_a_grammar() -> None:
         ("Here:\n```json\n[1, ", {"json_schema": "{}"}, "cannot continue JSON that has begun"),
         ("<think>{}</think>{", {"response_format": SCHEMA}, "cannot continue JSON that has begun"),
         ('text } and {"a": 1', {"response_format": SCHEMA}, "cannot continue JSON that has begun"),
+        ("x" * 65_537, {"response_format": SCHEMA}, "cannot continue 65537 characters with a schema; at most 65536"),
+        ("x" * 65_536, {"response_format": SCHEMA}, None),
         ('The format is "{" then.', {"response_format": SCHEMA}, None),
         ('I had {"a": 1}. Now', {"response_format": SCHEMA}, None),
         ("Here:\n```json\n", {"response_format": SCHEMA}, None),

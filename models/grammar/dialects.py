@@ -4,6 +4,7 @@ A JSON schema is enforced completely or refused: the output never violates a key
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -63,7 +64,7 @@ def _answer_to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int], c
             case "regex":
                 return llguidance.LLMatcher.grammar_from_regex(check_regex(text))
             case "ebnf":
-                return _from_ebnf(text)
+                return _from_ebnf(text, grammar)
             case "choice":
                 return _from_choices(_parsed(text))
             case "structural_tag":
@@ -115,11 +116,28 @@ def _from_choices(choices: Any) -> str:
     return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
 
 
-def _from_ebnf(text: str) -> str:
+def _from_ebnf(text: str, grammar: Grammar) -> str:
     try:
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+        return llguidance.LLMatcher.grammar_from_lark(_with_options(any_to_lark(text), grammar))
     except Exception as error:  # the converter raises whatever it meets in a malformed grammar
         raise GrammarError(f"is not a valid EBNF grammar: {error}") from None
+
+
+_LARK_PART = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|%json\s*(?=\{)')
+"""A string, an expression, a comment, or the word before a JSON schema."""
+
+
+def _with_options(lark: str, grammar: Grammar) -> str:
+    """A Lark grammar whose JSON schemas are checked, and have our options unless they set them themselves."""
+    parts, at = [], 0
+    while (found := _LARK_PART.search(lark, at)) is not None:
+        parts.append(lark[at : found.end()])
+        at = found.end()
+        if found[0].startswith("%json"):
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            options = {**_json_options(grammar), **schema.get("x-guidance", {})}
+            parts.append(json.dumps({**check_schema(schema), "x-guidance": options}))
+    return "".join((*parts, lark[at:]))
 
 
 def _json_options(grammar: Grammar) -> dict[str, Any]:

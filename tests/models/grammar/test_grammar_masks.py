@@ -197,9 +197,23 @@ def test_whitespace_of_the_request_holds_in_schemas_and_in_structural_tags(
     for grammar in (
         Grammar("json_schema", '{"type": "object"}', json_whitespace=whitespace),
         Grammar("structural_tag", json.dumps({"format": content}), json_whitespace=whitespace),
+        Grammar("ebnf", 'start: %json {"type": "object"}', json_whitespace=whitespace),
     ):
         assert [accepts(compiler, grammar, each) for each in matching] == [True] * len(matching)
         assert [accepts(compiler, grammar, each) for each in others] == [False] * len(others)
+
+
+def test_schema_in_a_lark_grammar_may_set_its_own_options(compiler: GrammarCompiler) -> None:
+    """Strings, expressions and comments are no schemas."""
+    text = """
+        start: "%json {" ok // %json {
+        ok: /%json {2}/ | %json {"type": "array", "x-guidance": {"whitespace_pattern": "-"}}
+    """
+    assert accepts(compiler, Grammar("ebnf", text), "%json {[1,-2]")
+    assert accepts(compiler, Grammar("ebnf", text), "%json {%json  ")
+    assert not accepts(compiler, Grammar("ebnf", text), "%json {[1, 2]")
+    with pytest.raises(GrammarError, match="at most 10000 is allowed"):
+        compiler.compile(Grammar("ebnf", 'start: %json {"type": "integer", "multipleOf": 99999}'))
 
 
 def test_masks_have_exactly_the_allowed_tokens(compiler: GrammarCompiler) -> None:

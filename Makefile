@@ -106,6 +106,10 @@ fuzz: setup ## random and broken input for MINUTES, 10 unless given; failures ar
 fuzz-proof: setup ## the search for worst cases finds one with each fix taken out (KINDS: some of them); 10 to 60 minutes
 	@$(BIN)/python -m tests.fuzz.proof $(KINDS)
 
+.PHONY: fuzz-neighbours
+fuzz-neighbours: setup ## what hostile requests do to other clients, for example ARGS="--generated 2000"; half an hour
+	@env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=.dev:. $(BIN)/python -m tests.fuzz.neighbours $(ARGS)
+
 .PHONY: test-upgrade
 test-upgrade: setup ## replace servers one by one by those of BASE, an older tag or commit, and back, under load
 	@PDSERVE_UPGRADE=$(or $(BASE),auto) $(PYTEST) tests/upgrade $(ARGS)

@@ -2,7 +2,8 @@
 # Runs in the virtual machine after init: the network, SoftRoCE, then every script that appears in its folder of /share.
 #
 # eth0 carries RDMA and nothing else, so `ip link set eth0 down` is a fault of RDMA alone. TCP has addresses of its own: of
-# dummy0 or, between two machines, of eth1.
+# dummy0 or, between two machines, of eth1. eth0 and eth1 are on top of the devices of QEMU, which stay up: a device that
+# is down would make the other machine wait, while a network drops its packets.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 id=$(sed -E 's/.*machine=([0-9]+).*/\1/' /proc/cmdline)
 mkdir -p /dev/shm /dev/pts /run
@@ -12,6 +13,12 @@ mount -t tmpfs run /run
 hostname "machine$id"
 ulimit -l unlimited
 ip link set lo up
+for name in eth0 eth1; do
+    [[ -e /sys/class/net/$name ]] || continue
+    ip link set "$name" name "wire-$name"
+    ip link set "wire-$name" up
+    ip link add link "wire-$name" name "$name" type macvlan mode private
+done
 ip addr add "10.9.0.$id/24" dev eth0
 ip link set eth0 up
 if [[ -e /sys/class/net/eth1 ]]; then

@@ -24,7 +24,7 @@ PACKAGES: Final = ("qemu-system-x86", "seabios", "busybox-static", "ibverbs-prov
 KERNEL: Final = "linux-image-amd64"
 MODULES: Final = (
     *("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "overlay"),
-    *("crc32_generic", "rdma_rxe", "ib_uverbs", "rdma_ucm", "dummy", "sch_netem"),
+    *("crc32_generic", "rdma_rxe", "ib_uverbs", "rdma_ucm", "dummy", "macvlan", "sch_netem"),
 )
 MEMORY_MIB: Final = 3072
 BOOT_TIMEOUT_S: Final = 900.0
@@ -226,12 +226,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def two_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines joined by their eth0 and eth1, through sockets of the loopback."""
-    addresses = (f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}")
-    listening = (f"socket,listen={addresses[0]}", f"socket,listen={addresses[1]}")
-    connecting = (f"socket,connect={addresses[0]}", f"socket,connect={addresses[1]}")
-    with Machine(1, listening) as first:
+    """Two machines joined by their eth0 and eth1, through sockets of the loopback. (QEMU's `socket` instead of `stream`
+    would block the whole machine while the other one does not read.)
+    """
+    rdma, tcp = (f"addr.type=inet,addr.host=127.0.0.1,addr.port={free_port()}" for _ in range(2))
+    with Machine(1, (f"stream,server=on,{rdma}", f"stream,server=on,{tcp}")) as first:
         first.wait_up()
-        with Machine(2, connecting) as second:
+        with Machine(2, (f"stream,server=off,{rdma}", f"stream,server=off,{tcp}")) as second:
             second.wait_up()
             yield first, second

@@ -1,6 +1,7 @@
-"""A process with an RDMA receive engine, in the virtual machine. Tests stop and kill it.
+"""Processes that receive and send over RDMA, in the virtual machine. Tests stop and kill them.
 
-Its pool is shared memory, so the test sees every byte that is written to it, also while the process is stopped or dead.
+The pool of a receiver is shared memory, so the test sees every byte that is written to it, also while the process
+is stopped or dead.
 """
 
 import multiprocessing
@@ -78,6 +79,40 @@ class Receiver:
         self.kill()
         self._ours.close()
         self._file.unlink()
+
+
+class SendingProcess:
+    """A process that writes to a receiver until it is killed."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._ours, theirs = _processes.Pipe()
+        arguments = (receiver.session, receiver.region.addr, receiver.region.length, theirs)
+        self.process = _processes.Process(target=_send, args=arguments)
+        self.process.start()
+        theirs.close()
+
+    def wait(self) -> None:
+        """Wait until it has begun to write."""
+        assert self._ours.poll(START_TIMEOUT_S), "the sender did not start"
+        self._ours.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._ours.close()
+
+
+def _send(session: str, address: int, size_bytes: int, answer: Connection) -> None:
+    from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
+    from tests.rdma.peer import WRITE_BYTES, Peer
+
+    source = np.ones(size_bytes, dtype=np.uint8)
+    region = Region(source.ctypes.data, size_bytes)
+    peer = Peer(session, Region(address, size_bytes), RdmaEngine(HOST, devices=("rxe0",)), region)
+    assert peer.writes()
+    answer.send(True)
+    while True:
+        peer.ends([peer.submit(index) for index in range(size_bytes // WRITE_BYTES)])
 
 
 def _receive(

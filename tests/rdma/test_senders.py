@@ -27,6 +27,8 @@ PARTS = 64
 TOLD_S = 3.0
 MORE_S = 3.0
 BACK_S = 60.0
+ATTEMPTS = 5
+"""The machine may kill the receiver too late."""
 
 source = torch.randint(1, 256, (POOL_BYTES + PROBE_BYTES,), dtype=torch.uint8)
 OURS = Region(source.data_ptr(), len(source))
@@ -81,21 +83,28 @@ def test_all_bytes_of_a_job_arrive_over_rdma(receiver: Receiver, local: LocalTra
     peer.sender.close()
 
 
-def test_the_end_of_a_receiver_is_told_in_time(receiver: Receiver, local: LocalTransport) -> None:
-    peer = Sender(receiver, local)
-    assert peer.routes.get(timeout=60) == ("rdma", {})
-    assert peer.send()[0].ok
-    receiver.pool[:] = 0
-    peer.submit()
-    while not receiver.pool[:POOL_BYTES].any():
-        time.sleep(0.001)
-    receiver.kill()
-    killed = time.monotonic()
-    result = peer.results.get(timeout=60)
-    print(f"told after {time.monotonic() - killed:.2f} s: {result.reason}")
-    assert not result.ok
-    assert time.monotonic() - killed < TOLD_S
-    peer.sender.close()
+def test_the_end_of_a_receiver_is_told_in_time(local: LocalTransport) -> None:
+    assert any(kill_while_sending(local) for _ in range(ATTEMPTS)), "the fault always came too late"
+
+
+def kill_while_sending(local: LocalTransport) -> bool:
+    """Returns whether the receiver was killed before all bytes had arrived."""
+    with Receiver(POOL_BYTES + PROBE_BYTES, transports=("rdma", "tcp")) as receiver:
+        peer = Sender(receiver, local)
+        assert peer.routes.get(timeout=60) == ("rdma", {})
+        assert peer.send()[0].ok
+        receiver.pool[:] = 0
+        peer.submit()
+        while not receiver.pool[:POOL_BYTES].any():
+            time.sleep(0.001)
+        receiver.kill()
+        killed = time.monotonic()
+        result = peer.results.get(timeout=60)
+        told_s = time.monotonic() - killed
+        print(f"told after {told_s:.2f} s: {result.reason}")
+        peer.sender.close()
+        assert told_s < TOLD_S
+        return not result.ok
 
 
 def test_a_request_goes_another_way_while_the_port_is_down_and_rdma_comes_back(

@@ -9,17 +9,18 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pdserve.transfer.mooncake.engine import SendEngine, WriteId, WriteState
+from pdserve.transfer.mooncake.engine import WriteId, WriteState
 from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
 from tests.rdma.machine import REPOSITORY
-from tests.rdma.receiver import HOST
+from tests.rdma.peer import BACK_S, WRITE_BYTES, Peer, undisturbed, wait_until_used_again
+from tests.rdma.receiver import HOST, Receiver
 
 MACHINE_2 = Path("/share/2")
 
@@ -27,10 +28,8 @@ pytestmark = pytest.mark.skipif(
     not os.environ.get("PDSERVE_RDMA_MACHINES"), reason="needs two machines with RDMA: make test-rdma-all"
 )
 
-WRITE_BYTES = 64 << 10
 WRITES = 32
 POOL_BYTES = WRITES * WRITE_BYTES
-BACK_S = 60.0
 ENDED_S = 3.0
 RECEIVER = """
 import json, os, sys, time
@@ -97,42 +96,28 @@ def receiver() -> tuple[str, Region]:
     return session, Region(address, POOL_BYTES)
 
 
-class Peer:
-    def __init__(self, receiver: tuple[str, Region], rdma: RdmaEngine) -> None:
-        session, region = receiver
-        self.engine = SendEngine(session, [region], transport="rdma", rdma=rdma, sources=[OURS])
-        self._address = region.addr
-
-    def submit(self, index: int) -> WriteId:
-        start = index * WRITE_BYTES
-        write = self.engine.submit(OURS.addr + start, self._address + start, WRITE_BYTES)
-        assert write is not None
-        return write
-
-    def ends(self, writes: list[WriteId], timeout_s: float) -> list[WriteState]:
-        """How these writes ended; those that did not are PENDING."""
-        states = dict.fromkeys(writes, WriteState.PENDING)
-        deadline = time.monotonic() + timeout_s
-        while WriteState.PENDING in states.values() and time.monotonic() < deadline:
-            for write, state in states.items():
-                if state is WriteState.PENDING:
-                    states[write] = self.engine.poll(write)
-            time.sleep(0.002)
-        return list(states.values())
-
-    def works(self, timeout_s: float = 30.0) -> bool:
-        return self.ends([self.submit(0)], timeout_s) == [WriteState.DONE]
+@pytest.fixture
+def connect(receiver: tuple[str, Region], rdma: RdmaEngine) -> Callable[[], Peer]:
+    session, region = receiver
+    return lambda: Peer(session, region, rdma, OURS)
 
 
 @pytest.fixture
-def peer(receiver: tuple[str, Region], rdma: RdmaEngine) -> Iterator[Peer]:
-    opened = Peer(receiver, rdma)
-    assert opened.works()
+def peer(connect: Callable[[], Peer]) -> Iterator[Peer]:
+    opened = connect()
+    assert opened.writes()
     yield opened
-    opened.engine.destroy()
+    opened.destroy()
 
 
-def write_all_that_is_new(peer: Peer, seed: int) -> list[WriteId]:
+@pytest.fixture(scope="module")
+def other(rdma: RdmaEngine) -> Iterator[Peer]:
+    """A second peer, on this machine, which nothing happens to."""
+    with Receiver(POOL_BYTES) as process:
+        yield Peer(process.session, process.region, rdma, OURS)
+
+
+def write_all_that_is_new(peer: Peer, seed: int) -> list[WriteId | None]:
     source[:] = np.random.default_rng(seed).integers(1, 256, POOL_BYTES, dtype=np.uint8)
     return [peer.submit(index) for index in range(WRITES)]
 
@@ -154,7 +139,7 @@ def test_bytes_arrive_over_a_link_that_loses_packets(peer: Peer) -> None:
 
 
 def test_writes_end_when_the_other_machine_is_cut_off_and_rdma_comes_back(
-    peer: Peer, receiver: tuple[str, Region], rdma: RdmaEngine
+    peer: Peer, connect: Callable[[], Peer]
 ) -> None:
     """Its whole network goes down in the middle of a transfer."""
     both = "for name in eth0 eth1; do ip link set $name {state}; done"
@@ -164,19 +149,38 @@ def test_writes_end_when_the_other_machine_is_cut_off_and_rdma_comes_back(
     while WriteState.PENDING not in states:  # until the fault has come
         seed += 1
         states = peer.ends(write_all_that_is_new(peer, seed), 3.0)
-    started = time.monotonic()
-    peer.engine.destroy()
-    ended_s = time.monotonic() - started
+    ended_s = peer.destroy()
     print(f"{states.count(WriteState.PENDING)} writes ended in {ended_s:.2f} s")
     back = time.monotonic() + 20 + BACK_S
     works = False
     while not works and time.monotonic() < back:
         time.sleep(1)
         try:
-            again = Peer(receiver, rdma)
+            again = connect()
         except PeerUnreachableError:
             continue
-        works = again.works(2.0)
-        again.engine.destroy()
+        works = again.writes(timeout_s=2.0)
+        again.destroy()
     assert ended_s < ENDED_S
     assert works, "RDMA did not come back"
+
+
+@pytest.mark.parametrize("down_s", [2, 60])
+def test_the_port_of_the_other_machine_fails_while_its_tcp_works(
+    peer: Peer, connect: Callable[[], Peer], other: Peer, down_s: int
+) -> None:
+    """Our port stays active, so nothing but the writes shows it."""
+    idle = connect()
+    assert idle.writes()
+    run_there("ip link set eth0 down")
+    down = time.monotonic()
+    with undisturbed(other):
+        states = peer.ends(write_all_that_is_new(peer, 30 + down_s), 1.0)
+        ended_s = peer.destroy()
+    print(f"{states.count(WriteState.PENDING)} writes ended in {ended_s:.2f} s")
+    assert WriteState.DONE not in states
+    assert ended_s < ENDED_S
+    time.sleep(max(0.0, down + down_s - time.monotonic()))
+    run_there("ip link set eth0 up")
+    wait_until_used_again(idle, connect)
+    idle.destroy()

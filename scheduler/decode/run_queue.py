@@ -67,6 +67,8 @@ class RunQueue:
         """This request gets no further step, and loses memory when its steps in flight have ended."""
         self._steps: collections.deque[DecodeStep] = collections.deque()
         """In flight, oldest first."""
+        self._last_step = 0
+        """The `command_id` of the latest step."""
 
     @property
     def waiting(self) -> int:
@@ -91,12 +93,18 @@ class RunQueue:
         joined = [self.ready.pop() for _ in range(count)]
         for request in joined:
             request.joined = True
+            request.last_step = self._last_step  # it waits since now: those that run already come first
             if request.sampling.grammar is not None:
                 request.grammar_state = next(self._grammar_states)
             if request.slow_masks:
                 self.slow_masks.add(request)
         self.running += joined
         return joined
+
+    @property
+    def continuing(self) -> list[Request]:
+        """Running requests that have further steps after those in flight."""
+        return [request for request in self.running if request.may_step and request is not self.paused]
 
     def may_start_step(self) -> bool:
         """Whether another step may be sent to the ranks. Overlap scheduling allows a second step in flight, unless a
@@ -128,6 +136,7 @@ class RunQueue:
     ) -> DecodeStep:
         """Make the step of a batch and of chunks. It is in flight from now on."""
         previous = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
+        self._last_step = command_id
         step = DecodeStep(command_id, [_row(request, previous, hot_slot(request)) for request in batch], chunks)
         for request in batch:
             request.in_flight += 1

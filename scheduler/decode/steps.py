@@ -63,7 +63,10 @@ class Steps:
         batch = [request for request in able if request.state is State.RUNNING and request is not paused]
         apart = self._memory.fetches(batch)
         rows_next = apart and self._rows_waited
-        chunks = self._dispatcher.local.next_chunks(batch, now, apart=apart) if not rows_next else []
+        chunks = []
+        if not rows_next:  # without rows, other requests may wait for the end of this step: their rows are in flight
+            beside = batch or self._run_queue.continuing
+            chunks = self._dispatcher.local.next_chunks(beside, now, apart=apart or not batch)
         self._rows_waited = apart and bool(chunks)
         if self._rows_waited:
             batch = []

@@ -150,6 +150,15 @@ def test_time_between_tokens_stays_inside_its_limit(step_s: float, target_s: flo
     assert simulator.now - started <= 1.2 * 32_768 / 40_000 * (step_s + prompts_s) / prompts_s
 
 
+def test_step_of_prompts_only_stays_inside_the_limit_of_a_request_in_another_stage() -> None:
+    """The request is in one of two stages, so every second step has only prompt tokens."""
+    simulator = local(stages=2, overlap=False)
+    simulator.ask("stream", 16, new=10_000)
+    simulator.run(lambda: simulator.output["stream"] >= 20)
+    simulator.ask("long", 32_768)
+    assert longest_gap(simulator, ["stream"]) <= 1.02 * LATE_GAPS * 0.050
+
+
 def test_shortest_limit_of_the_running_requests_bounds_the_time_between_tokens() -> None:
     simulator = local(slo_itl_s=0.050)
     for rid, slo_itl_ms in (("strict", 20.0), ("loose", 500.0), ("default", None)):

@@ -26,6 +26,7 @@ from pdserve.scheduler.messages.ranks import (
     AssistStep,
     CheckCache,
     DropGrammar,
+    DropGrammarState,
     GrammarReady,
     PrepareGrammar,
     RunStep,
@@ -59,7 +60,7 @@ class Ranks:
             elif isinstance(command, WriteBackRows):
                 self.write_backs[rank].append(len(self.steps[rank]))
             else:
-                assert isinstance(command, CheckCache)
+                assert isinstance(command, CheckCache | DropGrammarState)
 
     def busy_seconds(self) -> dict[int, float]:
         return {}

@@ -152,12 +152,13 @@ class Simulator:
         prefill_pages: int = PREFILL_PAGES,
         endpoints: Sequence[str] = ENDPOINTS,
         store: StoreLimits | None = None,
+        hot: HotLimits | None = None,
     ) -> None:
-        """`hot_pages`: pages of the hot pool (HiSparse). `lends`: free pages are lent to hot buffers. `verifies`: ranks
-        verify the KV of a transfer before it counts as arrived. `local_prefill`: whether the decode server computes
-        prompts. `writes_both`: prefill servers write rows to host memory or to the GPU. `window` and
-        `prefill_window`: the sliding window of all layers, None for a server that does not free pages behind it.
-        `slow_masks`: some requests have a grammar, and ranks find many of its masks slow.
+        """`hot_pages`: pages of the hot pool (HiSparse), or `hot` for one of another shape. `lends`: free pages are
+        lent to hot buffers. `verifies`: ranks verify the KV of a transfer before it counts as arrived. `local_prefill`:
+        whether the decode server computes prompts. `writes_both`: prefill servers write rows to host memory or to the
+        GPU. `window` and `prefill_window`: the sliding window of all layers, None for a server that does not free pages
+        behind it. `slow_masks`: some requests have a grammar, and ranks find many of its masks slow.
         `store`: the decode server has a KV store (store_simulator.py). The others replace the small servers of random
         workloads.
         """
@@ -188,10 +189,9 @@ class Simulator:
             max_step_tokens=8,
             window=window,
         )
-        hot_limits = (
-            HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay) if hot_pages is not None else None
-        )
-        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot_limits, store_limits=store)
+        if hot_pages is not None:
+            hot = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay)
+        self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot, store_limits=store)
         self.lends = lends
         self.verifies = verifies
         self.hot: dict[int, ResizeHot] = {}

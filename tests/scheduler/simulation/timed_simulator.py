@@ -11,10 +11,12 @@ from pdserve.configs.arithmetic import ceil_div
 from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.page_hashes import pack_short_hashes, page_hashes
 from pdserve.memory.pages import pages_for
+from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
+from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot, WriteBackRows
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -66,6 +68,7 @@ class TimedSimulator(Simulator):
         max_queued: int = 256,
         endpoints: tuple[str, ...] = ("a:1",),
         reports: bool = True,
+        hot: HotLimits | None = None,
     ) -> None:
         """Without `reports`, prefill servers report no window, like those of an older release."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -100,6 +103,7 @@ class TimedSimulator(Simulator):
             prefill=prefill,
             prefill_pages=prefill_tokens // prefill_page_size,
             endpoints=endpoints,
+            hot=hot,
         )
         if reports:
             self._report()
@@ -248,6 +252,19 @@ class TimedSimulator(Simulator):
             alive = chunk.prompt.prompt.local is chunk.prompt
             results.append(sampled(*[50] * chunk.prompt.prompt.samples) if chunk.last and alive else sampled())
         self.decode.step_done(step.command_id, results, self.now)
+
+    def _open_hot(self, opened: OpenHot) -> None:
+        if opened.copy is not None:
+            self.copies.append(opened)
+
+    def _load_hot(self, opened: OpenHot) -> None:
+        pass
+
+    def _resize_hot(self, buffer: ResizeHot) -> None:
+        pass
+
+    def _write_back(self, command: WriteBackRows) -> None:
+        pass
 
     def _land(self, write: Write, *, intact: bool) -> None:
         pass

@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
+from benchmarks.results import renew
 from pdserve.configs.sampling import SamplingParams
 from pdserve.kernels.moe.router.norm_route_cuda import add_norm_route
 from pdserve.memory.kv_pool import KvCache
@@ -296,6 +297,7 @@ def time_prefill(engine: Engine, tokens: int, chunk: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--record", type=Path, help="renew the rows of this file of results (results/steps.json)")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--model", default="qwen3-8b", help="geometry to time (default: qwen3-8b)")
     parser.add_argument("--layers", type=int, help="number of layers; fewer for a quick look")
@@ -356,6 +358,20 @@ def main() -> None:
         list_kernels("8,192 tokens", lambda: engine.eager([SequenceSlice(prompt, 0, pages)]))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.record is not None:
+        renew(options.record, figures_of(results))
+
+
+def figures_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of rows in the results."""
+    model = {"qwen3-8b": "", "qwen3-30b-a3b": "Qwen3-30B-A3B: "}.get(results["model"], f"{results['model']}: ")
+    model += "4-bit weights: " if results["weights"] == "int4" else ""
+    figures = {}
+    for row in results["decode"]:
+        context = f", context {row['context']:,}" if row["batch"] == 1 and not model else ""
+        figures[f"{model}step, batch {row['batch']}{context}"] = row["step_ms"]
+    at_once = "prompt of 8,192 tokens" if results["weights"] == "int4" else "prefill of 8,192 tokens at once"
+    return figures | {f"{model}{at_once}": results["prefill_8192"][8192]}
 
 
 if __name__ == "__main__":

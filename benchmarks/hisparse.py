@@ -41,6 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.hisparse_model import DEEPSEEK_V32, GIB, PAGE, TINY, Sizes, longest_output
+from benchmarks.results import renew
 from benchmarks.servers import cpu_seconds, free_port, running, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
@@ -298,10 +299,33 @@ def main() -> int:
         return 1
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.record is not None:
+        renew(options.record, figures_of(results, sizes))
     out = Console(highlight=False, width=130)
     out.print(throughput_table(results["windows"], sizes))
     out.print(arrival_table(results["arrivals"]))
     return 0
+
+
+def figures_of(results: Mapping[str, Any], sizes: Sizes) -> dict[str, float]:
+    """The figures of rows in the results."""
+    figures = {}
+    for clients, repeat in dict.fromkeys((window["clients"], window["repeat"]) for window in results["windows"]):
+        device, hisparse = (
+            statistics.fmean(
+                window["tokens_per_s"]
+                for window in results["windows"]
+                if (window["arm"], window["clients"], window["repeat"]) == (arm, clients, repeat)
+            )
+            for arm in ARMS
+        )
+        what = "" if repeat else ", random text (worst)"
+        what += ", all fit" if clients <= sizes.device_requests else ""
+        figures[f"{clients} clients{what}: with HiSparse / without"] = hisparse / device
+    arrivals = results["arrivals"][ARMS[1]]
+    figures["first step of a new prompt"] = 1e3 * statistics.median(one["first_step"] for one in arrivals)
+    last = 1e3 * statistics.median(one["last_chunk_to_first_step"] for one in arrivals)
+    return figures | {"last chunk to first step": last}
 
 
 def throughput_table(windows: list[dict[str, Any]], sizes: Sizes) -> Table:
@@ -351,6 +375,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> str:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--record", type=Path, help="renew the rows of this file of results (results/hisparse.json)")
     parser.add_argument("--layers", type=int, default=4, help="layers, of the model's 61 (default: 4)")
     parser.add_argument("--mlp", type=int, help="width of the MLP (default: 33 x 2048)")
     parser.add_argument("--kv-memory-gib", type=float, default=1.0, help="GPU memory for KV (default: 1)")

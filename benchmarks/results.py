@@ -9,11 +9,12 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,6 +110,19 @@ def record(path: Path, title: str, figures: Sequence[Figure]) -> None:
         rows[figure.figure] = msgspec.structs.replace(figure, anchor=figure.anchor or before.anchor)
     path.write_bytes(
         msgspec.json.format(msgspec.json.encode(Results(results.title, list(rows.values()))), indent=1) + b"\n"
+    )
+
+
+def renew(path: Path, values: Mapping[str, float]) -> None:
+    """Put new values into the rows with these figures, which keep their target, floor and anchor. Prints the figures
+    that have no row: a row is a claim, so somebody has to write it first.
+    """
+    rows = {row.figure: row for row in read_results(path).rows}
+    new = [figure_of_this_run(figure, value, rows[figure].unit) for figure, value in values.items() if figure in rows]
+    kept = ("target", "anchor", "floor", "better")
+    record(path, "", [replace(row, **{name: getattr(rows[row.figure], name) for name in kept}) for row in new])
+    print(
+        f"{path}: {len(new)} figures renewed; without a row: {'; '.join(sorted(values.keys() - rows.keys())) or 'none'}"
     )
 
 

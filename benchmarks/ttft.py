@@ -45,6 +45,7 @@ from pdserve.server.launch.up import running_pair
 from . import dsa_engine, engine
 from .gpu_timing import copy_rate
 from .pair import QWEN3_8B as QWEN3_8B_JSON
+from .results import renew
 from .servers import free_port, write_model
 
 # vLLM 0.22.1 on the same GPU with the same geometry and random weights, one request, one token generated (ms)
@@ -229,6 +230,7 @@ def hop_table(trace: Path, spans: list[tuple[float, float]]) -> list[tuple[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--record", type=Path, help="renew the rows of this file of results (results/first_token.json)")
     parser.add_argument("--only", choices=("loop", "pair"))
     parser.add_argument(
         "--geometry", choices=("qwen3-8b", "deepseek-v3.2-4-layers"), default="qwen3-8b", help="model of the model loop"
@@ -250,11 +252,26 @@ def main() -> None:
         del bench
         gc.collect()
         torch.cuda.empty_cache()  # the memory is for the servers now
+    given = dict(setting.split("=", 1) for setting in options.set)
     if options.only != "loop":
-        given = dict(setting.split("=", 1) for setting in options.set)
         results["pair"] = measure_pair(options.lengths, hops=options.hops, given=given, layers=options.layers)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.record is not None:
+        renew(options.record, figures_of(results, given))
+
+
+def figures_of(results: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, float]:
+    """The figures of rows in the results. Decode computes the short prompts, unless it may not."""
+    figures: dict[str, float] = {}
+    if "loop" in results and results["loop"]["geometry"] == "qwen3-8b":
+        figures |= {f"model loop, {row['tokens']:,} tokens": row["loop_ms"] for row in results["loop"]["prompts"]}
+    for row in results.get("pair", {"prompts": []})["prompts"]:
+        where = "computed by prefill" if given else "pair with defaults"
+        if not given and row["tokens"] >= 1024:
+            where += f" ({'prefill' if row['transfer'] > 0 else 'decode'} computes)"
+        figures[f"{row['tokens']:,} tokens, {where}"] = row["client_ms"]
+    return figures
 
 
 if __name__ == "__main__":

@@ -5,7 +5,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.results import PAGE, README, RESULTS, Anchor, Figure, Results, page, read_results, readme, record
+from benchmarks.results import (
+    PAGE,
+    README,
+    RESULTS,
+    Anchor,
+    Figure,
+    Results,
+    page,
+    read_results,
+    readme,
+    record,
+    renew,
+)
 
 FILES = sorted(RESULTS.glob("*.json"))
 MEASURED = Figure("step", 2.0, "ms", "python -m benchmarks.engine", "0123abcd", "2026-11-19", "1 x H200", target=1.5)
@@ -54,6 +66,18 @@ def test_record_keeps_the_anchor_of_the_figure_that_it_replaces(tmp_path: Path) 
         record(path, "Steps", [msgspec.structs.replace(MEASURED, anchor=anchor)])
         (row,) = read_results(path).rows
         assert row.anchor == kept
+
+
+def test_renewed_figures_keep_their_target_and_others_get_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.json"
+    record(path, "Steps", [MEASURED])
+    renew(path, {"step": 1.25, "another": 3.0})
+    (row,) = read_results(path).rows
+    assert (row.value, row.unit, row.target) == (1.25, "ms", 1.5)
+    assert row.machine != MEASURED.machine
+    assert "without a row: another" in capsys.readouterr().out
 
 
 def test_a_figure_misses_its_target_on_the_side_that_is_worse() -> None:

@@ -260,10 +260,11 @@ def test_schema_that_takes_too_long_to_compile_is_refused(decode: Server) -> Non
     response = HTTP.post(
         f"{decode.url}/generate",
         json={"text": "a", "sampling_params": {"json_schema": {"type": "object", "properties": properties}}},
-        timeout=60,
+        timeout=120,
     )
-    assert response.status_code == 400, response.text
-    assert "takes longer than 3 s to compile" in response.json()["error"]["message"]
+    # 429 where other processes leave the compiler, which has the lowest priority, less than 3 s in a minute
+    reason = {400: "takes longer than 3 s to compile", 429: "got too little CPU time"}[response.status_code]
+    assert reason in response.json()["error"]["message"]
     assert generate(decode, regex="ab")["text"] == "ab", "the grammar compiler was not restarted"
 
 

@@ -1,13 +1,17 @@
-"""A checksum of a model, equal on two hosts if and only if they have the same files. No torch.
+"""Checksums of a model, equal on two servers if and only if they have the same model. No torch.
 
-Prefill and decode compare it when they pair. It covers the configuration, every tensor's name, shape and type, and
-4 KiB from the middle of each tensor: enough to distinguish fine-tunes, with one short read per tensor. Random weights
-(dummy_weights.py) follow from the configuration.
+Prefill and decode compare them when they pair. A fingerprint covers the configuration, every tensor's name, shape and
+type, and 4 KiB from the middle of each tensor: enough to distinguish fine-tunes, with one short read per tensor. Random
+weights (dummy_weights.py) follow from the configuration.
+
+The configuration is config.json, or the metadata of a GGUF file, without what no result depends on: fields that are
+null, `NOTES` about the file and its training, and of a GGUF file all that is not about its architecture (names,
+authors, the tokenizer). A field that nobody knows counts: it may be why two models differ.
 """
 
-import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -17,7 +21,26 @@ import xxhash
 from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..formats.gguf_file import open_gguf
+from ..formats.json_fields import Json, read_json
 from .catalog import ModelSource, safetensors_files
+from .protocol3_fingerprint import protocol3_configuration
+
+NOTES = frozenset(
+    {
+        # where the file comes from, and who wrote it
+        "_name_or_path", "_commit_hash", "_source", "auto_map", "model_name", "transformers_version",
+        # how to run it: a setting of the server
+        "_attn_implementation", "attn_implementation", "use_cache", "use_return_dict", "return_dict", "torchscript",
+        "output_attentions", "output_hidden_states", "output_router_logits",
+        # tokens that only begin and end texts
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        # training
+        "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "initializer_range",
+        "gradient_checkpointing", "pretraining_tp", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha",
+        "seq_aux", "ep_size",
+    }
+)  # fmt: skip
+"""Fields of config.json, at any depth, that no result depends on."""
 
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
@@ -38,25 +61,58 @@ class _Entry(msgspec.Struct):
 TensorRecord = tuple[str, list[int], str, bytes]
 
 
-def fingerprint(source: ModelSource, load_format: LoadFormat = "auto") -> str:
-    """32 hexadecimal digits. Independent of paths, sharding, the order of tensors and the stop tokens."""
-    config = dataclasses.asdict(source.config)
-    del config["eos_token_ids"]
-    for field in dataclasses.fields(source.config):  # the fingerprint is older than fields with a default
-        if field.default is not dataclasses.MISSING and field.name != "mla" and not config[field.name]:
-            del config[field.name]
-    for name in ("biases", "limit"):
-        if config.get("moe") and not config["moe"][name]:
-            del config["moe"][name]
-    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True).encode())
+@dataclass(frozen=True)
+class Fingerprints:
+    """Both checksums of a model, as 32 hexadecimal digits. Independent of paths, sharding and the order of tensors."""
+
+    model: str
+    """The one to show and to compare."""
+    protocol3: str
+    """For servers that know no other (protocol3_fingerprint.py)."""
+
+
+def fingerprints(source: ModelSource, load_format: LoadFormat = "auto") -> Fingerprints:
+    """Reads the samples once."""
+    model = xxhash.xxh3_128(b"model 1\n" + _configuration(source))
+    protocol3 = xxhash.xxh3_128(protocol3_configuration(source.config))
+    for part in _parts(source, load_format):
+        model.update(part)
+        protocol3.update(part)
+    return Fingerprints(model.hexdigest(), protocol3.hexdigest())
+
+
+def _configuration(source: ModelSource) -> bytes:
+    if source.format == "gguf":
+        file = open_gguf(source.path)
+        about = ("general.architecture", f"{file.architecture}.")
+        fields: Json = {name: value for name, value in file.metadata.items() if name.startswith(about)}
+    else:
+        path = source.path / "config.json"
+        try:
+            fields = _normalised(read_json(path))
+        except RecursionError:
+            raise StartupError(f"{path}: its values are nested too deep") from None
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def _normalised(value: Any) -> Any:
+    """Without NOTES and nulls; 10000.0 and 10000 are the same number."""
+    if isinstance(value, dict):
+        return {name: _normalised(part) for name, part in value.items() if part is not None and name not in NOTES}
+    if isinstance(value, list):
+        return [_normalised(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _parts(source: ModelSource, load_format: LoadFormat) -> Iterator[bytes]:
+    """What a fingerprint covers of the weights."""
     if load_format == "dummy":
-        digest.update(b"dummy")
-        return digest.hexdigest()
+        yield b"dummy"
+        return
     records = _gguf_records(source.path) if source.format == "gguf" else _safetensors_records(source.path)
     for name, shape, dtype, sample in sorted(records):
-        digest.update(json.dumps([name, shape, dtype, len(sample)]).encode())
-        digest.update(sample)
-    return digest.hexdigest()
+        yield json.dumps([name, shape, dtype, len(sample)]).encode()
+        yield sample
 
 
 def _gguf_records(path: Path) -> Iterator[TensorRecord]:

@@ -19,6 +19,8 @@ import uuid
 from collections.abc import Container, Sequence
 from typing import NoReturn
 
+import msgspec
+
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
@@ -31,7 +33,7 @@ from ...memory.pages import PageAllocator, most_visible_pages
 from ...memory.sizing import GIB
 from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import locate_model
-from ...models.loading.fingerprint import fingerprint
+from ...models.loading.fingerprint import fingerprints
 from ...transfer.control.curve import ClusterKeys
 from ...transfer.control.decode import UNPAIRED_S, DecodeControl
 from ...transfer.control.prefill import PrefillControl
@@ -121,7 +123,7 @@ class Leader:
         self._inbox = inbox
         self._instance = InstanceId(uuid.uuid4().hex[:16])
         self._source = locate_model(config.model, config.load_format)
-        self._fingerprint = fingerprint(self._source, config.load_format)
+        self._fingerprints = fingerprints(self._source, config.load_format)
         self._keys = (
             ClusterKeys.derive(config.cluster_key.get_secret_value()) if config.cluster_key is not None else None
         )
@@ -173,7 +175,8 @@ class Leader:
 
     @property
     def _peer_infos(self) -> tuple[Rank, ...]:
-        return tuple(report.peer_info for report in self._ready)
+        checkpoint = self._fingerprints.model
+        return tuple(msgspec.structs.replace(report.peer_info, checkpoint=checkpoint) for report in self._ready)
 
     def _ranks_of(self, engine: int) -> tuple[Rank, ...]:
         """The ranks of an engine: all, or with data-parallel attention one of each stage. Peers see each engine as a
@@ -216,7 +219,7 @@ class Leader:
         hello = Hello(
             protocol_version=PROTOCOL_VERSION,
             instance=self._instance if single else dp_instance(self._instance, number),
-            model_fingerprint=self._fingerprint,
+            model_fingerprint=self._fingerprints.protocol3,
             model_name=self._source.name,
             ranks=self._ranks_of(number),
             enable_hisparse=config.enable_hisparse,
@@ -267,7 +270,7 @@ class Leader:
         if config.kv_store is None:
             return None
         return StoreLimits(
-            root_of(self._fingerprint),
+            root_of(self._fingerprints.model),
             config.page_size,
             ranks=config.world_size // config.dp_size,
             timeout_s=config.kv_store_timeout_ms / 1000,
@@ -286,7 +289,7 @@ class Leader:
         welcome = Welcome(
             protocol_version=PROTOCOL_VERSION,
             instance=self._instance,
-            model_fingerprint=self._fingerprint,
+            model_fingerprint=self._fingerprints.protocol3,
             model_name=self._source.name,
             ranks=self._ranks_of(0),  # data-parallel ranks are equal, and one of them writes the KV of a prompt
             enable_hisparse=True,
@@ -377,7 +380,7 @@ class Leader:
                 context_length=model.context_length,
                 vocab_size=model.vocab_size,
                 eos_token_ids=model.eos_token_ids,
-                fingerprint=self._fingerprint,
+                fingerprint=self._fingerprints.model,
                 dtype=first.dtype,
                 device=first.device,
             ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.configs.errors import ClientError, StartupError
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fingerprint import fingerprints
 from pdserve.models.loading.weights import open_checkpoint
 from pdserve.server.text.tokenizer import load_tokenizer
 from tests.checkpoints import make_checkpoint
@@ -35,7 +35,7 @@ def read_model(directory: Path) -> None:
     """Read what the two processes of a server read at their start."""
     source = locate_model(str(directory))
     load_tokenizer(source)
-    fingerprint(source)
+    fingerprints(source)
     open_checkpoint(source)
 
 

@@ -26,14 +26,10 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
     """
     if welcome.protocol_version != hello.protocol_version:
         return describe_versions(welcome.protocol_version, hello.protocol_version)
-    if welcome.model_fingerprint != hello.model_fingerprint:
-        return (
-            f"models differ: prefill serves {welcome.model_name} ({welcome.model_fingerprint}), "
-            f"decode serves {hello.model_name} ({hello.model_fingerprint})"
-        )
     return (
         _describe_ranks("prefill", welcome.ranks)
         or _describe_ranks("decode", hello.ranks)
+        or _describe_models(hello, welcome)
         or _describe_sessions(hello.ranks)
         or _describe_pools(welcome.ranks, hello.ranks)
     )
@@ -52,6 +48,18 @@ def share_cpu(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
 def layouts_of(ranks: Sequence[Rank], kind: tuple[str, ...]) -> list[KvLayout]:
     """The layout of the pool of this kind, by rank. `check_pair` ensures that each rank has one."""
     return [pool.layout for rank in ranks for pool in rank.pools if pool.layout.kind == kind]
+
+
+def _describe_models(hello: Hello, welcome: Welcome) -> str | None:
+    prefill, decode = ({rank.checkpoint for rank in ranks} for ranks in (welcome.ranks, hello.ranks))
+    if "" in prefill | decode:  # an older server
+        prefill, decode = {welcome.model_fingerprint}, {hello.model_fingerprint}
+    if prefill == decode and len(decode) <= 1:
+        return None
+    return (
+        f"models differ: prefill serves {welcome.model_name} ({', '.join(sorted(prefill))}), "
+        f"decode serves {hello.model_name} ({', '.join(sorted(decode))})"
+    )
 
 
 def _describe_ranks(side: str, ranks: Sequence[Rank]) -> str | None:

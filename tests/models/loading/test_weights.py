@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.configs.errors import StartupError
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
-from pdserve.models.loading.fingerprint import fingerprint
+from pdserve.models.loading.fingerprint import Fingerprints, fingerprints
 from pdserve.models.loading.weights import load_weights
 from tests.checkpoints import load_reference, make_checkpoint
 
@@ -126,14 +126,14 @@ def test_truncated_weight_file_is_named(tmp_path: Path) -> None:
 
 
 def test_fingerprint_depends_on_content_and_not_on_paths(tmp_path: Path) -> None:
-    def of(name: str, **options: object) -> str:
+    def of(name: str, **options: object) -> Fingerprints:
         directory = tmp_path / name
         directory.mkdir()
         make_checkpoint(directory, **options)  # type: ignore[arg-type]  # forwarded as they are
-        return fingerprint(locate_model(str(directory)))
+        return fingerprints(locate_model(str(directory)))
 
     base = of("base")
-    assert len(base) == 32
+    assert len(base.model) == len(base.protocol3) == 32
     assert of("elsewhere") == base
     assert of("sharded", shard_size="60KB") == base
     different = [
@@ -142,16 +142,19 @@ def test_fingerprint_depends_on_content_and_not_on_paths(tmp_path: Path) -> None
         of("other-eps", rms_norm_eps=1e-5),
         of("other-rope", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
     ]
-    assert len({base, *different}) == 5
+    assert len({prints.model for prints in (base, *different)}) == 5
+    assert len({prints.protocol3 for prints in (base, *different)}) == 5
 
 
 def test_fingerprint_detects_one_changed_tensor_and_ignores_stop_tokens(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    base = fingerprint(locate_model(str(tmp_path)))
+    base = fingerprints(locate_model(str(tmp_path)))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert fingerprint(locate_model(str(tmp_path))) == base
+    assert fingerprints(locate_model(str(tmp_path))) == base
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     tensors[NAME][48] *= 1.001
     save_file(tensors, path)
-    assert fingerprint(locate_model(str(tmp_path))) != base
+    changed = fingerprints(locate_model(str(tmp_path)))
+    assert changed.model != base.model
+    assert changed.protocol3 != base.protocol3

@@ -106,6 +106,28 @@ def test_different_protocol_or_model_is_refused_with_both_values() -> None:
     assert reason == "models differ: prefill serves llama (abc), decode serves qwen (xyz)"
 
 
+def with_checkpoints(introduction: Hello | Welcome, *checkpoints: str) -> tuple[Rank, ...]:
+    first = introduction.ranks[0]
+    return tuple(msgspec.structs.replace(first, rank=n, checkpoint=name) for n, name in enumerate(checkpoints))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "old", "differ"),
+    [
+        pytest.param("new", "new", "other", "", id="equal, whatever older servers compare"),
+        pytest.param("new", "newer", "abc", "llama (new), decode serves llama (newer)", id="different"),
+        pytest.param("", "new", "abc", "", id="older prefill"),
+        pytest.param("new", "", "abc", "", id="older decode"),
+        pytest.param("new", "", "other", "llama (abc), decode serves llama (other)", id="older decode, different"),
+    ],
+)
+def test_the_fingerprint_that_both_sides_know_decides(prefill: str, decode: str, old: str, differ: str) -> None:
+    hello, welcome = sides()
+    hello = msgspec.structs.replace(hello, ranks=with_checkpoints(hello, decode), model_fingerprint=old)
+    welcome = msgspec.structs.replace(welcome, ranks=with_checkpoints(welcome, prefill))
+    assert check_pair(hello, welcome) == (f"models differ: prefill serves {differ}" if differ else None)
+
+
 @pytest.mark.parametrize(
     ("decode", "both_values"),
     [

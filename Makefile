@@ -71,6 +71,10 @@ check test test-all:
 test-rest: setup ## the test files that the last `make test` left out
 	@$(PYTEST) $(IN_PARALLEL) --tier=rest
 
+.PHONY: mutations
+mutations: setup ## which tests notice 40 mutations of product code; about an hour; ARGS: names, --tier test, --record
+	@env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=.dev:. $(BIN)/python -m tests.mutations $(ARGS)
+
 .PHONY: coverage
 coverage: setup ## line and branch coverage of all tests, without the server processes that they start; in .coverage-html
 	@$(PYTEST) $(IN_PARALLEL) --cov --cov-report=term:skip-covered --cov-report=html

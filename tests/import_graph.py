@@ -87,15 +87,20 @@ def python_files(root: Path) -> list[Path]:
     return sorted(path for folder in (*FOLDERS, "tests", "benchmarks") for path in (root / folder).rglob("*.py"))
 
 
-def named_files(path: Path, root: Path) -> set[Path]:
+def named_files(path: Path, root: Path) -> frozenset[Path]:
     """Our files that `path` imports, or names in a string."""
-    source = path.read_text(encoding="utf-8")
+    return _named_files(path, path.read_text(encoding="utf-8"), root)
+
+
+@functools.cache
+def _named_files(path: Path, source: str, root: Path) -> frozenset[Path]:
+    """Cached, because a run of mutations asks for each of them."""
     found = {_file(root, name) for name in _DOTTED.findall(source)}
     for module, names in _FROM_IMPORT.findall(source):  # `from tests.kernels import places`: a name may be a module
         found |= {_file(root, f"{module}.{name}") for name in _WORD.findall(names)}
     found |= {_file(root, f"kernels.{name}") for name in _LAUNCHER.findall(source)}
-    found |= {imported_file(path, level, name) for level, name, _ in imports(path) if level > 0}
-    return {file for file in found if file is not None and file.suffix}
+    found |= {imported_file(path, level, name) for level, name, _ in _imports(source) if level > 0}
+    return frozenset(file for file in found if file is not None and file.suffix)
 
 
 def _file(root: Path, name: str) -> Path | None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.cluster.servers import REPOSITORY
+from tests.source_copy import copy_sources
 
 PATCHES = Path(__file__).parent / "patches"
 PROOF_S = 600
@@ -42,16 +42,6 @@ def prove(kind: str) -> int:
         found = next((line for line in done.stdout.splitlines() if "AssertionError" in line and "costs" in line), None)
         print(f"{kind}: after {time.monotonic() - began_s:.0f} s: {found or done.stdout[-2000:]}", flush=True)
         return int(found is None)
-
-
-def copy_sources(copy: Path) -> None:
-    """Copies the files that git knows."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, check=True).stdout
-    for name in filter(None, listed.decode().split("\0")):
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (REPOSITORY / name).exists():
-            shutil.copy2(REPOSITORY / name, target, follow_symlinks=False)
 
 
 if __name__ == "__main__":

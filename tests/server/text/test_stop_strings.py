@@ -57,3 +57,10 @@ def test_only_a_possible_stop_string_is_held_back() -> None:
     shown = [matcher.push(character) for character in "abaabaxyabx"]
     assert shown == ["", "", "", "aba", "", "", "aba", "", "xy", "", "ab"]
     assert matcher.finish() == "x"
+
+
+@pytest.mark.parametrize(("stop", "text"), [("aab", "aaab"), ("ababc", "xabababc")])
+def test_stop_string_that_begins_inside_its_own_failed_beginning_is_found(stop: str, text: str) -> None:
+    matcher = StopStrings([stop])
+    shown = "".join(matcher.push(character) for character in text)
+    assert (shown, matcher.matched) == (text.removesuffix(stop), stop)

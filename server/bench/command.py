@@ -4,6 +4,7 @@ options.py   what to send and how fast
 prompts.py   the prompts
 client.py    one request over HTTP, with the time of every arrival
 summary.py   percentiles, throughput, goodput
+search.py    the highest rate that keeps the limits: several runs
 report.py    tables and JSON
 plot.py      the picture
 """
@@ -27,10 +28,12 @@ from ..terminal.options import NEEDS_KEY, SYSTEM_TLS, WRONG_KEY, TlsOptions
 from ..terminal.tls import describe, verification
 from .client import BenchClient, RequestRecord
 from .options import BenchOptions
-from .plot import check_plot, draw
+from .plot import check_plot, draw, draw_search
 from .prompts import BenchPrompt, ModelLimits, Workload, make_workload
-from .report import BenchResult, report, to_json
-from .summary import summarize
+from .report import BenchResult, encode, report, to_json
+from .search import Probe, best_of, search, search_document, table_of, verdict_of
+from .search import describe as describe_probe
+from .summary import meets, summarize
 
 INFO_TIMEOUT_S = 10.0
 PROGRESS_PER_S = 4
@@ -41,6 +44,8 @@ def run_bench(options: BenchOptions, arguments: Sequence[str]) -> int:
     if options.plot is not None:
         check_plot(options.plot)
     screen = Console(stderr=True)
+    if options.find_rate:
+        return _run_search(options, screen, shlex.join(["pdserve", "bench", *arguments]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(measure(options, screen, command=shlex.join(["pdserve", "bench", *arguments])))
     out = Console(highlight=False)
@@ -55,8 +60,42 @@ def run_bench(options: BenchOptions, arguments: Sequence[str]) -> int:
     return 1 if result.summary.failed or not result.summary.ok else 0
 
 
-async def measure(options: BenchOptions, screen: Console, *, command: str = "") -> BenchResult:
-    """Run one load against the server and summarize it. Cancellation (Ctrl-C) ends the load, not the summary.
+def _run_search(options: BenchOptions, screen: Console, command: str) -> int:
+    """Returns 0 when a rate kept the limits, 1 when none did, 130 on Ctrl-C."""
+    probes: list[Probe] = []
+    interrupted = False
+
+    async def run(load: BenchOptions, misses: int) -> BenchResult:
+        nonlocal interrupted
+        result = await measure(load, screen, command=command, misses=misses)
+        interrupted = result.interrupted
+        return result
+
+    async def find() -> None:
+        async for probe in search(options, run):
+            probes.append(probe)
+            screen.print(describe_probe(probe), highlight=False)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(find())
+    out = Console(highlight=False)
+    if probes:
+        out.print(table_of(probes, options))
+        out.print(verdict_of(probes))
+    if options.output is not None:
+        options.output.write_bytes(encode(search_document(probes, command)))
+    if options.plot is not None and probes:
+        draw_search(probes, options, options.plot)
+    if interrupted:
+        return 130
+    return 0 if best_of(probes) is not None else 1
+
+
+async def measure(
+    options: BenchOptions, screen: Console, *, command: str = "", misses: int | None = None
+) -> BenchResult:
+    """Run one load against the server and summarize it. Cancellation (Ctrl-C) ends the load, not the summary; so do
+    more than `misses` requests that fail or are outside the bounds.
 
     Raises StartupError when the server does not respond, or cannot hold the requested lengths.
     """
@@ -77,11 +116,11 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
     try:
         # kept_for_now(): the GC skips the prompts, which are millions of objects in a long run
         with kept_for_now(), _progress(screen) as progress:
-            run = _Run(client, options, progress)
+            run = _Run(client, options, progress, misses)
             await run.carry_out(workload)
     finally:
         client.close()
-    slo_ttft_s, slo_itl_s = (None if ms is None else ms / 1000 for ms in (options.slo_ttft_ms, options.slo_itl_ms))
+    slo_ttft_s, slo_itl_s = options.bounds_s
     return BenchResult(
         options=options,
         command=command,
@@ -101,10 +140,16 @@ async def measure(options: BenchOptions, screen: Console, *, command: str = "") 
     )
 
 
+class _TooManyMissesError(Exception):
+    """The share of requests that must meet the bounds is out of reach."""
+
+
 class _Run:
     """The load while it runs."""
 
-    def __init__(self, client: BenchClient, options: BenchOptions, progress: Progress) -> None:
+    def __init__(
+        self, client: BenchClient, options: BenchOptions, progress: Progress, misses: int | None = None
+    ) -> None:
         self.records: list[RequestRecord] = []
         self.sent = 0
         self.duration_s = self.cpu_s = 0.0
@@ -114,6 +159,7 @@ class _Run:
         self._progress = progress
         self._task = progress.add_task("", total=options.requests, failed=0, tokens=0)
         self._failed = 0
+        self._misses_left = misses
 
     async def carry_out(self, workload: Workload) -> None:
         """Returns when every request has ended, or on cancellation; `records` has the requests that have ended."""
@@ -125,18 +171,23 @@ class _Run:
             self._client.tokens = 0
             started, cpu_started_s = time.perf_counter(), time.process_time()
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    if self._options.rate_per_s is not None:
-                        await self._send_at_rate(workload.measured, started, tasks)
-                    else:
-                        waiting = iter(workload.measured)
-                        for _ in range(min(self._options.concurrency or 1, len(workload.measured))):
-                            tasks.create_task(self._send_in_turn(waiting, started))
+                await self._send(workload.measured, started)
+            except* _TooManyMissesError:
+                pass
             finally:
                 self.duration_s = time.perf_counter() - started
                 self.cpu_s = time.process_time() - cpu_started_s
         except asyncio.CancelledError:
             self.interrupted = True
+
+    async def _send(self, prompts: Sequence[BenchPrompt], started: float) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self._options.rate_per_s is not None:
+                await self._send_at_rate(prompts, started, tasks)
+            else:
+                waiting = iter(prompts)
+                for _ in range(min(self._options.concurrency or 1, len(prompts))):
+                    tasks.create_task(self._send_in_turn(waiting, started))
 
     async def _send_in_turn(self, waiting: Iterator[BenchPrompt], started: float) -> None:
         for prompt in waiting:
@@ -156,6 +207,10 @@ class _Run:
         self.records.append(record)
         self._failed += not record.ok
         self._progress.update(self._task, advance=1, failed=self._failed, tokens=self._client.tokens)
+        if self._misses_left is not None and not meets(record, *self._options.bounds_s):
+            self._misses_left -= 1
+            if self._misses_left < 0:
+                raise _TooManyMissesError
 
     async def _request(self, prompt: BenchPrompt, started: float) -> RequestRecord:
         expected = prompt.output_len if self._options.ignore_eos else None

@@ -1,6 +1,7 @@
 """Plots a run: the distribution of the latencies, and the time of each stage. Needs matplotlib."""
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,10 @@ from ...configs.errors import StartupError
 from ...configs.words import counted
 from ..observability.stages import AFTER_FIRST_TOKEN
 from .client import RequestRecord
+from .options import BenchOptions
 from .report import BenchResult
+from .search import Probe, verdict_of
+from .summary import LENGTH_CLASSES, length_class
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +55,7 @@ def picture(result: BenchResult) -> "Figure":
     FigureCanvasAgg(figure)
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 2))[:, 0]
     cdfs = upper.subplots(1, 3)
-    _draw_cdf(cdfs[0], "time to first token", [record.ttft_s for record in ok if record.ttft_s is not None])
+    _draw_first_tokens(cdfs[0], ok)
     _draw_cdf(cdfs[1], "inter-token latency", [gap for record in ok for gap in record.itl_s])
     _draw_cdf(cdfs[2], "end to end", [record.e2e_s for record in ok])
     cdfs[0].set_ylabel("share of requests")
@@ -68,6 +72,41 @@ def picture(result: BenchResult) -> "Figure":
     return figure
 
 
+def draw_search(probes: Sequence[Probe], options: BenchOptions, path: Path) -> None:
+    """Write the plot of a search to `path`: share inside the limits, and latencies, by rate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    shares, ttft, itl = figure.subplots(1, 3)
+    ordered = sorted(probes, key=lambda probe: probe.rate_per_s)
+    rates = [probe.rate_per_s for probe in ordered]
+    shares.plot(rates, [probe.share for probe in ordered], marker="o", color=_COLORS[1])
+    shares.axhline(options.keep, color="#999999", linewidth=0.6, linestyle=":")
+    shares.set_ylim(0, 1.02)
+    shares.set_title("share of requests inside the limits")
+    by_rate = (
+        (ttft, "time to first token, ms", [probe.result.summary.ttft_s for probe in ordered], options.slo_ttft_ms),
+        (itl, "inter-token latency, ms", [probe.result.summary.itl_s for probe in ordered], options.slo_itl_ms),
+    )
+    for axes, title, found, limit in by_rate:
+        for color, name in zip(_COLORS[1:], ("p50", "p90", "p99"), strict=False):
+            values = [math.nan if one is None else 1000 * getattr(one, name) for one in found]
+            axes.plot(rates, values, marker="o", color=color, label=name)
+        if limit is not None:
+            axes.axhline(limit, color="#999999", linewidth=0.6, linestyle=":")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title)
+        axes.legend(frameon=False)
+    for axes in (shares, ttft, itl):
+        axes.set_xlabel("requests/s")
+        axes.grid(alpha=0.3)
+    model = ordered[0].result.model_info.get("served_model_name", "unknown model")
+    figure.suptitle(f"{model}: {options.lengths}\n{verdict_of(probes)}")
+    figure.savefig(path, dpi=120)
+
+
 def title_of(result: BenchResult) -> str:
     """Load and result, in two lines."""
     summary, options = result.summary, result.options
@@ -76,6 +115,19 @@ def title_of(result: BenchResult) -> str:
         f"{counted(summary.ok, 'request')} ok, {summary.failed} failed: "
         f"{summary.requests_per_s:.2f} requests/s, {summary.output_tokens_per_s:.1f} output tokens/s"
     )
+
+
+def _draw_first_tokens(axes: "Axes", ok: Sequence[RequestRecord]) -> None:
+    """All requests, and each class of prompt lengths if there are several."""
+    given = [(length_class(record.prompt_tokens), record.ttft_s) for record in ok if record.ttft_s is not None]
+    _draw_cdf(axes, "time to first token", [ttft_s for _, ttft_s in given])
+    classes = sorted({number for number, _ in given})
+    if len(classes) < 2:
+        return
+    for number in classes:
+        milliseconds = [1000 * ttft_s for of, ttft_s in given if of == number]
+        axes.ecdf(milliseconds, color=_COLORS[2 + number], linewidth=0.8, label=LENGTH_CLASSES[number])
+    axes.legend(title="prompt tokens", fontsize="x-small", title_fontsize="x-small", loc="lower right")
 
 
 def _draw_cdf(axes: "Axes", title: str, seconds: Sequence[float]) -> None:

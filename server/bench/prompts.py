@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ...configs.errors import StartupError
-from .options import BenchOptions
+from .options import LONGEST, BenchOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,13 @@ def make_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
         random.Random(options.seed).shuffle(texts)
         prompts = [BenchPrompt(text, options.output_len) for text in texts[:needed]]
         return Workload(prompts[: options.warmup], prompts[options.warmup :])
-    longest = options.prefix_len + sum(_bounds(length, options.range_ratio)[1] for length in _lengths(options))
+    longest = options.prefix_len + sum(lengths.longest for lengths in _lengths(options))
     if longest > limits.max_total_tokens:
+        wide = (
+            "--max-input-len and --max-output-len" if options.input_sigma or options.output_sigma else "--range-ratio"
+        )
         raise StartupError(
-            f"up to {longest} tokens a request (--prefix-len, --input-len and --output-len, with --range-ratio): "
+            f"up to {longest} tokens a request (--prefix-len, --input-len and --output-len, with {wide}): "
             f"the server holds {limits.max_total_tokens}"
         )
     return _random_workload(options, limits)
@@ -94,12 +97,35 @@ def read_sharegpt(path: Path, max_bytes: int) -> list[str]:
     return texts
 
 
-def _lengths(options: BenchOptions) -> tuple[int, int]:
-    return options.input_len, options.output_len
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """Random lengths: uniform in a range around the middle, or lognormal with that median, cut to [1, longest]."""
+
+    middle: int
+    shortest: int
+    longest: int
+    sigma: float
+
+    @classmethod
+    def of(cls, middle: int, ratio: float, sigma: float, longest: int | None) -> "_Lengths":
+        if sigma:
+            return cls(middle, 1, longest or LONGEST * middle, sigma)
+        return cls(middle, max(1, math.floor(middle * (1 - ratio))), math.ceil(middle * (1 + ratio)), 0.0)
+
+    def draw(self, source: random.Random) -> int:
+        if not self.sigma:
+            return source.randint(self.shortest, self.longest)
+        drawn = round(source.lognormvariate(math.log(self.middle), self.sigma))
+        return min(max(drawn, self.shortest), self.longest)
 
 
-def _bounds(length: int, ratio: float) -> tuple[int, int]:
-    return max(1, math.floor(length * (1 - ratio))), math.ceil(length * (1 + ratio))
+def _lengths(options: BenchOptions) -> tuple[_Lengths, _Lengths]:
+    """Of prompts without the shared prefix, and of outputs."""
+    ratio = options.range_ratio
+    return (
+        _Lengths.of(options.input_len, ratio, options.input_sigma, options.max_input_len),
+        _Lengths.of(options.output_len, ratio, options.output_sigma, options.max_output_len),
+    )
 
 
 def _random_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
@@ -108,9 +134,10 @@ def _random_workload(options: BenchOptions, limits: ModelLimits) -> Workload:
     if not allowed:
         raise StartupError(f"the model's {limits.vocab_size} tokens are all special")
     prefix = source.choices(allowed, k=options.prefix_len)
+    inputs, outputs = _lengths(options)
 
     def prompt(beginning: list[int]) -> BenchPrompt:
-        input_len, output_len = (source.randint(*_bounds(length, options.range_ratio)) for length in _lengths(options))
+        input_len, output_len = inputs.draw(source), outputs.draw(source)
         return BenchPrompt(beginning + source.choices(allowed, k=input_len), output_len)
 
     measured = [prompt(prefix) for _ in range(options.requests)]

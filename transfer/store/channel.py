@@ -51,7 +51,7 @@ class Channel(Protocol):
 
 
 class AgentChannel:
-    """A channel to an agent process. It is started here, and again after a failure."""
+    """A channel to an agent process. It is started here, and again after it has ended, hung or lost the store."""
 
     # -P keeps the working directory out of sys.path: in a checkout its folders have the names of other packages.
     COMMAND = (sys.executable, "-P", "-m", "pdserve.transfer.store.agent")
@@ -137,6 +137,8 @@ class AgentChannel:
             reply = self._take_reply()
             if reply is not None and reply.number == self._number:
                 self._busy_since = None
+                if reply.lost:
+                    self._stop()
                 return reply
             ends_at = min(deadline, self._busy_since + HUNG_S)
             # a reply is read also after the deadline: this process may have been stopped meanwhile

@@ -5,6 +5,7 @@ import os
 import resource
 import select
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,54 @@ def test_agent_reports_errors_and_is_replaced_when_it_hangs_or_dies(
     channel.close()
     with pytest.raises(StoreError):
         call(channel)
+
+
+MORTAL_AGENT = """
+import sys
+from pathlib import Path
+from pdserve.transfer.store.agent import serve
+from pdserve.transfer.store.client import StoreError
+
+master = Path({master!r})
+
+class Client:  # whose connection stays dead, as Mooncake's was seen to do
+    def __init__(self):
+        if not master.exists():
+            raise StoreError("no server")
+        self.dead = False
+
+    def exist(self, keys):
+        self.dead |= not master.exists()
+        if self.dead:
+            raise StoreError("the master of the store does not answer")
+        return [True] * len(keys)
+
+serve(Client, memoryview(b""), sys.stdin.buffer, sys.stdout.buffer)
+"""
+
+
+def test_agent_that_has_lost_the_store_is_replaced(
+    channel: AgentChannel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: its successor, which cannot connect while the store is away, stays."""
+    master = tmp_path / "master"
+    monkeypatch.setattr(AgentChannel, "COMMAND", (sys.executable, "-P", "-c", MORTAL_AGENT.format(master=str(master))))
+    channel._stop()
+    master.touch()
+    call(channel)
+    first = agent_pid(channel)
+    call(channel)
+    assert agent_pid(channel) == first
+    master.unlink()
+    with pytest.raises(StoreError, match="does not answer"):
+        call(channel)
+    with pytest.raises(StoreError, match="no server"):
+        call(channel)
+    second = agent_pid(channel)
+    assert second != first
+    master.touch()
+    call(channel)
+    assert agent_pid(channel) == second
 
 
 @pytest.mark.parametrize("stopped_s", [2.0, 2 * channels.HUNG_S])

@@ -1,7 +1,8 @@
 """How long a request may stay in each state, and the error after that."""
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from ...configs.errors import DeadlineError, RequestError, UnavailableError
 from ..messages.lifecycle import State
@@ -15,7 +16,7 @@ begin it. Otherwise, under overload, prefill would get only prompts that are abo
 
 
 class Deadlines:
-    """Finds requests whose time is up. Scans all requests only when one may be due, not in every turn."""
+    """Finds requests whose time is up. Looks at a request when it may be due, not in every turn."""
 
     def __init__(self, dispatcher: PrefillDispatcher) -> None:
         self._dispatcher = dispatcher
@@ -24,8 +25,10 @@ class Deadlines:
         self._shortest_s = min(
             self._limits.queue_timeout_s, self._limits.prefill_wait_s, self._limits.prefill_timeout_s
         )
-        """A deadline that starts after a scan passes at least this long after it."""
-        self._scan_at = math.inf
+        """A deadline that starts after a look at the request passes at least this long after it."""
+        self._looks: list[tuple[float, str]] = []
+        """A heap: when to look at which request. One that is not the request's in `_look_at` is void."""
+        self._look_at: dict[str, float] = {}
         self._resumed_at = -math.inf
         """When this process last continued after it was stopped. Waits for a prefill server count from here: the
         process could not pair while it was stopped.
@@ -33,25 +36,33 @@ class Deadlines:
 
     def watch(self, request: Request) -> None:
         """Add a request that is new or was queued again."""
-        self._scan_at = min(self._scan_at, self._next(request)[0], request.lifecycle.since + self._shortest_s)
+        self._look(request.rid, min(self._next(request)[0], request.lifecycle.since + self._shortest_s))
 
     def resumed(self, now: float) -> None:
         """This process was stopped and continues at `now`."""
         self._resumed_at = now
 
-    def passed(self, requests: Iterable[Request], now: float) -> list[tuple[Request, RequestError]]:
-        """The requests that have to end now, with the error for each."""
-        if now < self._scan_at:
-            return []
-        self._scan_at = now + self._shortest_s
+    def passed(self, requests: Mapping[str, Request], now: float) -> list[tuple[Request, RequestError]]:
+        """Those of the open requests that have to end now, with the error for each."""
         ends: list[tuple[Request, RequestError]] = []
-        for request in requests:
+        while self._looks and self._looks[0][0] <= now:
+            at, rid = heapq.heappop(self._looks)
+            if self._look_at.get(rid) != at:
+                continue
+            del self._look_at[rid]
+            if (request := requests.get(rid)) is None:
+                continue
             due, field = self._next(request)
             if due <= now:
                 ends.append((request, self._error(request, field, now)))
             else:
-                self._scan_at = min(self._scan_at, due)
+                self._look(rid, min(due, now + self._shortest_s))
         return ends
+
+    def _look(self, rid: str, at: float) -> None:
+        if at < self._look_at.get(rid, math.inf):
+            self._look_at[rid] = at
+            heapq.heappush(self._looks, (at, rid))
 
     def _next(self, request: Request) -> tuple[float, str]:
         """The next deadline of a request in its present state, and the setting that it comes from."""

@@ -298,7 +298,7 @@ class DecodeScheduler:
         if self._peers_changed:
             self._peers_changed = False
             self._submissions.peers_changed(now)
-        for request, error in self._deadlines.passed(self.requests.values(), now):
+        for request, error in self._deadlines.passed(self.requests, now):
             self.endings.end(request, error, now)
         for quarantined in self.dispatcher.remote.take_released(now):
             self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it

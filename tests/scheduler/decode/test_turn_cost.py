@@ -181,6 +181,20 @@ def test_cost_of_a_decode_turn_does_not_grow_with_waiting_requests(
     assert_equal_cost(*costs)
 
 
+def test_cost_of_a_passed_deadline_does_not_grow_with_open_requests() -> None:
+    """Clients choose deadlines: with a scan of all requests, each of thousands would cost one."""
+    costs = []
+    for count in (FEW, MANY):
+        scheduler = with_queued(count)
+        prompt = tuple(range(64 * PAGE_SIZE - 4))
+        scheduler.submit(Submit("hasty", prompt, SamplingParams(max_new_tokens=5), timeout_s=1.0), now=0.0)
+        scheduler.advance(0.5)
+        assert scheduler.state_counts()["queued"] == count + 1
+        costs.append(instructions(partial(scheduler.advance, 1.0)))
+        assert scheduler.state_counts()["queued"] == count
+    assert_equal_cost(*costs)
+
+
 def test_cost_of_a_prefill_turn_does_not_grow_with_waiting_requests() -> None:
     limits = PrefillLimits(
         page_size=PAGE_SIZE,

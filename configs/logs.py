@@ -1,13 +1,18 @@
-"""The log format of all processes of a server, on stderr: lines of text, or one JSON object per line."""
+"""The log of all processes of a server, on stderr: lines of text, or one JSON object per line."""
 
 import json
 import logging
+import os
+import select
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 
+STDERR = 2
 CHATTY = ("uvicorn", "uvicorn.error", "asyncio", "httpx")
 CLIENT_LOGGERS = ("uvicorn.error", "pdserve.http")
 """Loggers of events that any client of the HTTP port can cause."""
@@ -88,6 +93,73 @@ def rate_limited(logger: logging.Logger, clock: Callable[[], float] = time.monot
     return limited
 
 
+class DroppingHandler(logging.Handler):
+    """Writes lines to a descriptor, and drops them while nobody reads it: a log that is not read must not stop the
+    server. A process that ends loses no line that could be written, as it would with a thread that writes.
+
+    Waits PATIENCE_S for a reader, and then for none until lines can be written again. The next line that can be
+    written comes after one that has the number of those that were dropped.
+    """
+
+    PATIENCE_S = 0.05
+    _AT_ONCE = select.PIPE_BUF  # a pipe that is reported as writable takes as much at once
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._own = False
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            # Several processes write to it: with a file description of our own, which does not block, another one
+            # cannot make us wait between poll() and write().
+            with suppress(OSError):  # a pipe of another user
+                self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
+                self._own = True
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLOUT)
+        self.dropped = 0
+        """Lines, since the last one that was written."""
+        self._torn = False
+        """Only the beginning of the last line was written."""
+
+    def close(self) -> None:
+        if self._own:
+            self._own = False
+            os.close(self._descriptor)
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record).encode(errors="backslashreplace") + b"\n"
+            if self.dropped:
+                if not self._write(self._dropped_line(record), 0.0):
+                    self.dropped += 1
+                    return
+                self.dropped, self._torn = 0, False
+            if self._write(line, self.PATIENCE_S):
+                self._torn = False
+            else:
+                self.dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _dropped_line(self, record: logging.LogRecord) -> bytes:
+        message = f"{self.dropped} log lines were dropped: nobody has read the log"
+        about = logging.LogRecord(__name__, logging.WARNING, record.pathname, 0, message, None, None)
+        return b"\n" * self._torn + self.format(about).encode() + b"\n"
+
+    def _write(self, line: bytes, patience_s: float) -> bool:
+        """Returns whether the whole line was written."""
+        while self._poll.poll(1000 * patience_s):
+            try:
+                line = line[os.write(self._descriptor, line[: self._AT_ONCE]) :]
+            except OSError:  # full, or closed by its reader
+                return False
+            if not line:
+                return True
+            self._torn = True
+        return False
+
+
 def set_log_role(role: str) -> None:
     """Name another role in all later lines of this process."""
     for handler in logging.getLogger().handlers:
@@ -97,7 +169,7 @@ def set_log_role(role: str) -> None:
 
 def configure_logging(level: str, role: str, log_format: str = "text") -> None:
     """Send the log of this process to stderr. Call once, before anything else."""
-    handler = logging.StreamHandler()
+    handler = DroppingHandler(STDERR)
     handler.setFormatter(FORMATTERS[log_format](role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in CHATTY:

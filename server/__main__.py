@@ -9,8 +9,22 @@ import signal
 import sys
 
 
+def open_missing_descriptors() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that is closed. Otherwise the next sockets get their numbers,
+    and log lines are sent to clients.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", closefd=False))
+
+
 def main() -> int:
     """Run the command of `sys.argv` and return its exit code."""
+    open_missing_descriptors()
     signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))  # a server replaces it when it starts
     try:
         from .cli import main as run

@@ -1,12 +1,21 @@
-"""Rate limit for log messages that unauthenticated clients can cause, and log lines in JSON."""
+"""Rate limit for log messages that unauthenticated clients can cause, log lines in JSON, and a log that is not read."""
 
 import json
 import logging
+import os
 import sys
+import time
 
 import pytest
 
-from pdserve.configs.logs import CLIENT_LOGGERS, JsonFormatter, RateLimit, configure_logging, rate_limited
+from pdserve.configs.logs import (
+    CLIENT_LOGGERS,
+    DroppingHandler,
+    JsonFormatter,
+    RateLimit,
+    configure_logging,
+    rate_limited,
+)
 
 logger = logging.getLogger("test-logs")
 
@@ -88,3 +97,45 @@ def test_json_lines_are_single_lines_with_the_traceback() -> None:
     line = JsonFormatter("prefill").format(record)
     assert "\n" not in line
     assert "ValueError: two\nlines" in json.loads(line)["exception"]
+
+
+@pytest.mark.parametrize("length", [100, 3000, 20_000])
+def test_lines_that_nobody_reads_are_dropped_and_counted(length: int) -> None:
+    reading, writing = os.pipe()
+    handler = DroppingHandler(writing)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    try:
+        began = time.monotonic()
+        for number in range(2000):
+            logger.info("%d %s", number, "x" * length)
+        assert time.monotonic() - began < 5
+        assert handler.dropped > 100
+        dropped = handler.dropped
+        read = os.read(reading, 1 << 20).decode()
+        while not read.endswith("read"):
+            logger.info("read")
+            read += os.read(reading, 1 << 20).decode().removesuffix("\n")
+        lines = read.splitlines()
+        written = 2000 - dropped
+        assert lines[: written - 1] == [f"{number} {'x' * length}" for number in range(written - 1)]
+        assert lines[-2:] == [f"{dropped} log lines were dropped: nobody has read the log", "read"]
+        assert handler.dropped == 0
+    finally:
+        handler.close()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_log_whose_reader_has_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    handler = DroppingHandler(writing)
+    os.close(reading)
+    try:
+        handler.emit(logging.makeLogRecord({"msg": "lost"}))
+        assert handler.dropped == 1
+        assert capfd.readouterr().err == ""
+    finally:
+        handler.close()
+        os.close(writing)

@@ -128,19 +128,23 @@ def renew(path: Path, values: Mapping[str, float]) -> None:
 
 def figure_of_this_run(figure: str, value: float, unit: str, **known: Any) -> Figure:
     """The figure with the command, commit, date and machine of this process."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     return Figure(
         figure=figure,
         value=float(f"{value:.4g}"),
         unit=unit,
         command=shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        commit=commit.stdout.strip() or os.environ.get("PDSERVE_COMMIT", "unknown"),
+        commit=commit_of(ROOT),
         date=datetime.date.today().isoformat(),
         machine=_machine(),
         **known,
     )
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout; PDSERVE_COMMIT where that is not known."""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    return commit.stdout.strip() or os.environ.get("PDSERVE_COMMIT", "unknown")
 
 
 def _machine() -> str:

@@ -25,7 +25,7 @@ POLL_S = 0.2
 _given_ports: set[int] = set()
 
 
-def write_model(directory: Path, config: Mapping[str, Any]) -> None:
+def write_model(directory: Path, config: Mapping[str, Any], chat_template: str = "") -> None:
     """The files of a model except its weights. The tokenizer has a short word for each id."""
     (directory / "config.json").write_text(json.dumps(config))
     letters = sorted(ByteLevel.alphabet())
@@ -36,7 +36,8 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> None:
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    about = {"eos_token": "<|im_end|>"} | ({"chat_template": chat_template} if chat_template else {})
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def free_port() -> int:

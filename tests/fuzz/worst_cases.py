@@ -28,11 +28,13 @@ from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, Grammar
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
+from pdserve.server.api.lanes import INLINE_BYTES
 from pdserve.server.api.native.models import NativeSampling
 from pdserve.server.api.request_body import GZIP_FORMAT, read_body
 from pdserve.server.text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes
+from pdserve.server.text.unfinished_json import ends_inside_json
 
 Case = dict[str, Any]
 WORK_S = 0.15
@@ -110,6 +112,24 @@ CALL_TEXTS = st.fixed_dictionaries(
         "unit": st.lists(st.sampled_from(UNITS), min_size=1, max_size=2).map("".join),
         "characters": st.integers(1, 15).map(lambda count: 4000 * count),
         "end": st.sampled_from(["", ")]", "])]", "')]", "</parameter></function>", "</arg_value></tool_call>"]),
+    }
+)
+
+# -- the beginning of an answer that a client has written ----------------------------------------------------------
+
+
+def look_for_json(case: Case) -> Work:
+    """Of a body that is parsed on the event loop."""
+    text = repeated(case, INLINE_BYTES)
+    return Work(lambda: ends_inside_json(text), len(text))
+
+
+BEGUN_UNITS = ["[", "]", "{", "}", '"', ":", ",", "1", " ", "a", "tru", '""', "\\u00e9", "-", "1e"]
+BEGUN = st.fixed_dictionaries(
+    {
+        "begin": st.sampled_from(["", "[", '{"a":', '"']),
+        "unit": st.lists(st.sampled_from(BEGUN_UNITS), min_size=1, max_size=6).map("".join),
+        "end": st.sampled_from(["", "]", "}", '"', "x"]),
     }
 )
 
@@ -321,6 +341,7 @@ MASKS = st.fixed_dictionaries(
 KINDS = {
     "call_text": Kind(CALL_TEXTS, cpu_s(parse_call), 3 * WORK_S),  # a model writes it in thousands of pieces
     "call_text_memory": Kind(CALL_TEXTS, memory_per_byte(parse_call), 100),
+    "begun_json": Kind(BEGUN, cpu_s(look_for_json), WORK_S),
     "schema": Kind(SCHEMAS, cpu_s(find_types), WORK_S),
     "tools": Kind(TOOLS, cpu_s(write_grammar), WORK_S),
     "tools_memory": Kind(TOOLS, memory_per_byte(write_grammar), 40),

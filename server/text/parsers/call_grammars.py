@@ -5,10 +5,11 @@ JSON arguments match the schema of their function. In formats with tags around e
 order of the schema; a string is any text, or a value of its `enum`, and other values match their schema.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ....configs.sampling import MAX_GRAMMAR_CHARACTERS
 from ....configs.words import shown
@@ -166,7 +167,7 @@ def _arguments(schema: Mapping[str, Any], function: FunctionSchema, tags: Argume
 def _argument(key: str, schema: Any, shared: Mapping[str, Any], function: FunctionSchema, tags: ArgumentTags) -> Format:
     text = tags.text and is_text(schema) is True
     begin = tags.begin.replace("{key}", key).replace("{string}", "true" if text else "false")
-    written = json.dumps(schema, ensure_ascii=False)
+    written = msgspec.json.encode(schema).decode()
     closing = tags.end.strip()  # the string ends here even if the model leaves out the line break before it
     if closing and closing in written and (value := _value_with(closing, schema)) is not None:
         raise UnwritableCallsError(
@@ -207,7 +208,8 @@ def _value_with(text: str, schema: object) -> str | None:
 
 
 def _size(content: Format) -> int:
-    return len(json.dumps(content))
+    """At most the characters of the content in the grammar, and more than a fourth of them."""
+    return len(msgspec.json.encode(content))
 
 
 def _json(schema: object, function: FunctionSchema) -> Format:

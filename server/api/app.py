@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -299,7 +300,7 @@ class Routes:
 
     async def abort_request(self, request: Request) -> Response:
         """Abort a request, or all of them."""
-        fields = parse_body(AbortBody, await read_body(request, self.config.max_body_bytes))
+        fields = await self._read(request, partial(parse_body, AbortBody), is_prompt=False)
         if fields.rid is None and not fields.abort_all:
             raise FieldError("rid", "is required, unless abort_all is true")
         return json_response({"aborted": self._leader.abort(None if fields.abort_all else fields.rid)})
@@ -316,7 +317,7 @@ class Routes:
     async def switch_role(self, request: Request) -> Response:
         """Drain this server and give it the other role, in the same process and on the same port."""
         check_may_switch(request, self.config)
-        body = parse_body(RoleBody, await read_body(request, self.config.max_body_bytes))
+        body = await self._read(request, partial(parse_body, RoleBody), is_prompt=False)
         waits = wants_to_wait(request, body)
         switch = await self._roles.request(body.role, body.settings or {}, drain=body.drain is True)
         if switch is not None and not waits:
@@ -364,6 +365,9 @@ class Routes:
 
     async def _parse(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool = True) -> ParsedT:
         self._leader.check_healthy()
+        return await self._read(request, parse, is_prompt=is_prompt)
+
+    async def _read(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool) -> ParsedT:
         body = await read_body(request, self.config.max_body_bytes)
         LoopWork.begin(request.scope, len(body))
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)

@@ -1,5 +1,8 @@
 """`/tokenize` and `/detokenize`: convert a prompt to token ids without generating, and token ids to text."""
 
+from typing import Annotated
+
+from annotated_types import MaxLen
 from typing_extensions import TypedDict
 
 from ..text.chat_format import ChatFormat
@@ -9,6 +12,9 @@ from .common.limits import Limits
 from .native.requests import LONG_TEXT_CHARACTERS, check_text
 from .openai.chat_requests import encode_chat, render_chat
 from .openai.models import Messages, TemplateFields
+
+MOST_DETOKENIZED = 1 << 18
+"""Most token ids of one call of /detokenize: decoding them holds the interpreter's lock."""
 
 
 class TokenizeBody(TemplateFields):
@@ -26,7 +32,9 @@ class TokenizeReply(TypedDict):
 
 
 class DetokenizeBody(Body):
-    tokens: TokenIds
+    has_token_ids = True
+
+    tokens: Annotated[TokenIds, MaxLen(MOST_DETOKENIZED)]
     skip_special_tokens: Boolean | None = optional("Default true.")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...configs.setting_types import ReasoningParserName, ToolParserName
+from .json_parts import find_excess
 from .parsers.call_parser import Tools
 from .parsers.families import FAMILIES, CallFamily, family_of_template
 from .parsers.output_parser import OutputParser
@@ -89,7 +90,9 @@ class Arguments(dict[str, Any]):
 
     @classmethod
     def of(cls, text: str) -> "Arguments | str":
-        """Parses the arguments. Returns text that is not a JSON object unchanged."""
+        """Parses the arguments. Returns text that is not a JSON object, or has too many parts, unchanged."""
+        if find_excess(text.encode()) is not None:
+            return text
         try:
             value = json.loads(text or "{}")
         except (ValueError, RecursionError):

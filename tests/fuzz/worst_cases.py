@@ -226,8 +226,10 @@ def decode(case: Case, most_bytes: int = MAX_BODY_BYTES) -> Work:
 
 BODIES = st.fixed_dictionaries(
     {
-        "begin": st.sampled_from(['{"a":[', '{"a":"', "{", '{"a":']),
-        "unit": st.sampled_from(["[],", "{},", '"",', '{"a":1},', "1,", "1.5,", "[[]],", "[", '\\"', "\\u00e9", "9"]),
+        "begin": st.sampled_from(['{"a":[', '{"a":"', "{", '{"a":', '{"b":"' + 1001 * "0" + '","a":[']),
+        "unit": st.sampled_from(
+            ["[],", "{},", '"",', '{"a":1},', "1,", "1.5,", "1e300,", "[[]],", "[", '\\"', "\\u00e9", "9"]
+        ),
         "end": st.sampled_from(["1]}", '"}', "}", ""]),
     }
 )

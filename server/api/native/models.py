@@ -45,6 +45,7 @@ class GenerateBody(RoutingFields):
     `bootstrap_*` and the fields for log-probabilities may be lists of the same length; one value stands for all.
     """
 
+    has_token_ids = True
     unknown_fields = "refused if similar"
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         "token_ids_logprob": ([],),

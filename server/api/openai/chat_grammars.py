@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ....configs.sampling import Grammar, ReasoningTags
+from ....configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, ReasoningTags
 from ....models.grammar.json_text import parse_json
 from ...text.chat_format import ChatFormat
 from ...text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
@@ -98,6 +98,8 @@ def _as_format(name: str, grammar: Grammar) -> dict[str, Any]:
 
 
 def _parsed(name: str, grammar: Grammar) -> Any:
+    if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+        raise FieldError(name, f"has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed")
     try:
         return parse_json(grammar.text)
     except ValueError as error:

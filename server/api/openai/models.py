@@ -126,6 +126,7 @@ Prompts = Annotated[
 
 
 class CompletionBody(OpenAiBody):
+    has_token_ids = True
     unsupported = {  # noqa: RUF012 (a ClassVar of Body)
         **OpenAiBody.unsupported,
         "add_special_tokens": (True,),

@@ -1,13 +1,19 @@
 """Request bodies: gzip, its limits, and encodings that are refused."""
 
 import gzip
+import time
+import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
 
 import pytest
 
 from pdserve.configs.schema import DecodeConfig
+from pdserve.server.api.common.fields import BodyError, decode_object
 from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES
+from pdserve.server.api.tokenize import MOST_DETOKENIZED
+from pdserve.server.text.chat_format import Arguments
+from pdserve.server.text.json_parts import find_excess
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.server.http_harness import RunningServer, running_server
 
@@ -123,9 +129,10 @@ async def test_other_encodings_are_refused(decode: RunningServer, encoding: str)
     [
         (b'{"tokens":[' + b"[]," * 100_000 + b"0]}", "100003 objects, arrays and strings; at most 100000 are allowed"),
         (b'{"prompt":"a","x":[' + b'"",' * 100_000 + b"0]}", "100003 objects, arrays and strings; at most 100000"),
+        (b'{"prompt":"a","x":[' + b"1," * 100_000 + b"0]}", "100003 elements of objects and arrays; at most 100000"),
         (b'{"prompt":"a","x":"0","seed":' + b"9" * 1001 + b"}", "a number of 1001 digits; at most 1000 are allowed"),
     ],
-    ids=("arrays", "strings", "digits"),
+    ids=("arrays", "strings", "numbers", "digits"),
 )
 async def test_body_of_too_many_parts_is_refused(decode: RunningServer, content: bytes, problem: str) -> None:
     answer = await decode.http.post("/tokenize", content=content)
@@ -139,3 +146,45 @@ async def test_token_ids_and_text_of_the_body_are_not_counted_as_parts(decode: R
     text = '{"a":["' * 20_000 + "\\" + "9" * 1001
     answer = await decode.http.post("/tokenize", json={"prompt": text})
     assert answer.json()["count"] == len(text)
+
+
+async def test_detokenize_takes_a_limited_number_of_ids(decode: RunningServer) -> None:
+    answer = await decode.http.post("/detokenize", content=b'{"tokens":[' + b"97," * MOST_DETOKENIZED + b"97]}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "tokens holds 262145 items; at most 262144 are allowed"
+
+
+def cpu_s(body: bytes) -> float:
+    began_s = time.thread_time()
+    decode_object(body, counts_numbers=False)
+    return time.thread_time() - began_s
+
+
+@pytest.mark.parametrize("number", [b"1e300", b"4.9e-324", b"1.7976931348623157e308", b"1" + 400 * b"0" + b"e-300"])
+def test_no_number_takes_long_to_decode(number: bytes) -> None:
+    """msgspec alone takes 10 to 20 us for each of these, and holds the interpreter's lock meanwhile."""
+    body = b'{"a":[' + (number + b",") * 50_000 + b"1]}"
+    assert min(cpu_s(body) for _ in range(3)) < 50_000 * 5e-6
+
+
+def test_digits_are_found_without_a_list_of_all_numbers() -> None:
+    body = b'{"x":"' + 1001 * b"0" + b'","a":[' + b"1," * 1_000_000 + b"1]}"
+    tracemalloc.start()
+    try:
+        assert find_excess(body, counts_numbers=False) is None
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(body)
+    finally:
+        tracemalloc.stop()
+
+
+def test_number_beyond_the_range_is_refused() -> None:
+    with pytest.raises(BodyError, match=r"the body is not valid JSON: number out of range - at `\$\[...\]`"):
+        decode_object(b'{"a":1e309}')
+
+
+def test_arguments_of_too_many_parts_stay_text() -> None:
+    """They are text within the body, so they are not counted with it. Decoding them holds the interpreter's lock."""
+    assert Arguments.of('{"a":[' + "[]," * 1000 + "1]}") == {"a": [[]] * 1000 + [1]}
+    for part in ("[],", "1,", '"",'):
+        text = '{"a":[' + part * 100_001 + "1]}"
+        assert Arguments.of(text) is text

@@ -297,7 +297,7 @@ def run(options: argparse.Namespace, screen: Console) -> list[Window]:
                 loads = list(itertools.product(options.context, options.streams, streamed))
                 for _ in range(options.rounds):
                     works = [partial(Bench.window, call=call, streams=n, context=at) for at, n, call in loads]
-                    works += [Bench.chats] if CHAT in options.calls else []
+                    works += [partial(Bench.chats)] if CHAT in options.calls else []
                     for work, bench in itertools.product(works, benches):
                         windows.append(runner.run(work(bench)))
                         screen.print(json.dumps(asdict(windows[-1])), soft_wrap=True)

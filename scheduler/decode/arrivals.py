@@ -11,6 +11,7 @@ from ...transfer.protocol.messages import (
     KvPath,
     PrefillDone,
     StageArrived,
+    StagePart,
     StageRequest,
     StageStopped,
     TransferFailed,
@@ -20,6 +21,7 @@ from ..chunking.chunk_queue import Chunk
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import Prefilled
 from ..messages.lifecycle import State
+from ..messages.ranks import KvVerified, VerifyKv
 from ..messages.step import StepResult
 from ..store.kv_store import LEAST_TOKENS
 from .deadlines import Deadlines
@@ -30,13 +32,14 @@ from .requests.limits import MAX_ATTEMPTS
 from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .responses import grammar_failure
 from .run_queue import RunQueue
+from .verification import Verifications
 
 PAGES_INSERTED = 256
 """Pages that one turn adds to the prefix cache: about 0.3 ms."""
 
 
 class Arrivals:
-    """Moves requests from PREFILLING or COMPUTING to ARRIVED, or back to QUEUED, or ends them."""
+    """Moves requests from PREFILLING or COMPUTING to VERIFYING and ARRIVED, or back to QUEUED, or ends them."""
 
     def __init__(
         self,
@@ -58,14 +61,53 @@ class Arrivals:
         self._run_queue = run_queue
         self._endings = endings
         self._deadlines = deadlines
+        self._verifies = resources.limits.verify_kv
+        self._verifications = Verifications(resources.limits.ranks)
         self._uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
     def prefill_done(self, done: PrefillDone, now: float) -> Request | None:
-        """All KV and the first token of every sample have arrived. Returns the ARRIVED request whose hot buffer prefill
-        has written (HiSparse), if there is one.
+        """Prefill has written everything. When that is in its pages, and verified if it has to be, its requests are
+        ARRIVED: now, after the last scatter (`part_scattered`), after `kv_verified`, or after `prefix_loaded`. Each of
+        these returns the ARRIVED request whose hot buffer prefill has written (HiSparse), if there is one.
+        """
+        return self._landed(done, now) if self._remote.written(done) else None
 
-        If the cached prefix is still being copied into that buffer, only `done` is kept: `prefix_loaded` calls this
+    def part_scattered(self, part: StagePart, now: float) -> Request | None:
+        """A rank has copied a staged part to its pages."""
+        done = self._remote.staging.scattered(part)
+        return self._landed(done, now) if done is not None else None
+
+    def kv_verified(self, report: KvVerified, now: float) -> Request | None:
+        """A rank has compared the KV of a transfer with what was sent."""
+        self._counters["chunks_verified"] += report.chunks
+        ended = self._verifications.reported(report)
+        if ended is None:
+            return None
+        done, problem = ended
+        # the pages of a transfer that was given up may have a new owner: then a difference means nothing
+        if problem is None or done.key not in self._remote.prompts:
+            return self._received(done, now)
+        self._counters["checksum_errors"] += 1
+        self.transfer_failed(TransferFailed(done.key, problem, retryable=True, late_writes=True), now)
+        return None
+
+    def _landed(self, done: PrefillDone, now: float) -> Request | None:
+        """All KV of a transfer is in its pages. Have the ranks verify it, unless the transfer was given up."""
+        prompt = self._remote.prompts.get(done.key) if self._verifies else None
+        if prompt is None or prompt.attempt is None or prompt.grant is None:
+            return self._received(done, now)
+        self._verifications.begin(done)
+        attempt = prompt.attempt
+        self._outbox.append(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
+        for request in prompt.waiting:
+            request.lifecycle.advance(State.VERIFYING, now)
+        return None
+
+    def _received(self, done: PrefillDone, now: float) -> Request | None:
+        """All KV and the first token of every sample have arrived.
+
+        If the cached prefix is still being copied into the hot buffer, only `done` is kept: `prefix_loaded` calls this
         again when the copy has ended.
         """
         self._remote.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
@@ -100,7 +142,7 @@ class Arrivals:
     def prefix_loaded(self, attempt: Attempt, now: float) -> Request | None:
         """The cached prefix of a prompt is in the hot buffer that prefill writes the rest to: finish `prefill_done`."""
         done, attempt.held = attempt.held, None
-        return self.prefill_done(done, now) if done is not None and not attempt.given_up else None
+        return self._received(done, now) if done is not None and not attempt.given_up else None
 
     def written_back(self, request: Request) -> None:
         """The rows that prefill wrote to a hot buffer are in host memory now: the prompt may enter the prefix cache."""
@@ -251,8 +293,7 @@ class Arrivals:
         if attempt.expected_cached is not None:
             self._counters["dispatch_tokens_reused"] += done.cached_tokens
         self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
-        sent_at = prompt.waiting[0].lifecycle.since
-        self._rates.transfers.ended(now - sent_at - done.queue_s - done.compute_s, now)
+        self._rates.transfers.ended(now - attempt.sent_at - done.queue_s - done.compute_s, now)
 
     def _count_prompt(self, prompt: Prompt, reused: int) -> None:
         """Count the tokens of a prompt, and those that were `reused`: once, not again after a retraction."""

@@ -72,7 +72,8 @@ class Endings:
         match request.state:
             case State.COMPILING if request.prompt.waiting == [request]:
                 self._compiling.remove(request.prompt)
-            case State.QUEUED | State.PREFILLING if request.prompt.waiting == [request]:  # no other sample waits
+            # no other sample waits
+            case State.QUEUED | State.PREFILLING | State.VERIFYING if request.prompt.waiting == [request]:
                 self._dispatcher.withdraw(request.prompt, str(outcome), now)
             case State.COMPUTING if request.prompt.waiting == [request]:
                 # its pages are free when steps in flight have ended

@@ -7,7 +7,7 @@ Pure: integers in, effects out; `now` is a parameter. One thread calls it, betwe
                                                    '--- RETRACTED <-- out of pages -'
 
 A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
-in chunks beside the running requests.
+in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED.
 
 Three invariants:
 - `Admission.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
@@ -45,7 +45,7 @@ from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect, Outbox
 from ..messages.frontend import FinishReason, Submit
 from ..messages.lifecycle import State
-from ..messages.ranks import MaskReady, StoreLoaded
+from ..messages.ranks import KvVerified, MaskReady, StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .admission import Admission
@@ -59,7 +59,7 @@ from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .memory.resources import Resources
 from .requests.limits import DecodeLimits
-from .requests.request import Attempt, LocalPrompt, Prompt
+from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .retraction import Retractions
 from .run_queue import DecodeStep, RunQueue
 from .slow_masks import SlowMasks
@@ -263,15 +263,21 @@ class DecodeScheduler:
         """The prompt of this transfer; None for a stale or unknown key."""
         return self.dispatcher.remote.prompts.get(key)
 
-    def prefill_written(self, done: PrefillDone) -> bool:
-        """Prefill has written everything. Returns whether all of it is in its pages; if not, `part_scattered` returns
-        `done` later.
-        """
-        return self.dispatcher.remote.written(done)
-
     def prefill_done(self, done: PrefillDone, now: float) -> None:
-        """All KV and the first token of every sample have arrived."""
-        self.admission.admit_received(self.arrivals.prefill_done(done, now), now)
+        """Prefill has written everything, and sends the first token of every sample."""
+        self._admit_arrived(self.arrivals.prefill_done(done, now), now)
+
+    def part_scattered(self, part: StagePart, now: float) -> None:
+        """A rank has scattered a staged part."""
+        self._admit_arrived(self.arrivals.part_scattered(part, now), now)
+
+    def kv_verified(self, report: KvVerified, now: float) -> None:
+        """A rank has compared the KV of a transfer with what was sent."""
+        self._admit_arrived(self.arrivals.kv_verified(report, now), now)
+
+    def _admit_arrived(self, received: Request | None, now: float) -> None:
+        """Admit what has arrived; first the request whose hot buffer prefill has written, if there is one."""
+        self.admission.admit_received(received, now)
         self.admission.admit_arrived(now)
 
     def transfer_failed(self, failed: TransferFailed, now: float) -> None:
@@ -286,10 +292,6 @@ class DecodeScheduler:
     ) -> None:
         """Prefill requests a region of a staging ring, has written it, or will not write it."""
         self.arrivals.stage_message(instance, message, now)
-
-    def part_scattered(self, part: StagePart) -> PrefillDone | None:
-        """A rank has scattered a staged part. Returns the PrefillDone that waited for it, if it was the last one."""
-        return self.dispatcher.remote.staging.scattered(part)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -359,8 +361,7 @@ class DecodeScheduler:
                 self.dispatcher.local.loaded(request)
             return
         if isinstance(request, Attempt):
-            self.admission.admit_received(self.arrivals.prefix_loaded(request, now), now)
-            self.admission.admit_arrived(now)
+            self._admit_arrived(self.arrivals.prefix_loaded(request, now), now)
             return
         if self.requests.get(request.rid) is not request:
             return
@@ -433,10 +434,11 @@ class DecodeScheduler:
         self.dispatcher.remote.staging.check_integrity(idle=self.idle)
         for request in self.requests.values():
             prompt = request.prompt
+            in_transfer = prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting
             queued_as = (
                 (State.COMPILING, prompt in self.compiling and request in prompt.waiting),
                 (State.QUEUED, prompt in self.dispatcher.queue and request in prompt.waiting),
-                (State.PREFILLING, prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting),
+                (request.state, in_transfer and request.state in (State.PREFILLING, State.VERIFYING)),
                 (State.COMPUTING, prompt in self.dispatcher.local and request in prompt.waiting),
                 (State.ARRIVED, request in self.run_queue.arrived or self.memory.copies.is_in(request, "open")),
                 (State.READY, request in self.run_queue.ready),

@@ -1,7 +1,6 @@
 """The engine of a decode server, or of one of its data-parallel ranks."""
 
 import collections
-import dataclasses
 import logging
 from typing import Literal
 
@@ -49,22 +48,12 @@ from ..messages.ranks import (
     MaskReady,
     PartScattered,
     RunStep,
-    VerifyKv,
 )
 from ..ranks.group import RankGroup
 from .engine import Engine
 from .step_rows import decode_row, local_row
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(slots=True)
-class _Verification:
-    """A transfer that prefill has finished and whose KV the ranks are verifying. `ranks` have reported so far."""
-
-    done: PrefillDone
-    ranks: int = 0
-    problem: str | None = None
 
 
 class DecodeEngine(Engine[DecodeScheduler]):
@@ -77,13 +66,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
         *,
         control: DecodeControl,
         hello: Hello,
-        verify_kv: bool,
     ) -> None:
         super().__init__(scheduler, ranks)
         self.control = control
         self._hello = hello
-        self._verify_kv = verify_kv
-        self._verifying: dict[TransferKey, _Verification] = {}
         self._hot_counters: dict[int, dict[str, float]] = {}
         """Totals of the hot buffers of each stage, by its first rank, which reports them."""
         self._done_by: collections.Counter[tuple[str, int]] = collections.Counter()
@@ -112,11 +98,9 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     total = sum(of_rank[name] for of_rank in self._hot_counters.values())
                     scheduler.counters[f"hot_{name}"] = int(total)
             case KvVerified():
-                self._verified(event, now)
+                scheduler.kv_verified(event, now)
             case PartScattered(part=part):
-                done = scheduler.part_scattered(part)
-                if done is not None:
-                    self._all_arrived(done, now)
+                scheduler.part_scattered(part, now)
             case MessageReceived(
                 instance=instance, message=StageRequest() | StageArrived() | StageStopped() as message
             ):
@@ -163,8 +147,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
             case PrefillDone():
-                if scheduler.prefill_written(message):
-                    self._all_arrived(message, now)
+                scheduler.prefill_done(message, now)
             case TransferFailed(key=key, reason=reason):
                 log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
                 scheduler.transfer_failed(message, now)
@@ -172,40 +155,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
                 scheduler.abort_acked(key, late_writes, now)
             case _:
                 raise TypeError(f"unexpected message from prefill: {message!r}")
-
-    def _all_arrived(self, done: PrefillDone, now: float) -> None:
-        """Prefill has written everything, and staged parts are in their pages."""
-        if self._verify_kv:
-            self._verify(done, now)
-        else:
-            self.scheduler.prefill_done(done, now)
-
-    def _verify(self, done: PrefillDone, now: float) -> None:
-        """Have all ranks compare the KV that arrived with what was sent. Skipped if the transfer was given up."""
-        prompt = self.scheduler.prompt_of(done.key)
-        if prompt is None or prompt.attempt is None or prompt.grant is None:
-            self.scheduler.prefill_done(done, now)
-            return
-        self._verifying[done.key] = _Verification(done)
-        attempt = prompt.attempt
-        self._ranks.tell(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
-
-    def _verified(self, report: KvVerified, now: float) -> None:
-        verification = self._verifying[report.key]
-        verification.ranks += 1
-        verification.problem = verification.problem or report.problem
-        self.scheduler.counters["chunks_verified"] += report.chunks
-        if verification.ranks < self._ranks.size:
-            return
-        del self._verifying[report.key]
-        # the pages of a transfer that was given up may have a new owner: then a difference means nothing
-        given_up = self.scheduler.prompt_of(report.key) is None
-        if verification.problem is None or given_up:
-            self.scheduler.prefill_done(verification.done, now)
-        else:
-            self.scheduler.counters["checksum_errors"] += 1
-            failed = TransferFailed(report.key, verification.problem, retryable=True, late_writes=True)
-            self.scheduler.transfer_failed(failed, now)
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, ConnectPeer):

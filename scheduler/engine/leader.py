@@ -243,9 +243,7 @@ class Leader:
             allowed_hosts=config.allowed_bootstrap_hosts,
             unpaired_s=max(UNPAIRED_S, config.prefill_wait_s),
         )
-        engine = DecodeEngine(
-            scheduler, self._rank_group(number), control=control, hello=hello, verify_kv=config.verify_kv
-        )
+        engine = DecodeEngine(scheduler, self._rank_group(number), control=control, hello=hello)
         return engine
 
     def _publish_events(self, scheduler: DecodeScheduler | PrefillScheduler, dp_rank: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from ...transfer.data.chunks import ChunkWrite
 from ...transfer.protocol.messages import AnyMessage, InstanceId
 from .frontend import ToFrontend
-from .ranks import CancelChunks, GrammarCommand, HotCommand, PageCommand, PartCommand, StoreCommand
+from .ranks import CancelChunks, GrammarCommand, HotCommand, PageCommand, PartCommand, StoreCommand, VerifyKv
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ Effect = (
     | ConnectPeer
     | PageCommand
     | HotCommand
+    | VerifyKv
     | PartCommand
     | ChunkWrite
     | CancelChunks

@@ -18,6 +18,7 @@ class State(enum.StrEnum):
     RESERVED = "reserved"  # has its pages
     PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
     COMPUTING = "computing"  # this server computes the prompt itself, in chunks
+    VERIFYING = "verifying"  # all KV has arrived; the ranks compare it with what was sent (verify_kv)
     ARRIVED = "arrived"  # all KV and the first token have arrived; waits for a hot buffer (HiSparse)
     READY = "ready"  # admitted; waits for a place in the batch
     RUNNING = "running"  # in the decode batch
@@ -42,7 +43,8 @@ DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.COMPILING: frozenset({State.QUEUED, State.DRAINING}),
     State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
     State.RESERVED: frozenset({State.PREFILLING, State.COMPUTING}),
-    State.PREFILLING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
+    State.PREFILLING: frozenset({State.VERIFYING, State.ARRIVED, State.QUEUED, State.DRAINING}),
+    State.VERIFYING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.COMPUTING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.ARRIVED: frozenset({State.READY, State.RETRACTED, State.DRAINING}),
     State.READY: frozenset({State.RUNNING, State.ARRIVED, State.RETRACTED, State.DRAINING}),

@@ -263,8 +263,7 @@ class Cluster:
             case ChunkArrived():
                 scheduler.chunk_arrived(message)
             case PrefillDone():
-                if scheduler.prefill_written(message):
-                    scheduler.prefill_done(message, now)
+                scheduler.prefill_done(message, now)
             case TransferFailed():
                 scheduler.transfer_failed(message, now)
             case AbortAck(key=key, late_writes=late_writes):

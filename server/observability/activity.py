@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ...scheduler.messages.frontend import Status
 from ...scheduler.messages.lifecycle import PrefillState, State
 
-IN_PREFILL = (State.PREFILLING.value, State.COMPUTING.value)
+IN_PREFILL = (State.PREFILLING.value, State.VERIFYING.value, State.COMPUTING.value)
 WAITING = tuple(
     state.value
     for state in (State.COMPILING, State.QUEUED, State.RESERVED, State.ARRIVED, State.READY, State.RETRACTED)

@@ -78,7 +78,7 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
 
 def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
     scheduler = Simulator().decode
-    engine = DecodeEngine(scheduler, Mock(size=2), control=Mock(), hello=Mock(), verify_kv=False)
+    engine = DecodeEngine(scheduler, Mock(size=2), control=Mock(), hello=Mock())
     copy = scheduler.memory.copies.begin("save", Mock())
     copy.pages = 3
     engine.handle(CopyDone(1, copy.number, 0.25), 0.0)

@@ -57,6 +57,7 @@ class RemotePrefill:
             peer.instance,
             reservation.prefix_tokens,
             kind,
+            now,
             tokens,
             expected_cached=expected,
             unseen_tokens=reservation.unseen_tokens,

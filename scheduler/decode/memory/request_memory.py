@@ -386,7 +386,8 @@ class RequestMemory:
 def _prompt_has_buffer(request: Request) -> bool:
     """Whether the hot buffer still belongs to the prompt of a request: the prompt is being computed or received."""
     attempt = request.prompt.attempt
-    receives = request.state is State.PREFILLING and attempt is not None and bool(attempt.hot_pages)
+    in_transfer = request.state in (State.PREFILLING, State.VERIFYING)
+    receives = in_transfer and attempt is not None and bool(attempt.hot_pages)
     return request.state is State.COMPUTING or receives
 
 

@@ -30,6 +30,8 @@ class DecodeLimits:
     request_timeout_s: float
     quarantine_s: float
     verify_kv: bool = False
+    ranks: int = 1
+    """Each of them reports what it has done."""
     prefix_cache: bool = True
     hisparse: bool = False
     stages: int = 1
@@ -82,6 +84,7 @@ class DecodeLimits:
             request_timeout_s=config.request_timeout_s,
             quarantine_s=config.quarantine_s,
             verify_kv=config.verify_kv,
+            ranks=config.world_size // config.dp_size,
             prefix_cache=config.prefix_cache,
             hisparse=config.enable_hisparse,
             stages=config.pp,

@@ -22,7 +22,8 @@ from ...messages.step import Draw
 from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
-_BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, State.RESERVED, State.PREFILLING, State.COMPUTING)
+_IN_PREFILL = (State.RESERVED, State.PREFILLING, State.VERIFYING, State.COMPUTING)
+_BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, *_IN_PREFILL)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -35,6 +36,7 @@ class Attempt:
     instance: InstanceId
     prefix_tokens: int
     kind: PromptKind
+    sent_at: float
     tokens_left: int
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
     written: bool = False
@@ -226,8 +228,8 @@ class Prompt:
 
     @property
     def waiting(self) -> "list[Request]":
-        """The members that still wait for this prompt's KV: all COMPILING, all QUEUED, all PREFILLING or all
-        COMPUTING.
+        """The members that still wait for this prompt's KV: all COMPILING, all QUEUED, all PREFILLING, all VERIFYING or
+        all COMPUTING.
         """
         return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
 
@@ -334,6 +336,8 @@ class Request:
         match self.state:
             case State.PREFILLING:
                 return self.prompt.attempt is None or not self.prompt.attempt.begun
+            case State.VERIFYING:
+                return False
             case State.COMPUTING:
                 return self.prompt.local is None or not self.prompt.local.begun
             case state:
@@ -361,7 +365,7 @@ class Request:
 
     def _spent_before_arrival(self, now: float) -> tuple[float, float, float]:
         spent = self.lifecycle.spent
-        prefilling = sum(spent(state, now) for state in (State.RESERVED, State.PREFILLING, State.COMPUTING))
+        prefilling = sum(spent(state, now) for state in _IN_PREFILL)
         return spent(State.COMPILING, now) + spent(State.QUEUED, now), prefilling, self.prefill_wait_s
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:

@@ -4,12 +4,12 @@ import { $, byteRate, count, element, keyed, percent, rate, setText } from "./do
 import { HISTORY, share } from "./rates.js";
 
 const FLOW = {
-  decode: ["compiling", "queued", "reserved", "prefilling", "computing", "arrived", "ready", "running", "retracted"],
+  decode: ["compiling", "queued", "reserved", "prefilling", "verifying", "computing", "arrived", "ready", "running", "retracted"],
   prefill: ["compiling", "waiting", "loading", "computing", "sending", "closing"],
 };
 const TONES = {
-  prefilling: "--prefill", computing: "--prefill", loading: "--transfer", sending: "--transfer", arrived: "--transfer",
-  ready: "--decode", running: "--decode", retracted: "--bad", closing: "--bad",
+  prefilling: "--prefill", computing: "--prefill", loading: "--transfer", sending: "--transfer", verifying: "--transfer",
+  arrived: "--transfer", ready: "--decode", running: "--decode", retracted: "--bad", closing: "--bad",
 };
 const STAGES = {
   queue: "", prefill_queue: "", prefill: "prefill-stage", transfer: "transfer-stage", control: "transfer-stage", admit: "",

@@ -237,7 +237,9 @@ def test_pages_of_a_transfer_that_was_given_up_stay_while_its_prefix_is_copied()
 
 SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
     "receiving": lambda _, request: (
-        request.state is State.PREFILLING and request.prompt.attempt is not None and request.prompt.attempt.hot_pages
+        request.state in (State.PREFILLING, State.VERIFYING)
+        and request.prompt.attempt is not None
+        and request.prompt.attempt.hot_pages
     ),
     "waiting for its prefix": lambda _, request: (
         request.prompt.attempt is not None and request.prompt.attempt.held is not None

@@ -5,6 +5,7 @@ import pytest
 from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.ranks import KvVerified, VerifyKv
 from tests.scheduler.simulation.simulator import Simulator
 
 
@@ -70,7 +71,7 @@ def send_all(simulator: Simulator) -> None:
         simulator.end_write(0, ok=True, late=False)
         simulator.deliver(0, up=True)
         simulator.check()
-    assert simulator.decode.state_counts()["prefilling"] == 1
+    assert simulator.decode.state_counts()["verifying"] == 1
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -110,6 +111,21 @@ def test_abort_after_prefill_done_leaves_nothing_in_quarantine(killed: bool) -> 
     simulator.decode_turn()
     assert simulator.decode.dispatcher.remote.quarantine.pages == 0
     simulator.rank_turn(eos=False)
+    simulator.finish()
+
+
+def test_transfer_with_a_difference_is_sent_again() -> None:
+    simulator = Simulator(verifies=True)
+    send_all(simulator)
+    verify = simulator.commands.popleft()
+    assert isinstance(verify, VerifyKv)
+    simulator.decode.kv_verified(KvVerified(0, verify.key, 1, "chunk 0 differs"), simulator.now)
+    counters, quarantine = simulator.decode.counters, simulator.decode.dispatcher.remote.quarantine
+    assert (counters["checksum_errors"], counters["transfers_failed"]) == (1, 1)
+    assert quarantine.pages > 0, "late writes may land"
+    simulator.check()
+    pass_turns(simulator, 2.5)
+    assert (counters["requests_finished"], counters["checksum_errors"]) == (1, 1)
     simulator.finish()
 
 

@@ -48,7 +48,7 @@ class Server:
         self.scheduler = DecodeScheduler(limits, PageAllocator[KvPage](20), [1])
         ranks = Mock(size=1, numbers=[0])
         ranks.busy_seconds.return_value = {}
-        engine = DecodeEngine(self.scheduler, ranks, control=Mock(), hello=Mock(), verify_kv=False)
+        engine = DecodeEngine(self.scheduler, ranks, control=Mock(), hello=Mock())
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.loop = EngineLoop([engine], DecodeRouter([self.scheduler]), Mock(), self.inbox, ranks)
 

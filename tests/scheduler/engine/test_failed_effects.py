@@ -75,7 +75,7 @@ class Server:
         control = DecodeControl(HELLO, check=lambda _: None, on_event=self.inbox.put)
         stack.callback(control.close)
         control.start()
-        engine = DecodeEngine(self.scheduler, RankGroup(ranks, [0]), control=control, hello=HELLO, verify_kv=False)
+        engine = DecodeEngine(self.scheduler, RankGroup(ranks, [0]), control=control, hello=HELLO)
         self.loop = EngineLoop([engine], DecodeRouter([self.scheduler]), link, self.inbox, ranks)
 
     def submit(self, rid: str, first: int, new: int = 2) -> None:

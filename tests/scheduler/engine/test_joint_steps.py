@@ -94,7 +94,6 @@ class JointServer:
                 RankGroup(ranks, [number]),
                 control=Mock(),
                 hello=Mock(),
-                verify_kv=False,
             )
             for number, scheduler in enumerate(self.schedulers)
         ]

@@ -40,6 +40,7 @@ from pdserve.scheduler.messages.ranks import (
     DropGrammarState,
     DropPages,
     HotCommand,
+    KvVerified,
     LoadPages,
     MaskReady,
     OpenHot,
@@ -49,6 +50,7 @@ from pdserve.scheduler.messages.ranks import (
     ResizeHot,
     SavePages,
     StoreLoad,
+    VerifyKv,
     WriteBackRows,
 )
 from pdserve.scheduler.messages.step import Draw, StepResult
@@ -182,6 +184,7 @@ class Simulator:
             prefill_timeout_s=40,
             request_timeout_s=200,
             quarantine_s=QUARANTINE_S,
+            verify_kv=verifies,
             prefix_cache=prefix_cache,
             stages=stages,
             overlap=overlap,
@@ -193,7 +196,6 @@ class Simulator:
             hot = HotLimits(hot_pages, PAGE_SIZE, HOT_ROWS, slots=3, overlay=overlay)
         self.decode = DecodeScheduler(limits, PageAllocator[KvPage](self.pages), [EOS], hot, store_limits=store)
         self.lends = lends
-        self.verifies = verifies
         self.hot: dict[int, ResizeHot] = {}
         """Pages and capacity of each request slot, as on the ranks."""
         self.hot_memory: dict[Row, Prefix] = {}
@@ -203,7 +205,7 @@ class Simulator:
         """Counts of events of hot buffers."""
         self.servers: dict[InstanceId, Server] = {}
         self.late_writes_in_flight: list[Write] = []
-        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | PrefillDone | StoreLoad] = (
+        self.commands: collections.deque[DecodeStep | PageCommand | HotCommand | VerifyKv | StoreLoad] = (
             collections.deque()
         )
         """Commands that the ranks of the decode server have not run yet."""
@@ -311,8 +313,8 @@ class Simulator:
                 self._open_hot(opened)
             case ResizeHot() as resized:
                 self._resize_hot(resized)
-            case PrefillDone() as done:
-                self.decode.prefill_done(done, self.now)
+            case VerifyKv(key=key, chunks=chunks):
+                self.decode.kv_verified(KvVerified(0, key, len(chunks), None), self.now)
             case CopyPage(command_id=command_id, source=source, destination=destination, tokens=tokens):
                 self._put_page(destination, self._page(source), tokens)
                 self.hot_seen["copied within a page"] += tokens is not None
@@ -773,7 +775,7 @@ class Simulator:
             case SendToPeer(instance=instance):
                 if instance in self.servers:
                     self.servers[instance].to_prefill.append(effect)
-            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot():
+            case CopyPage() | SavePages() | LoadPages() | DropPages() | OpenHot() | ResizeHot() | VerifyKv():
                 self.commands.append(effect)
             case WriteBackRows():
                 self.copies.append(effect)  # does not wait for earlier steps
@@ -926,8 +928,7 @@ class Simulator:
             case ChunkArrived() as chunk:
                 self.decode.chunk_arrived(chunk)
             case PrefillDone() as done:
-                if self.decode.prefill_written(done):
-                    self._all_arrived(done)
+                self.decode.prefill_done(done, self.now)
             case TransferFailed() as failed:
                 if failed.leaving:
                     self.decode.peer_leaving(server.instance, self.now)
@@ -939,13 +940,6 @@ class Simulator:
             case message:
                 raise AssertionError(message)
         self.act()
-
-    def _all_arrived(self, done: PrefillDone) -> None:
-        """All KV of a transfer is in its pages."""
-        if self.verifies:
-            self.commands.append(done)
-        else:
-            self.decode.prefill_done(done, self.now)
 
     def _lose_decode(self, server: Server) -> None:
         server.scheduler.peer_lost(DECODE, "silent", self.now)

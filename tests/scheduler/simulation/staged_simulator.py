@@ -122,9 +122,7 @@ class StagedSimulator(Simulator):
             row = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
             assert row[0] in scatter.grant.pages
             self._put_piece(row, part.writer, scatter.prompt[: position + 1])
-        done = self.decode.part_scattered(part)
-        if done is not None:
-            self._all_arrived(done)
+        self.decode.part_scattered(part, self.now)
         self.act()
 
     def decode_turn(self) -> None:

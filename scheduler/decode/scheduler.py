@@ -2,9 +2,9 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    submit -> QUEUED -> RESERVED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
-                            '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
-                                                   '--- RETRACTED <-- out of pages -'
+    submit -> QUEUED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
+                '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
+                                       '--- RETRACTED <-- out of pages -'
 
 A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
 in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED.

@@ -15,7 +15,6 @@ class State(enum.StrEnum):
 
     COMPILING = "compiling"  # waits until its grammar is compiled
     QUEUED = "queued"  # waits for memory and for a prefill server
-    RESERVED = "reserved"  # has its pages
     PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
     COMPUTING = "computing"  # this server computes the prompt itself, in chunks
     VERIFYING = "verifying"  # all KV has arrived; the ranks compare it with what was sent (verify_kv)
@@ -41,8 +40,7 @@ class PrefillState(enum.StrEnum):
 
 DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.COMPILING: frozenset({State.QUEUED, State.DRAINING}),
-    State.QUEUED: frozenset({State.RESERVED, State.DRAINING}),
-    State.RESERVED: frozenset({State.PREFILLING, State.COMPUTING}),
+    State.QUEUED: frozenset({State.PREFILLING, State.COMPUTING, State.DRAINING}),
     State.PREFILLING: frozenset({State.VERIFYING, State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.VERIFYING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
     State.COMPUTING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),

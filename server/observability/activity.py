@@ -6,10 +6,7 @@ from ...scheduler.messages.frontend import Status
 from ...scheduler.messages.lifecycle import PrefillState, State
 
 IN_PREFILL = (State.PREFILLING.value, State.VERIFYING.value, State.COMPUTING.value)
-WAITING = tuple(
-    state.value
-    for state in (State.COMPILING, State.QUEUED, State.RESERVED, State.ARRIVED, State.READY, State.RETRACTED)
-)
+WAITING = tuple(state.value for state in (State.COMPILING, State.QUEUED, State.ARRIVED, State.READY, State.RETRACTED))
 WAITING_AT_PREFILL = tuple(
     state.value for state in (PrefillState.COMPILING, PrefillState.WAITING, PrefillState.LOADING)
 )

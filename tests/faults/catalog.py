@@ -45,7 +45,6 @@ def _state(
 
 STATES = (
     _state("decode", "queued"),
-    _state("decode", "reserved"),
     _state("decode", "prefilling", TURNED, Point("prefill", "waiting"), local=False),
     _state("decode", "computing", TURNED, remote=False),
     _state("decode", "arrived"),

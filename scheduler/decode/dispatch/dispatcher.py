@@ -158,14 +158,14 @@ class PrefillDispatcher:
                 other.overtaken += 1
             self._counters[f"{placement.where}_prefill_{placement.reason}"] += 1
             if is_local:
-                self._reserved(prompt, reservation, State.COMPUTING, now)
+                self._leave_queue(prompt, reservation, State.COMPUTING, now)
                 local = self.local.start(prompt, reservation.prefix_tokens, now)
                 self._memory.allocate_for_prompt(local)
                 if not self._load_stored(local):
                     self.start_local(local)
             else:
                 assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
-                self._reserved(prompt, reservation, State.PREFILLING, now)
+                self._leave_queue(prompt, reservation, State.PREFILLING, now)
                 self.remote.send(prompt, reservation, selection, now)
             sent.append(prompt.priority)
         self.pace.note(len(self.queue), busy, now)
@@ -226,7 +226,7 @@ class PrefillDispatcher:
         most_tokens = prompt.tokens + self.limits.growth_tokens
         return pages_needed(prompt.tokens, samples, most_tokens, page_size, self.limits.window)
 
-    def _reserved(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
+    def _leave_queue(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
         """A prompt has its pages, and leaves the queue."""
         self.queue.take(prompt)
         prompt.grant = reservation.prompt
@@ -234,7 +234,6 @@ class PrefillDispatcher:
         for request, grant in zip(prompt.waiting, reservation.members, strict=True):
             request.grant = grant
             request.prefill_wait_s += busy_s
-            request.lifecycle.advance(State.RESERVED, now)
             request.lifecycle.advance(state, now)
 
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:

@@ -22,7 +22,7 @@ from ...messages.step import Draw
 from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
-_IN_PREFILL = (State.RESERVED, State.PREFILLING, State.VERIFYING, State.COMPUTING)
+_IN_PREFILL = (State.PREFILLING, State.VERIFYING, State.COMPUTING)
 _BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, *_IN_PREFILL)
 
 
@@ -235,7 +235,7 @@ class Prompt:
 
 
 class Request:
-    """One sequence. `grant` is set from RESERVED on, while it has pages."""
+    """One sequence. `grant` is set while it has pages: from PREFILLING or COMPUTING on, but for RETRACTED."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ import { $, byteRate, count, element, keyed, percent, rate, setText } from "./do
 import { HISTORY, share } from "./rates.js";
 
 const FLOW = {
-  decode: ["compiling", "queued", "reserved", "prefilling", "verifying", "computing", "arrived", "ready", "running", "retracted"],
+  decode: ["compiling", "queued", "prefilling", "verifying", "computing", "arrived", "ready", "running", "retracted"],
   prefill: ["compiling", "waiting", "loading", "computing", "sending", "closing"],
 };
 const TONES = {

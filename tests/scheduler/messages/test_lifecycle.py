@@ -53,14 +53,13 @@ def test_unlisted_transition_raises_and_changes_nothing() -> None:
 def test_time_in_states_adds_up_over_repeated_visits() -> None:
     lifecycle = Lifecycle(DECODE_TRANSITIONS, State.QUEUED, now=0.0)
     for state, at in [
-        (State.RESERVED, 1.0),
         (State.PREFILLING, 1.5),
         (State.QUEUED, 4.0),
-        (State.RESERVED, 4.25),
         (State.PREFILLING, 4.25),
+        (State.VERIFYING, 6.25),
     ]:
         lifecycle.advance(state, at)
-    assert lifecycle.spent(State.QUEUED, now=10.0) == 1.25
-    assert lifecycle.spent(State.RESERVED, now=10.0) == 0.5
-    assert lifecycle.spent(State.PREFILLING, now=10.0) == 2.5 + 5.75
+    assert lifecycle.spent(State.QUEUED, now=10.0) == 1.5 + 0.25
+    assert lifecycle.spent(State.PREFILLING, now=10.0) == 2.5 + 2.0
+    assert lifecycle.spent(State.VERIFYING, now=10.0) == 3.75
     assert sum(lifecycle.spent(state, now=10.0) for state in State) == 10.0

@@ -28,7 +28,7 @@ def test_decode_line_has_rates_requests_and_pools() -> None:
         10, states, 43, prompt_tokens=1300, generation_tokens=2012, prefix_tokens_reused=300, transfer_bytes=2.5e10
     )
     assert stats.line(later) == (
-        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 8, waiting 25, in prefill 12; KV pool 21.5%, "
+        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 7, waiting 20, in prefill 9; KV pool 21.5%, "
         "prefix hits 25.0%, KV received 2.50 GB/s"
     )
 

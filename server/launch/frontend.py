@@ -22,7 +22,7 @@ import resource
 import signal
 import socket
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -42,7 +42,7 @@ from ..connections.acceptor import Acceptor
 from ..connections.http_protocol import PatientHttpProtocol
 from ..connections.tls import check_tls
 from ..engine.leader import REPORTED_EXIT_S, Leader
-from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
+from ..engine.leader_process import KILL_GRACE_S, LEADER_COMMAND, TERM_GRACE_S, LeaderProcess
 from ..observability.metrics import Metrics
 from ..observability.tracing import start_tracing
 from ..observability.versions import package_version
@@ -50,7 +50,7 @@ from ..text.tokenizer import Tokenizer, load_tokenizer
 from .model_files import with_local_model
 from .ports import PREDECESSOR_S, check_port, listen_on
 from .role_switch import RoleSwitch, RoleSwitches, default_sampling_of
-from .signals import SignalCopies
+from .signals import SignalCopies, SignalWatch
 from .startup_checks import check_startup
 
 log = logging.getLogger("pdserve.frontend")
@@ -61,6 +61,8 @@ KEEP_ALIVE_S = 65
 MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
+ORDERLY_END_S = TERM_GRACE_S + KILL_GRACE_S + LAST_MESSAGES_S + LAST_RESPONSES_S + 5.0
+"""Most time from the time at which the leader should have ended to the end of the frontend, and a margin."""
 RESTORE_PAUSES_S = (0.0, 2.0, 10.0)
 """Pause before each attempt to restore the former role after a role switch that failed."""
 
@@ -140,6 +142,7 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        SignalWatch(self._longest_end_s, ORDERLY_END_S, self._end_now)
         self._tracing = start_tracing(config.otlp_endpoint, config.role, package_version(), os.environ)
         self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
@@ -171,6 +174,17 @@ class Frontend:
                 await asyncio.to_thread(self._tracing.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+    def _longest_end_s(self) -> float:
+        """From a signal to the end of a server whose event loop is blocked."""
+        ready = self._leader.client.ready
+        return self._leader.config.shutdown_timeout_s + exit_s("cpu" if ready is None else ready.model.device)
+
+    def _end_now(self) -> NoReturn:
+        """End this process and its leader, on any thread."""
+        if self._leader.process is not None:
+            self._leader.process.kill()
+        os._exit(EXIT_UNCLEAN)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._copies.is_copy(number):

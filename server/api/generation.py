@@ -4,8 +4,10 @@ If the client disconnects, its requests are cancelled at once, also while no tok
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +25,10 @@ from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
 from .common.rendering import Rendering
 
+INLINE_SIZE = 2000
+"""Of what is written on the event loop (`Output.written_size`): about 10 ms."""
+_WRITING = ThreadPoolExecutor(1, "writing")
+"""One thread for all responses: several would take turns with each other before the event loop has its own."""
 DONE_EVENT = b"data: [DONE]\n\n"
 
 ResultT = TypeVar("ResultT")
@@ -59,6 +65,8 @@ class GenerationResponse(Response):
         self._group = group
         self._remaining = len(outputs)
         self._started = False
+        self._begun: set[int] = set()
+        """Outputs whose first event is written. It has the log-probabilities of the prompt."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = trace_context(scope)
@@ -72,8 +80,8 @@ class GenerationResponse(Response):
     async def _send_whole(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
             await self._advance(inbox)
-        with self._work.piece("the response"):
-            body = msgspec.json.encode(self._rendering.result(self._outputs))
+        size = sum(output.written_size(first_token=0) for output in self._outputs)
+        body = await self._write(size, lambda: msgspec.json.encode(self._rendering.result(self._outputs)))
         self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
@@ -81,12 +89,12 @@ class GenerationResponse(Response):
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
             deltas = await self._advance(inbox)
-            with self._work.piece("output"):
-                events: list[object] = []
-                for index, delta in deltas:
-                    events += self._rendering.events(index, self._outputs[index], delta)
-                encoded = _encode_events(events, self._rendering)
-            if not events:
+            size = sum(
+                self._outputs[index].written_size(delta.first_token if index in self._begun else 0)
+                for index, delta in deltas
+            )
+            encoded = await self._write(size, partial(self._encoded, deltas))
+            if not encoded:
                 continue
             if not self._started:
                 self._started = True
@@ -95,6 +103,23 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": encoded, "more_body": True})
         closing = _encode_events(self._rendering.closing_events(self._outputs), self._rendering)
         await send({"type": "http.response.body", "body": closing + _end_of_stream(self._rendering)})
+
+    def _encoded(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        """The events for the new parts of outputs."""
+        encoded = []
+        for index, delta in deltas:
+            events = self._rendering.events(index, self._outputs[index], delta)
+            if events:
+                self._begun.add(index)
+                encoded.append(_encode_events(events, self._rendering))
+        return b"".join(encoded)
+
+    async def _write(self, size: int, write: Callable[[], bytes]) -> bytes:
+        """Returns `write()`. If that takes long, it runs in a thread; the outputs do not change meanwhile."""
+        if size > INLINE_SIZE:
+            return await asyncio.get_running_loop().run_in_executor(_WRITING, write)
+        with self._work.piece("the response"):
+            return write()
 
     async def _advance(self, inbox: Inbox) -> list[tuple[int, Delta]]:
         """Wait for events and add them to their outputs. Returns the new part of each output, with the output's index.

@@ -125,6 +125,15 @@ class Output:
     def elapsed_s(self) -> float:
         return (self._ended_at or time.monotonic()) - self._started_at
 
+    def written_size(self, first_token: int) -> int:
+        """How much work it is to write the tokens from this one on, with those of the prompt before the first one:
+        token ids, and alternatives with a log-probability, each of which takes ten times as long.
+        """
+        tokens = len(self.token_ids) - first_token
+        if self.wanted_logprobs is None:
+            return tokens // 10
+        return (tokens + (0 if first_token else len(self.input_logprobs))) * (1 + self.wanted_logprobs.top)
+
     def advance(self, progress: Progress) -> Delta:
         """Add new events; returns the new part of the output. No event may follow a terminal one."""
         assert self.terminal is None, f"request {self.rid} has an event after its terminal event"

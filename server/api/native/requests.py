@@ -59,7 +59,29 @@ def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call[Ge
         for index, sampling in enumerate(given)
     ]
     logprobs = _read_logprobs(fields, prompt_ids, shape)
+    check_prompt_logprobs(prompt_ids, logprobs, "logprob_start_len")
     return make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
+
+
+MOST_PROMPT_LOGPROBS = 1 << 18
+"""Most log-probabilities of the prompts of a call. Those of a prompt are one message from the leader."""
+
+
+def check_prompt_logprobs(
+    prompts: Sequence[tuple[int, ...]], logprobs: Sequence[LogprobParams | None], name: str
+) -> None:
+    """Raises FieldError if the prompts of a call have too many log-probabilities; `name` is the field that asks."""
+    count = sum(
+        (len(ids) - wanted.start) * (1 + wanted.top)
+        for ids, wanted in zip(prompts, logprobs, strict=True)
+        if wanted is not None and wanted.start is not None
+    )
+    if count > MOST_PROMPT_LOGPROBS:
+        raise FieldError(
+            name,
+            f"asks for {count} log-probabilities of the prompt, with the alternatives of each token; at most "
+            f"{MOST_PROMPT_LOGPROBS} are allowed",
+        )
 
 
 def make_call(

@@ -8,6 +8,8 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import msgspec
+
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
@@ -89,7 +91,7 @@ class OpenAiRendering(Rendering):
         if self._fields.return_token_ids:
             fields["prompt_token_ids"] = self._prompt_of[output.rid]
         if (top := self._fields.prompt_logprobs) is not None:
-            fields["prompt_logprobs"] = [self._prompt_logprob(entry, top) for entry in output.input_logprobs]
+            fields["prompt_logprobs"] = [_raw(self._prompt_logprob(entry, top)) for entry in output.input_logprobs]
         return fields
 
     def _prompt_logprob(self, entry: TokenLogprob, top: int) -> dict[str, object] | None:
@@ -148,7 +150,7 @@ class CompletionRendering(OpenAiRendering):
         return {
             "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [self._top(entry, top) for entry in entries] if top else None,
+            "top_logprobs": [_raw(self._top(entry, top)) for entry in entries] if top else None,
             "text_offset": offsets,
         }
 
@@ -224,14 +226,23 @@ class ChatRendering(OpenAiRendering):
         if top is None:
             return None
         content = [
-            self._entry(entry.token, entry.logprob)
-            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top[:top]]}
+            _raw(
+                self._entry(entry.token, entry.logprob)
+                | {"top_logprobs": [self._entry(token, logprob) for token, logprob in entry.top[:top]]}
+            )
             for entry in output.logprobs[first:]
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, object]:
         return {"token": self._token(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+def _raw(entry: object) -> msgspec.Raw:
+    """A log-probability with its alternatives as JSON. To encode those of a long output at once would hold the
+    interpreter's lock for long.
+    """
+    return msgspec.Raw(msgspec.json.encode(entry))
 
 
 def _delta(event: BlockEvent) -> dict[str, object]:

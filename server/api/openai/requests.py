@@ -10,7 +10,7 @@ from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body
 from ..common.grammar_fields import NamedGrammar
 from ..common.limits import Limits
-from ..native.requests import Call, make_call, read_prompts
+from ..native.requests import Call, check_prompt_logprobs, make_call, read_prompts
 from .models import CompletionBody, OpenAiBody, is_prompt_batch
 
 BodyT = TypeVar("BodyT", bound=OpenAiBody)
@@ -49,6 +49,7 @@ def make_openai_call(
     if fields.prompt_logprobs is not None and fields.stream:
         raise FieldError("prompt_logprobs", f"is not available in a stream, got {fields.prompt_logprobs}")
     params, logprobs = [(fields, "")] * len(prompts), [_logprobs(fields, echo)] * len(prompts)
+    check_prompt_logprobs(prompts, logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
     return make_call(fields, params, prompts, batched, logprobs, limits, stream=fields.stream, grammars=grammars)
 
 

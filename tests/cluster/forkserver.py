@@ -73,7 +73,9 @@ HOOKS_VARIABLE, ROLE_VARIABLE = "PDSERVE_TEST_HOOKS", "PDSERVE_TEST_ROLE"
 """In the environment of a server that `tests/faults` pauses: the path of the test's socket, and the server's role."""
 FIRST_SCRIPT = "PDSERVE_TEST_FIRST_SCRIPT"
 """Environment variable: a Python file to execute first. Leaders and ranks are forked afterwards."""
-_START_S = 120.0
+CPU_KERNELS = "PDSERVE_TEST_CPU_KERNELS"
+"""Environment variable of the fork server: the setting `cpu_kernels` that it prepares; without it `auto`."""
+START_S = 120.0
 """How long a worker waits for the fork server, whose imports take seconds of CPU time."""
 MAX_REQUEST_BYTES = 1 << 20
 _STATUS = struct.Struct("i")
@@ -206,7 +208,7 @@ def _start_fork_server(listener: socket.socket, python_path: str) -> None:
 
 def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
     """A connection to the fork server that listens at `path`, which is started if there is none, and its PID."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         with _new_socket() as listener:
             try:
@@ -225,7 +227,7 @@ def _connect(path: Path, python_path: str) -> tuple[socket.socket, int]:
             pass  # it does not listen yet, or has just ended with its last worker
         connection.close()
         time.sleep(0.01)
-    raise TimeoutError(f"no fork server has answered at {path} for {_START_S:.0f} s")
+    raise TimeoutError(f"no fork server has answered at {path} for {START_S:.0f} s")
 
 
 def _spin_count() -> str:
@@ -423,7 +425,7 @@ def _main() -> int:
     multiply_without_onednn()
     torch = importlib.import_module("torch")
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(
-        torch.device("cpu"), torch.float32, gguf=True
+        torch.device("cpu"), torch.float32, os.environ.get(CPU_KERNELS, "auto"), gguf=True
     )
     importlib.import_module("pdserve.server.observability.versions").installed_versions()  # caches the versions
     _prepare_frontends()

@@ -140,7 +140,7 @@ class Machine:
         if qemu is None:
             raise UnavailableError("qemu-system-x86_64 was not found")
         (kernel,) = (CACHE / "kernel/boot").glob("vmlinuz-*")
-        command = [qemu, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "1", "-m", str(memory_mib)]
+        command = [qemu, "-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2", "-m", str(memory_mib)]
         command += ["-nographic", "-no-reboot", "-vga", "none", "-kernel", str(kernel)]
         for data in ("qemu", "seabios"):
             command += ["-L", str(CACHE / "packages/usr/share" / data), "-L", f"/usr/share/{data}"]

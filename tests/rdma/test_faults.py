@@ -166,7 +166,8 @@ class Held:
         shown = subprocess.run(["rdma", "resource", "show"], capture_output=True, text=True, check=True).stdout
         own = Path("/proc/self")
         self.counts = {name: len(list((own / name).iterdir())) for name in ("fd", "task")}
-        self.counts |= {name: int(count) for name, count in re.findall(r"(pd|cq|qp|mr|ctx) (\d+)", shown)}
+        for name, count in re.findall(r"(pd|cq|qp|mr|ctx) (\d+)", shown):  # of each device
+            self.counts[name] = self.counts.get(name, 0) + int(count)
         (size,) = re.findall(r"VmRSS:\s+(\d+) kB", (own / "status").read_text(encoding="ascii"))
         self.memory_kib = int(size)
 
@@ -211,6 +212,9 @@ def test_a_port_that_goes_down_ten_times_is_used_again_and_nothing_is_left_behin
 ) -> None:
     with Receiver(POOL_BYTES) as process:
         assert other.writes()
+        peer = connect(process, rdma)
+        assert peer.writes()
+        peer.destroy()
         before = Held()
         for _ in range(FLAPS):
             peer = connect(process, rdma)

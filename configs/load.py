@@ -161,7 +161,7 @@ def read_config_file(file: Path | None) -> dict[str, object]:
         raise StartupError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise StartupError(f"{file}: not a UTF-8 text file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number or a date that Python refuses
         raise StartupError(f"{file}: not valid YAML: {' '.join(str(error).split())}") from None
     if data is None:
         return {}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer
+from ..formats.json_fields import Json, integer, shown
 from .mla import MlaConfig, read_mla_config
 from .sharding import Shard
 
@@ -85,11 +85,11 @@ def _indexed_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ...]:
         period = max(integer(path, raw, "index_topk_freq", 1, least=0), 1)
         offset = integer(path, raw, "index_skip_topk_offset", 2, least=0)
         kinds = ["full" if max(layer - offset + 1, 0) % period == 0 else "shared" for layer in range(num_layers)]
-    indexed = tuple(_INDEXER_KINDS.get(kind) for kind in kinds)
+    indexed = tuple(_INDEXER_KINDS.get(str(kind)) for kind in kinds)
     if len(indexed) != num_layers or None in indexed or not indexed[0]:
         raise StartupError(
             f"{path}: indexer_types must say 'full' or 'shared' for each of {num_layers} layers, the first one 'full', "
-            f"got {kinds!r}"
+            f"got {shown(kinds)}"
         )
     return tuple(kind is True for kind in indexed)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from ...configs.errors import StartupError
+from ..formats.bounds import MOST_EXPERT_MLPS, MOST_PARAMETERS, most_of
 from ..formats.gguf_end_tokens import gguf_end_tokens
 from ..formats.gguf_file import GgufFile
-from ..formats.json_fields import Json, integer, number, read_json, unusable_values
-from ..formats.tokenizer_settings import tokenizer_end_token
+from ..formats.json_fields import Json, bare, integer, number, read_json, shown, unusable_values
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
+from .end_tokens import hf_end_tokens
 from .gemma3 import read_gemma3
 from .mla import MlaConfig, read_mla_config
 from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
@@ -188,12 +189,28 @@ def read_config_file(path: Path) -> ModelConfig:
     """Parse a config.json, and the generation_config.json beside it, if there is one; raises StartupError."""
     raw = read_json(path)
     with unusable_values(path):
-        architecture = _hf_architecture(path, raw)
-        if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
-            return _latent_config(path, raw, architecture)
-        if architecture == "gemma3_text":
-            return _gemma3_config(path, raw)
-        return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
+        config = _read_config(path, raw, _hf_architecture(path, raw))
+        _check_size(path, config)
+        return config
+
+
+def _read_config(path: Path, raw: Json, architecture: Architecture) -> ModelConfig:
+    if architecture == "deepseek_v3" or architecture == "deepseek_v32" or architecture == "glm_moe_dsa":
+        return _latent_config(path, raw, architecture)
+    if architecture == "gemma3_text":
+        return _gemma3_config(path, raw)
+    return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
+
+
+def _check_size(path: Path, config: ModelConfig) -> None:
+    """Raise StartupError for a model that is too large although each of its numbers is in its bounds (bounds.py)."""
+    if config.context_length > (most := most_of("context_length")):
+        raise StartupError(f"{path}: the context length must be at most {most}, got {config.context_length}")
+    mlps = sum(config.mixed) * config.moe.num_experts if config.moe is not None else 0
+    if mlps > MOST_EXPERT_MLPS:
+        raise StartupError(f"{path}: the layers must have at most {MOST_EXPERT_MLPS} experts together, got {mlps}")
+    if config.parameters > MOST_PARAMETERS:
+        raise StartupError(f"{path}: the model must have at most {MOST_PARAMETERS} weights, got {config.parameters}")
 
 
 def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> ModelConfig:
@@ -228,7 +245,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_hf_dtype(path, raw),
-        eos_token_ids=_hf_eos(path.parent, raw),
+        eos_token_ids=hf_end_tokens(path.parent, raw),
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
         weight_block=quantization.weight_block,
@@ -288,7 +305,7 @@ def _has_mxfp4(path: Path, raw: Json) -> bool:
     quantization: Json = raw.get("quantization_config") or {}
     method = quantization.get("quant_method", "mxfp4")
     if method != "mxfp4":
-        raise StartupError(f"{path}: quantized weights ({method}) are not supported; supported are mxfp4 experts")
+        raise StartupError(f"{path}: quantized weights ({bare(method)}) are not supported; supported are mxfp4 experts")
     return bool(quantization)
 
 
@@ -326,7 +343,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         mlp_bias=False,
         qk_norm=False,
         dtype=_hf_dtype(path, raw),
-        eos_token_ids=_hf_eos(path.parent, raw),
+        eos_token_ids=hf_end_tokens(path.parent, raw),
         mla=mla,
         moe=read_grouped_moe(path, raw, glm=architecture == "glm_moe_dsa"),
         mixed=grouped_moe_layers(path, raw, num_layers),
@@ -362,7 +379,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     if embedding is None:
         raise StartupError(f"{path}: tensor 'token_embd.weight' is missing")
     rope = read_gguf_rope(file, architecture, head_dim)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=embedding.shape[0],
         hidden_size=hidden,
@@ -382,6 +399,8 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         dtype=_GGUF_DTYPES.get(embedding.type_name, "bfloat16"),
         eos_token_ids=gguf_end_tokens(file),
     )
+    _check_size(path, config)
+    return config
 
 
 # Types of unquantised files. Quantised ones use bfloat16, whose range is sufficient for all of them.
@@ -390,19 +409,20 @@ _GGUF_DTYPES: dict[str, DtypeName] = {"F32": "float32", "F16": "float16"}
 
 def _hf_architecture(path: Path, raw: Json) -> Architecture:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise StartupError(f"{path}: architectures must be a list of names, got {shown(names)}")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     if not names and raw.get("model_type") in ARCHITECTURES.values():
         return cast(Architecture, raw["model_type"])
     found = ", ".join(names) or str(raw.get("model_type", "none"))
-    raise StartupError(f"{path}: architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    raise StartupError(f"{path}: architecture {bare(found)} is not supported; supported are {', '.join(ARCHITECTURES)}")
 
 
 def unsupported_gguf(path: Path | str, found: str) -> StartupError:
-    return StartupError(
-        f"{path}: architecture {found} is not supported in GGUF files; supported are {', '.join(GGUF_ARCHITECTURES)}"
-    )
+    supported = ", ".join(GGUF_ARCHITECTURES)
+    return StartupError(f"{path}: architecture {bare(found)} is not supported in GGUF files; supported are {supported}")
 
 
 def _check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -416,28 +436,11 @@ def _check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
 
 def _check_activation(path: Path, raw: Json) -> None:
     if raw.get("hidden_act", "silu") != "silu":
-        raise StartupError(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'")
+        raise StartupError(f"{path}: hidden_act {shown(raw['hidden_act'])} is not supported; supported is 'silu'")
 
 
 def _hf_dtype(path: Path, raw: Json) -> DtypeName:
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise StartupError(f"{path}: dtype {name} is not supported; supported are float32, bfloat16, float16")
+        raise StartupError(f"{path}: dtype {bare(name)} is not supported; supported are float32, bfloat16, float16")
     return cast(DtypeName, name)
-
-
-def _hf_eos(directory: Path, raw: Json) -> tuple[int, ...]:
-    """As in SGLang and vLLM: those of both configurations and that of the tokenizer."""
-    generation_path = directory / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
-    ids: set[int] = set()
-    for source, value in ((directory / "config.json", raw), (generation_path, generation)):
-        found = value.get("eos_token_id")
-        for token in found if isinstance(found, list) else [] if found is None else [found]:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise StartupError(f"{source}: eos_token_id must be a token id or a list of them, got {found!r}")
-            if token >= 0:  # -1 stands for none
-                ids.add(token)
-    if (own := tokenizer_end_token(directory)) is not None:
-        ids.add(own)
-    return tuple(sorted(ids))

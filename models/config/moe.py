@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer, number
+from ..formats.json_fields import Json, integer, number, shown
 from .sharding import Shard
 
 Scoring = Literal["sigmoid", "softmax"]
@@ -87,7 +87,7 @@ def grouped_moe_layers(path: Path, raw: Json, num_layers: int) -> tuple[bool, ..
         return tuple(layer >= dense for layer in range(num_layers))
     if len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(kinds):
         raise StartupError(
-            f"{path}: mlp_layer_types must say 'dense' or 'sparse' for each of {num_layers} layers, got {kinds!r}"
+            f"{path}: mlp_layer_types must say 'dense' or 'sparse' for each of {num_layers} layers, got {shown(kinds)}"
         )
     return tuple(kind == "sparse" for kind in kinds)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json
+from ..formats.json_fields import Json, bare
 
 SUPPORTED = (
     "fp8 with a weight_block_size of rows and columns, or with a scale per matrix; fbgemm_fp8; compressed-tensors in "
@@ -154,4 +154,6 @@ def _require(
 
 
 def _unsupported(path: Path, method: str, found: str) -> StartupError:
-    return StartupError(f"{path}: quantized weights ({method}, {found}) are not supported; supported are {SUPPORTED}")
+    return StartupError(
+        f"{path}: quantized weights ({bare(method)}, {bare(found)}) are not supported; supported are {SUPPORTED}"
+    )

@@ -1,6 +1,5 @@
 """Rotary embeddings, from config.json or GGUF metadata. No torch."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,10 +8,11 @@ import numpy as np
 
 from ...configs.errors import StartupError
 from ..formats.gguf_file import GgufFile
-from ..formats.json_fields import Json, integer, number
+from ..formats.json_fields import Json, integer, number, shown
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "factors"]
 _DEFAULT_THETA = 10_000.0
+_ORIGINAL = "original_max_position_embeddings"
 GPT_OSS_ROPE: Json = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -51,12 +51,12 @@ def read_hf_rope(path: Path, raw: Json, max_positions: int, default_theta: float
     theta = number(path, rope, "rope_theta", number(path, raw, "rope_theta", default_theta))
     rotary_share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotary_share not in (None, 1, 1.0):
-        raise StartupError(f"{path}: partial_rotary_factor {rotary_share} is not supported; supported is 1")
+        raise StartupError(f"{path}: partial_rotary_factor {shown(rotary_share)} is not supported; supported is 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
-    original_length = max_positions if original is None else int(original)
-    if original_length < 1:
-        raise StartupError(f"{path}: original_max_position_embeddings must be a positive integer, got {original!r}")
+    original = raw.get(_ORIGINAL, rope.get(_ORIGINAL))
+    if isinstance(original, float) and original.is_integer():
+        original = int(original)
+    original_length = integer(path, {_ORIGINAL: original}, _ORIGINAL, max_positions)
     if kind in ("default", None):
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
@@ -84,17 +84,17 @@ def read_hf_rope(path: Path, raw: Json, max_positions: int, default_theta: float
             truncate=bool(rope.get("truncate", True)),
         )
     raise StartupError(
-        f"{path}: rope type {kind!r} is not supported; supported are default, linear, dynamic, llama3, yarn"
+        f"{path}: rope type {shown(kind)} is not supported; supported are default, linear, dynamic, llama3, yarn"
     )
 
 
 def _factor(path: Path, rope: Json, key: str) -> float | None:
     """A number of at least 0, as it is written; None if there is none. Raises StartupError."""
     value = rope.get(key)
-    if value is not None and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf
-    ):
-        raise StartupError(f"{path}: {key} must be a number of at least 0, got {value!r}")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+        raise StartupError(f"{path}: {key} must be a number of at least 0, got {shown(value)}")
+    if value:
+        number(path, rope, key)
     return value
 
 
@@ -119,7 +119,9 @@ def read_gguf_rope(file: GgufFile, architecture: str, head_dim: int) -> RopeConf
     if kind == "yarn":
         original = integer(path, raw, f"{prefix}.scaling.original_context_length")
         return RopeConfig(kind="yarn", theta=theta, factor=factor, original_context_length=original)
-    raise StartupError(f"{path}: {prefix}.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
+    raise StartupError(
+        f"{path}: {prefix}.scaling.type {shown(kind)} is not supported; supported are none, linear, yarn"
+    )
 
 
 def context_length(rope: RopeConfig, max_positions: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...configs.errors import StartupError
-from ..formats.json_fields import Json, integer
+from ..formats.json_fields import Json, bare, integer, shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values of `layer_types`."""
@@ -61,11 +61,13 @@ def read_layer_types(path: Path, raw: Json, num_layers: int, supported: tuple[st
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise StartupError(f"{path}: layer_types must have one entry for each of {num_layers} layers, got {kinds!r}")
+        raise StartupError(
+            f"{path}: layer_types must have one entry for each of {num_layers} layers, got {shown(kinds)}"
+        )
     other = sorted({str(kind) for kind in kinds} - {*supported})
     if other:
         without = "" if SLIDING in supported else " (there is no sliding_window)" if other == [SLIDING] else ""
-        raise StartupError(f"{path}: layer_types has {other[0]}{without}; supported here: {', '.join(supported)}")
+        raise StartupError(f"{path}: layer_types has {bare(other[0])}{without}; supported here: {', '.join(supported)}")
     return [str(kind) for kind in kinds]
 
 

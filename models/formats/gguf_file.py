@@ -17,13 +17,17 @@ import numpy.typing as npt
 
 from ...configs.arithmetic import round_up
 from ...configs.errors import StartupError
+from .json_fields import shown
+from .model_files import open_model_file
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 
 _SUPPORTED_VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
+_DEFAULT_ALIGNMENT, _MOST_ALIGNMENT = 32, 1 << 20
 _CHUNK_ELEMENTS = 1 << 17  # dequantised at a time: temporaries fit the cache, and are small compared with the model
 
+_MOST_TENSORS, _MOST_DIMENSIONS, _MOST_VALUES, _LONGEST_STRING = 1 << 16, 4, 1 << 22, 1 << 24
+"""Far more than a model has. `_MOST_VALUES` are those of all arrays together: each takes up to a hundred bytes."""
 _LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -68,11 +72,11 @@ class GgufFile:
         self.metadata: dict[str, MetadataValue] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            with path.open("rb") as file:
+            with open_model_file(path) as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise StartupError(f"model {path}: cannot be read: {error}") from error
-        self._position = 0
+        self._position = self._values = 0
         try:
             self._parse()
         except (struct.error, IndexError, UnicodeDecodeError) as error:
@@ -114,7 +118,8 @@ class GgufFile:
                 values = dequantize(piece.reshape(1, -1), GGMLQuantizationType(tensor.type_id))
             except NotImplementedError:
                 raise StartupError(
-                    f"model {self.path}: tensor {tensor.name!r} is of type {tensor.type_name}, which is not supported"
+                    f"model {self.path}: tensor {shown(tensor.name)} is of type {tensor.type_name}, which is not "
+                    "supported"
                 ) from None
             yield first, np.require(values, np.float32, "W").reshape(len(piece), columns)  # a copy if it is the mapping
 
@@ -126,15 +131,18 @@ class GgufFile:
         version = self._unpack("I")
         if version not in _SUPPORTED_VERSIONS:
             raise StartupError(f"model {self.path}: GGUF version {version}; supported are 2 and 3, little-endian")
-        tensor_count = int(self._unpack("Q"))
-        metadata_count = int(self._unpack("Q"))
+        tensor_count = self._count("tensors", _MOST_TENSORS)
+        metadata_count = self._count("metadata fields", _MOST_VALUES)
         for _ in range(metadata_count):
             (key,) = self._strings(1)
             self.metadata[key] = self._value(int(self._unpack("I")))
         entries = [self._directory_entry() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise StartupError(f"model {self.path}: general.alignment is {alignment}, expected a positive integer")
+        if not isinstance(alignment, int) or not 1 <= alignment <= _MOST_ALIGNMENT:
+            raise StartupError(
+                f"model {self.path}: general.alignment is {shown(alignment)}, expected a positive integer of at most "
+                f"{_MOST_ALIGNMENT}"
+            )
         data_start = round_up(self._position, alignment)
         for name, shape, type_id, offset in entries:
             self._add_tensor(name, shape, type_id, data_start + offset)
@@ -145,26 +153,38 @@ class GgufFile:
         try:
             ggml_type = GGMLQuantizationType(type_id)
         except ValueError:
-            raise StartupError(f"model {self.path}: tensor {name!r} has unknown ggml type {type_id}") from None
+            raise StartupError(f"model {self.path}: tensor {shown(name)} has unknown ggml type {type_id}") from None
         block_elements, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if not shape or 0 in shape:
-            raise StartupError(f"model {self.path}: tensor {name!r} has the shape {list(shape)}, without elements")
+            raise StartupError(f"model {self.path}: tensor {shown(name)} has the shape {list(shape)}, without elements")
         if shape[-1] % block_elements:
             raise StartupError(
-                f"model {self.path}: tensor {name!r} has rows of {shape[-1]} elements, "
+                f"model {self.path}: tensor {shown(name)} has rows of {shape[-1]} elements, "
                 f"not a multiple of {ggml_type.name}'s {block_elements}"
             )
         size_bytes = math.prod(shape) // block_elements * block_bytes
         if offset + size_bytes > len(self._data):
             raise StartupError(
-                f"model {self.path}: the file is cut off: tensor {name!r} ends at byte {offset + size_bytes}, "
+                f"model {self.path}: the file is cut off: tensor {shown(name)} ends at byte {offset + size_bytes}, "
                 f"the file has {len(self._data)}"
             )
         self.tensors[name] = GgufTensor(name, shape, type_id, str(ggml_type.name), offset, size_bytes)
 
+    def _count(self, what: str, most: int) -> int:
+        """A number of things that follow."""
+        count = int(self._unpack("Q"))
+        if count > most:
+            raise StartupError(f"model {self.path}: the GGUF header must have at most {most} {what}, and has {count}")
+        return count
+
     def _directory_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         (name,) = self._strings(1)
         dimensions = int(self._unpack("I"))
+        if dimensions > _MOST_DIMENSIONS:
+            raise StartupError(
+                f"model {self.path}: tensor {shown(name)} must have at most {_MOST_DIMENSIONS} dimensions, and has "
+                f"{dimensions}"
+            )
         shape = tuple(int(self._unpack("Q")) for _ in range(dimensions))
         return name, shape[::-1], int(self._unpack("I")), int(self._unpack("Q"))
 
@@ -179,7 +199,8 @@ class GgufFile:
 
     def _array(self) -> MetadataValue:
         kind = int(self._unpack("I"))
-        count = int(self._unpack("Q"))
+        count = self._count("values of arrays", _MOST_VALUES - self._values)
+        self._values += count
         if kind == _STRING:
             return self._strings(count)
         if kind not in _SCALARS:
@@ -197,7 +218,7 @@ class GgufFile:
             (length,) = _LENGTH.unpack_from(data, position)
             start = position + _LENGTH.size
             position = start + length
-            if position > end:
+            if position > end or length > _LONGEST_STRING:
                 raise IndexError(f"a string of {length} bytes at byte {start}")
             found.append(data[start:position].decode("utf-8"))
         self._position = position

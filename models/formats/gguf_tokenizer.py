@@ -17,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from ...configs.errors import StartupError
 from .gguf_file import GgufFile
+from .json_fields import shown
 
 _CONTROL, _USER_DEFINED = 3, 4
 _WORDS = (
@@ -36,8 +37,8 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     model = file.metadata.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise StartupError(
-            f"model {file.path}: its tokenizer is of kind {model!r}; of GGUF files only byte-level BPE ('gpt2') is "
-            "supported: give --model the Hugging Face directory instead"
+            f"model {file.path}: its tokenizer is of kind {shown(model)}; of GGUF files only byte-level BPE ('gpt2') "
+            "is supported: give --model the Hugging Face directory instead"
         )
     kind = str(file.metadata.get("tokenizer.ggml.pre", "missing"))
     tokens = _strings(file, "tokenizer.ggml.tokens")
@@ -54,7 +55,9 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     tokenizer.decoder = ByteLevelDecoder()
     types = file.metadata.get("tokenizer.ggml.token_type", [])
     if not isinstance(types, list):
-        raise StartupError(f"model {file.path}: tokenizer.ggml.token_type is damaged: must be a list, got {types!r}")
+        raise StartupError(
+            f"model {file.path}: tokenizer.ggml.token_type is damaged: must be a list, got {shown(types)}"
+        )
     tokenizer.add_tokens(
         [
             AddedToken(token, special=token_type == _CONTROL, normalized=False)
@@ -89,8 +92,8 @@ def _rules(file: GgufFile, kind: str) -> tuple[Normalizer | None, PreTokenizer, 
         case "llama-bpe":
             return None, _split_then_bytes(_WORDS % "{1,3}"), True
     raise StartupError(
-        f"model {file.path}: pre-tokenizer {kind!r} is not supported (supported are smollm, gpt-2, qwen2, llama-bpe); "
-        "give --model the Hugging Face directory instead"
+        f"model {file.path}: pre-tokenizer {shown(kind)} is not supported (supported are smollm, gpt-2, qwen2, "
+        "llama-bpe); give --model the Hugging Face directory instead"
     )
 
 
@@ -114,5 +117,5 @@ def _strings(file: GgufFile, key: str) -> Sequence[str]:
         raise StartupError(f"model {file.path}: {key} is missing")
     for index, text in enumerate(value):
         if not isinstance(text, str):
-            raise StartupError(f"model {file.path}: {key} is damaged: entry {index} must be text, got {text!r}")
+            raise StartupError(f"model {file.path}: {key} is damaged: entry {index} must be text, got {shown(text)}")
     return cast("list[str]", value)

@@ -5,7 +5,12 @@ from typing import Any
 
 import msgspec
 
+from ...configs.errors import StartupError
 from .json_fields import read_json
+from .model_files import read_model_file
+
+MOST_TOKENIZER_BYTES = 64 << 20
+"""The largest tokenizer.json, twice that of the largest known vocabularies."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -44,7 +49,8 @@ def tokenizer_end_token(directory: Path) -> int | None:
     if text is None or not path.is_file():
         return None
     try:
-        added = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        content = read_model_file(path, MOST_TOKENIZER_BYTES)
+        added = msgspec.json.decode(content, type=_TokenizerFile).added_tokens
+    except (StartupError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return next((token.id for token in added if token.content == text and token.id >= 0), None)

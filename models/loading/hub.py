@@ -21,7 +21,7 @@ from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_gguf
-from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_files
+from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors
 
 log = logging.getLogger("pdserve.models")
 
@@ -90,7 +90,7 @@ class HubModel:
                     f"supported{self._gguf_hint()}"
                 )
             return sorted(names)
-        return indexed_files(directory / WEIGHT_INDEX, f"model {self.repo}")
+        return sorted(set(indexed_tensors(directory / WEIGHT_INDEX, f"model {self.repo}").values()))
 
     def _gguf_hint(self) -> str:
         files = _gguf_files(self.files)

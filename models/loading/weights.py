@@ -18,8 +18,10 @@ from ..config.model import ModelConfig
 from ..decoders.rank_parameters import EMBEDDING, HEAD
 from ..decoders.slots import Slot
 from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
+from ..formats.json_fields import shown
+from ..formats.model_files import open_model_file, safetensors_header
 from .block_scaled_checkpoint import BlockScaledCheckpoint
-from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, safetensors_files
+from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors, safetensors_files
 from .checkpoint import Checkpoint
 from .int4_checkpoint import Int4Checkpoint
 from .mxfp4_checkpoint import Mxfp4Checkpoint
@@ -107,18 +109,26 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
+        placed: dict[str, str] | None = None
         self._file_of: dict[str, Any] = {}  # safe_open is an extension type without annotations
         for path in safetensors_files(directory):
+            with open_model_file(path) as opened:
+                safetensors_header(path, opened)
             try:
                 file: Any = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"model {path}: not a readable safetensors file: {error}") from error
             for name in file.keys():  # noqa: SIM118 - not a dict, only .keys() exists
-                if name in self.shapes and not (directory / WEIGHT_INDEX).is_file():
-                    raise StartupError(
-                        f"model {directory}: several files have the tensor {name!r}, and there is no {WEIGHT_INDEX}: "
-                        f"keep the files of one format, or call the one to use {WEIGHT_FILE}"
-                    )
+                if name in self.shapes:
+                    if placed is None and (directory / WEIGHT_INDEX).is_file():
+                        placed = indexed_tensors(directory / WEIGHT_INDEX, f"model {directory}")
+                    if (own := (placed or {}).get(name)) is None:
+                        raise StartupError(
+                            f"model {directory}: several files have the tensor {shown(name)}, and no {WEIGHT_INDEX} "
+                            f"says which counts: keep the files of one format, or call the one to use {WEIGHT_FILE}"
+                        )
+                    if directory / own != path:
+                        continue
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._file_of[name] = file
 

@@ -25,12 +25,14 @@ from ...configs.errors import ClientError, StartupError
 from ...configs.words import whole_characters
 from ...models.formats.gguf_file import open_gguf
 from ...models.formats.gguf_tokenizer import gguf_special_tokens
+from ...models.formats.model_files import read_model_file
 from ...models.formats.token_bytes import TokenBytes
 from ...models.formats.tokenizer_settings import read_tokenizer_settings, special_token_text
 from ...models.loading.catalog import CHAT_TEMPLATE_FILES, ModelSource
 from ...models.loading.tokenizer_file import read_tokenizer
 from .token_floor import TokenFloor
 
+_MOST_TEMPLATE_BYTES = 1 << 20
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WINDOW = 64
 _GGUF_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
@@ -337,6 +339,6 @@ def _hf_chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as error:
+        return read_model_file(path, _MOST_TEMPLATE_BYTES).decode("utf-8")
+    except ValueError as error:
         raise StartupError(f"{path}: cannot be read: {error}") from error

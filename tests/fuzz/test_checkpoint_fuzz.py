@@ -43,7 +43,7 @@ def read_model(directory: Path) -> None:
 def test_json_file_is_read_or_refused(name: str, model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         if path.name != name:
-            (tmp_path / path.name).symlink_to(path)
+            (tmp_path / path.name).hardlink_to(path)
     valid = (model / name).read_bytes()
 
     def check(data: bytes) -> None:
@@ -60,7 +60,7 @@ def test_json_file_is_read_or_refused(name: str, model: Path, tmp_path: Path) ->
 def test_safetensors_header_is_read_or_refused(model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         if path.suffix != ".safetensors":
-            (tmp_path / path.name).symlink_to(path)
+            (tmp_path / path.name).hardlink_to(path)
     valid = (model / "model.safetensors").read_bytes()
     length = int.from_bytes(valid[:8], "little")
     header, rest = json.loads(valid[8 : 8 + length]), valid[8 + length :]
@@ -82,7 +82,7 @@ def test_safetensors_header_is_read_or_refused(model: Path, tmp_path: Path) -> N
 
 def test_chat_template_renders_or_is_refused(model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+        (tmp_path / path.name).hardlink_to(path)
     source = locate_model(str(tmp_path))
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
 

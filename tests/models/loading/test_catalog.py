@@ -78,12 +78,11 @@ def test_missing_model_is_refused(name: str, message: str, checkpoint: Path) -> 
         locate_model(str(checkpoint / name))
 
 
-def test_unreadable_weights_are_refused(copy: Path) -> None:
-    """Such as files of another user. The test uses a directory, which root cannot read as a file either."""
+def test_weights_that_are_a_directory_are_refused(copy: Path) -> None:
     (weights,) = copy.glob("*.safetensors")
     weights.unlink()
     weights.mkdir()
-    with pytest.raises(StartupError, match=rf"model {weights}: cannot be read: Is a directory"):
+    with pytest.raises(StartupError, match=rf"{weights}: must be a regular file, and is a directory"):
         fingerprints(locate_model(str(copy)))
 
 

@@ -90,7 +90,7 @@ def quantised(source: ModelSource, directory: Path) -> ModelSource:
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (directory / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
-        (directory / name).symlink_to(source.path / name)
+        (directory / name).hardlink_to(source.path / name)
     return locate_model(str(directory))
 
 

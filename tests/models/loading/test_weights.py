@@ -82,7 +82,7 @@ def test_tensor_in_several_files_without_an_index_is_refused(tmp_path: Path) -> 
     assert load(locate_model(str(tmp_path))).head is not None
     path.rename(tmp_path / "weights.safetensors")
     with pytest.raises(
-        StartupError, match=r"several files have the tensor '.*', and there is no model.safetensors.ind"
+        StartupError, match=r"several files have the tensor '.*', and no model.safetensors.index.json says"
     ):
         load(locate_model(str(tmp_path)))
 

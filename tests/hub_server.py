@@ -41,6 +41,10 @@ class FakeHub:
     """Files whose first download breaks off after 1,000 bytes."""
     before_file: Callable[[], object] = nullcontext
     """Called before the content of a file is sent."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers that replace those of files."""
+    instead: "Callable[[BaseHTTPRequestHandler, str], bool]" = lambda _handler, _path: False
+    """Answers a request to a path in another way. Returns whether it has."""
 
     @property
     def downloaded(self) -> list[str]:
@@ -108,6 +112,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.tokens.add(self.headers.get("Authorization"))
         if self.hub.down:
             return self._refuse(503, "")
+        if self.hub.instead(self, path):
+            self.close_connection = True
+            return None
         for pattern in (_TREE, _API, _FILE):
             if (match := pattern.fullmatch(path)) is not None:
                 break
@@ -123,7 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         if pattern is _TREE:
             return self._send_json([{"type": "file", "path": name, **_blob(file)} for name, file in files.items()])
         if pattern is _API:
-            siblings = [{"rfilename": name, "blobId": "b", "size": file.stat().st_size} for name, file in files.items()]
+            siblings = [
+                {"rfilename": name, "blobId": "b" * 40, "size": file.stat().st_size} for name, file in files.items()
+            ]
             info = {"_id": "1", "id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings, "tags": []}
             if repo in self.hub.gguf:
                 info["gguf"] = {"architecture": self.hub.gguf[repo]}
@@ -144,9 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
             assert first is not None, asked
             begin = int(first[1])
         self.send_response(206 if begin else 200)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Accept-Ranges", "bytes")
+        usual = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        for name, value in (usual | self.hub.headers).items():
+            self.send_header(name, value)
         if begin:
             self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
         if self.command == "GET" and file.name in self.hub.cut:

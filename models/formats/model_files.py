@@ -59,3 +59,10 @@ def check_values(path: Path | str, text: bytes, most: int) -> None:
     """
     if (found := sum(map(text.count, (b",", b"[", b"{")))) > most:
         raise StartupError(f"{path}: must have at most {most} JSON values, and may have {found}")
+
+
+def is_inside(name: str) -> bool:
+    """Whether a file name, which a repository gives, stays below its directory."""
+    parts = name.split("/")
+    plain = "\\" not in name and not any(ord(character) < 32 for character in name)
+    return plain and not any(part in ("", ".", "..") for part in parts)

@@ -13,7 +13,7 @@ from ...configs.setting_types import LoadFormat
 from ..config.model import ModelConfig, read_config_file, read_gguf_config
 from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
-from ..formats.model_files import check_values, open_model_file, read_model_file
+from ..formats.model_files import check_values, is_inside, open_model_file, read_model_file
 
 EMBEDDED_MODEL = "smollm2"
 WEIGHT_FILE = "model.safetensors"
@@ -140,13 +140,6 @@ def indexed_tensors(index: Path, model: str) -> dict[str, str]:
         if not is_inside(name):
             raise StartupError(f"{model}: {index.name} names {shown(name)}, which is not inside the model's directory")
     return found
-
-
-def is_inside(name: str) -> bool:
-    """Whether a file name, which a repository gives, stays below its directory."""
-    parts = name.split("/")
-    plain = "\\" not in name and not any(ord(character) < 32 for character in name)
-    return plain and not any(part in ("", ".", "..") for part in parts)
 
 
 def _hf_source(directory: Path, load_format: LoadFormat) -> ModelSource:

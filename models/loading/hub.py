@@ -6,6 +6,7 @@ its weights are downloaded.
 """
 
 import contextlib
+import glob
 import logging
 import re
 import sys
@@ -21,6 +22,8 @@ from ...configs.errors import StartupError
 from ...configs.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_gguf
+from ..formats.hub_client import checked_client
+from ..formats.json_fields import bare
 from .catalog import CHAT_TEMPLATE_FILES, EMBEDDED_MODEL, WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors
 
 log = logging.getLogger("pdserve.models")
@@ -114,10 +117,16 @@ class HubModel:
         total = sum(self.files.get(name) or 0 for name in missing)
         if total >= GB:
             log.info("model %s: downloading %.1f GB to %s", self.repo, total / GB, folder)
+        checked_client().begin(folder)
         try:
             with _explained(self.repo, self.commit), _progress(self.repo, folder / "blobs", total):
                 bars = None if sys.stderr.isatty() else _no_bars()
-                snapshot_download(self.repo, revision=self.commit, allow_patterns=missing, tqdm_class=bars)
+                snapshot_download(
+                    self.repo,
+                    revision=self.commit,
+                    allow_patterns=[glob.escape(name) for name in missing],
+                    tqdm_class=bars,
+                )
         except (httpx.TransportError, HfHubHTTPError) as error:
             reason = _first_line(error)
             raise StartupError(f"model {self.repo}: {constants.ENDPOINT} cannot be reached ({reason})") from None
@@ -147,9 +156,10 @@ def find_on_hub(spec: str, revision: str | None) -> HubModel | None:
 
 
 def _look_up(repo: str, revision: str | None) -> HubModel:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+    checked_client().begin(Path(constants.HF_HUB_CACHE).expanduser())
     try:
         with _explained(repo, revision):
             info = HfApi().model_info(repo, revision=revision, files_metadata=True)
@@ -260,9 +270,17 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise
     except LocalEntryNotFoundError as error:
         reason = str(error.__cause__ or error)
-        raise StartupError(f"model {repo!r}: cannot be downloaded: {' '.join(reason.split())}") from None
+        raise StartupError(f"model {repo!r}: cannot be downloaded: {bare(' '.join(reason.split()))}") from None
     except OSError as error:
-        raise StartupError(f"model {repo!r}: cannot be downloaded to {constants.HF_HUB_CACHE}: {error}") from error
+        reason = bare(" ".join(str(error).split()))
+        raise StartupError(f"model {repo!r}: cannot be downloaded to {constants.HF_HUB_CACHE}: {reason}") from error
+    except httpx.TooManyRedirects as error:
+        raise StartupError(f"model {repo!r}: {constants.ENDPOINT}: {_first_line(error)}") from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise StartupError(
+            f"model {repo!r}: {constants.ENDPOINT} does not answer as a Hub does: {type(error).__name__}: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -287,7 +305,7 @@ def _progress(repo: str, blobs: Path, total: int) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return bare((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 # Any: tqdm has no types.

@@ -4,21 +4,13 @@ Hugging Face directories have a tokenizer.json, which is used unchanged. For GGU
 their metadata (models/formats/gguf_tokenizer.py).
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cache, cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 from ...configs.errors import ClientError, StartupError
@@ -30,6 +22,7 @@ from ...models.formats.token_bytes import TokenBytes
 from ...models.formats.tokenizer_settings import read_tokenizer_settings, special_token_text
 from ...models.loading.catalog import CHAT_TEMPLATE_FILES, ModelSource
 from ...models.loading.tokenizer_file import read_tokenizer
+from .chat_templates import compile_template, limited_rendering, variables_of
 from .token_floor import TokenFloor
 
 _MOST_TEMPLATE_BYTES = 1 << 20
@@ -107,7 +100,7 @@ class Tokenizer:
         """Whether the chat template of requests with tools reads `tools`."""
         if self.tool_template is None:
             return False
-        return "tools" in jinja2.meta.find_undeclared_variables(_template_environment().parse(self.tool_template))
+        return "tools" in variables_of(self.tool_template)
 
     @cached_property
     def template_tests_content(self) -> bool:
@@ -184,17 +177,18 @@ class Tokenizer:
         if template is None:
             raise ClientError("messages: this model has no chat template; send a text prompt instead")
         try:
-            rendered = template.render(
-                {
-                    **self.special_tokens,
-                    **(variables or {}),
-                    # as in transformers: templates test `tools is not none`, which is true for an undefined name
-                    "tools": None if tools is None else [dict(tool) for tool in tools],
-                    "documents": None,
-                    "messages": [dict(message) for message in messages],
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            with limited_rendering():
+                rendered = template.render(
+                    {
+                        **self.special_tokens,
+                        **(variables or {}),
+                        # as in transformers: templates test `tools is not none`, which is true for an undefined name
+                        "tools": None if tools is None else [dict(tool) for tool in tools],
+                        "documents": None,
+                        "messages": [dict(message) for message in messages],
+                        "add_generation_prompt": add_generation_prompt,
+                    }
+                )
         except Exception as error:  # a template is third-party code that runs on the client's values
             raise ClientError(f"messages: the model's chat template refuses them: {error}") from error
         return whole_characters(rendered)
@@ -271,57 +265,6 @@ class TextStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._decode_skips)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """Renders only the body of `{% generation %}...{% endgeneration %}`, which marks assistant text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a plain set
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@cache
-def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The Jinja environment that Hugging Face templates expect; sandboxed, because templates come with the weights."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-@cache
-def compile_template(text: str) -> jinja2.Template:
-    try:
-        return _template_environment().from_string(text)
-    except jinja2.TemplateError as error:
-        raise StartupError(f"the model's chat template cannot be compiled: {error}") from error
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson`. Jinja's own filter escapes for HTML. The options are those of transformers; GLM's templates
-    use them.
-    """
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
 
 
 def _hf_chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:

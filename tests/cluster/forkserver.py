@@ -458,7 +458,7 @@ def _prepare_frontends() -> None:
         parsers(role)
     setattr(cli, "make_parser", parsers)  # noqa: B010 - mypy knows no attributes of modules that are imported by name
     importlib.import_module("pdserve.server.observability.metrics").Metrics()
-    importlib.import_module("pdserve.server.text.tokenizer").compile_template(CHAT_TEMPLATE)
+    importlib.import_module("pdserve.server.text.chat_templates").compile_template(CHAT_TEMPLATE)
 
 
 def _leave_out_mooncake_store() -> None:

@@ -1,0 +1,56 @@
+"""Chat templates that loop or grow end with an error; others are not changed by the limits."""
+
+import time
+from typing import Any
+
+import jinja2
+import pytest
+
+from pdserve.server.text.chat_templates import MOST_CHARACTERS, MOST_STEPS, compile_template, limited_rendering
+
+STEPS = f"it takes more than {MOST_STEPS} turns of loops and calls"
+CHARACTERS = f"it makes a text of more than {MOST_CHARACTERS} characters"
+
+
+def grown_by(change: str) -> str:
+    return f"{{% set ns = namespace(x='ab') %}}{{% for i in range(60) %}}{change}{{% endfor %}}"
+
+
+def render(template: str, **variables: Any) -> str:
+    with limited_rendering():
+        return compile_template(template).render(variables)
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", STEPS),
+        ("{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}", STEPS),
+        (grown_by("{% set ns.x = ns.x ~ ns.x %}"), CHARACTERS),
+        (grown_by("{% set ns.x = ns.x + ns.x %}"), CHARACTERS),
+        (grown_by("{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"), CHARACTERS),
+        ("{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", CHARACTERS),
+        ("{{ 'a' * 10 ** 12 }}", CHARACTERS),
+        ("{{ 10 ** 12 * [1] }}", CHARACTERS),
+        ("{{ 9 ** 999999999 }}", CHARACTERS),
+        ("{% for i in range(999) %}{% for j in range(999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}", CHARACTERS),
+    ],
+)
+def test_template_that_loops_or_grows_ends_with_an_error(template: str, problem: str) -> None:
+    began = time.process_time()
+    with pytest.raises(jinja2.TemplateRuntimeError, match=problem):
+        render(template)
+    assert time.process_time() - began < 5
+
+
+def test_limits_change_no_other_template() -> None:
+    messages = [{"a": "b", "c": [{"a": "z", "c": []}]}, {"a": "d", "c": []}]
+    assert render("{% for m in x %}{{ loop.index ~ m.a ~ none }}{% else %}-{% endfor %}", x=messages) == "1bNone2dNone"
+    assert render("{% for m in x %}{{ m.a }}{% else %}empty{% endfor %}", x=[]) == "empty"
+    assert render("{% for m in x recursive %}{{ m.a }}{{ loop(m.c) }}{% endfor %}", x=messages) == "bzd"
+    assert render("{{ 'a' * 3 + 'b' }}{{ [1] + [2] }}{{ 2 ** 10 * 3 }}") == "aaab[1, 2]3072"
+
+
+def test_each_rendering_has_its_own_steps() -> None:
+    for _ in range(3):
+        render("{% for a in range(2) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")

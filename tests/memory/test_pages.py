@@ -216,6 +216,17 @@ def test_pages_behind_a_page_that_is_cached_twice_are_not_added() -> None:
     assert cache.match([1, 2], 2) == first.pages, "its parent could be evicted while it is in use"
 
 
+def test_sequence_is_cached_from_its_beginning_after_a_flush() -> None:
+    pages = PageAllocator[KvPage](3)
+    cache, inserted = PrefixCache(pages, 1), InsertedPrefix()
+    grant = pages.grant("a", 3)
+    assert grant is not None
+    cache.insert([1, 2, 3], grant.pages, inserted, end=2)
+    assert cache.flush() == 2
+    cache.insert([1, 2, 3], grant.pages, inserted)
+    assert cache.match([1, 2, 3], 3) == grant.pages
+
+
 def test_disabled_cache_keeps_nothing() -> None:
     pages = PageAllocator[KvPage](4)
     cache = PrefixCache(pages, 1, enabled=False)

@@ -34,7 +34,7 @@ FILE_S = 60.0
 LEAST_S = 300.0
 INTERRUPT_S = 45.0
 """Time that interrupted tests have to stop their servers."""
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _OK, _NO_TESTS = 0, 5
 
 

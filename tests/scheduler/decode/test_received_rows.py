@@ -190,18 +190,24 @@ def test_unsaved_and_receiving_buffers_are_not_shrunk() -> None:
         hot.close("r")
 
 
-def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write() -> None:
-    """A request ends while its step is in flight. Until the step has ended, prompts take the path to host memory
-    (`settled`, see test_kv_path.py).
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "gives-up-pages"])
+def test_prefill_gets_no_hot_page_that_a_step_in_flight_may_write(ends: bool) -> None:
+    """A request ends, or becomes evicting, while its step is in flight. Until the step has ended, prompts take the path
+    to host memory (`settled`, see test_kv_path.py).
     """
     pages = PageAllocator[KvPage](4)
     commands = CommandLog(pages)
     hot = HotBuffers(HotLimits(num_pages=6, page_size=4, hot_rows=8, slots=2, overlay=NO_UNITS), pages, commands)
-    buffer, _ = hot.open("a", 4)
+    buffer, _ = hot.open("a", 4 * 5)
     buffer.loading = False
     step = commands.next_id()
     assert hot.settled
-    hot.close("a")
+    free = hot.pages.available
+    if ends:
+        hot.close("a")
+    else:
+        hot.shrink(buffer)
+    assert hot.pages.available > free
     assert not hot.settled
     commands.completed(step)
     assert hot.settled

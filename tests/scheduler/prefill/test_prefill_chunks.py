@@ -26,7 +26,9 @@ GREEDY = SamplingParams()
 class Prefill:
     """A prefill scheduler whose steps and writes succeed at once, and its commands."""
 
-    def __init__(self, *, pages: int = 512, chunk_size: int = CHUNK, their_page: int = THEIR_PAGE) -> None:
+    def __init__(
+        self, *, pages: int = 512, chunk_size: int = CHUNK, their_page: int = THEIR_PAGE, window: int | None = None
+    ) -> None:
         limits = PrefillLimits(
             page_size=PAGE,
             chunk_size=chunk_size,
@@ -34,6 +36,7 @@ class Prefill:
             context_length=1 << 20,
             vocab_size=1 << 20,
             steps_in_flight=1,
+            window=window,
         )
         self.scheduler = PrefillScheduler(limits, PageAllocator[KvPage](pages))
         self.scheduler.peer_up(DECODE, PageSpace(1 << 20, their_page))
@@ -44,24 +47,43 @@ class Prefill:
         chunks: list[ChunkWrite] = []
         self.scheduler.receive(PrefillRequest(DECODE, wanted, prompt, indices, 0.0), 0.0)
         while self.scheduler.requests:
-            self.scheduler.advance(0.0)
-            step = self.scheduler.next_step(0.0)
-            if step is not None:
-                rows = [prefill_row(chunk) for chunk in step.chunks]
-                self.rows += rows
-                results = [StepResult((TokenLogprob(1, None),) * len(row.draws), ()) for row in rows]
-                self.scheduler.step_done(step.command_id, results, 0.0)
-            for effect in self.scheduler.take_effects():
-                if isinstance(effect, ChunkWrite):
-                    chunks.append(effect)
-                    ended = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)
-                    self.scheduler.chunk_written(ended, 0.0)
+            for chunk in self.step():
+                chunks.append(chunk)
+                self.sent(chunk)
         return chunks
+
+    def step(self) -> list[ChunkWrite]:
+        """Compute the next step; returns the writes that begin."""
+        self.scheduler.advance(0.0)
+        step = self.scheduler.next_step(0.0)
+        if step is not None:
+            rows = [prefill_row(chunk) for chunk in step.chunks]
+            self.rows += rows
+            results = [StepResult((TokenLogprob(1, None),) * len(row.draws), ()) for row in rows]
+            self.scheduler.step_done(step.command_id, results, 0.0)
+        return [effect for effect in self.scheduler.take_effects() if isinstance(effect, ChunkWrite)]
+
+    def sent(self, chunk: ChunkWrite) -> None:
+        ended = ChunkWritten(DECODE, chunk.key, chunk.token_start, chunk.token_end, ok=True)
+        self.scheduler.chunk_written(ended, 0.0)
 
 
 def destination(number: int, **options: object) -> KvDestination:
     wanted = KvDestination(TransferKey(number, 1), f"r{number}", GREEDY, timeout_s=60.0)
     return msgspec.structs.replace(wanted, **options)
+
+
+def test_pages_behind_the_window_stay_until_their_chunk_is_sent() -> None:
+    """All layers have a window of 32 tokens. The second chunk is sent before the first one."""
+    prefill, pages = Prefill(window=32), 192 // PAGE
+    prefill.scheduler.receive(PrefillRequest(DECODE, destination(1), range(192), list(range(16)), 0.0), 0.0)
+    (first,) = prefill.step()
+    (second,) = prefill.step()
+    assert prefill.scheduler.pages.held == pages, "the third chunk sees the last two pages of the second one only"
+    prefill.sent(second)
+    assert prefill.scheduler.pages.held == pages
+    prefill.sent(first)
+    assert prefill.scheduler.pages.held == pages - (128 - 32) // PAGE
 
 
 @pytest.mark.parametrize("prefix", [0, 3 * THEIR_PAGE])

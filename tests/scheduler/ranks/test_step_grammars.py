@@ -101,6 +101,17 @@ def test_output_follows_the_grammar_over_many_steps(executor: Executor, source: 
     assert words[9] == EOS_ID, "nothing else is left"
 
 
+@pytest.mark.parametrize("least", [0, 8])
+def test_output_does_not_end_before_min_new_tokens_where_its_grammar_may_end(executor: Executor, least: int) -> None:
+    ended = []
+    for seed in range(4):
+        sequences = Sequences(executor)
+        letters = SamplingParams(temperature=1.0, seed=seed, grammar=Grammar("regex", "[a-d]*"), min_new_tokens=least)
+        sequences.samplings = (letters, FREE)
+        ended.append(EOS_ID in known_outputs(sequences, 8)[0])
+    assert any(ended) == (least == 0)
+
+
 @pytest.mark.parametrize("later", [False, True], ids=["at-once", "after-the-previous-step"])
 def test_overlapping_steps_sample_the_same_tokens(executor: Executor, later: bool) -> None:
     sequences = Sequences(executor)

@@ -54,6 +54,12 @@ def test_short_shared_prefix_does_not_draw_everything_to_one_server() -> None:
     assert choose("prefix", 1000, conversation) == Choice(0, "prefix")
 
 
+def test_prefix_counts_where_all_servers_are_full() -> None:
+    """It counts less by what its server is fuller than the others: here a tenth of the prompt."""
+    full = [Candidate(1000, cached=700, fullness=0.9), Candidate(0, fullness=0.8)]
+    assert choose("prefix", 1000, full) == Choice(0, "prefix")
+
+
 def test_server_of_the_failed_attempt_comes_last() -> None:
     assert choose("prefix", 1000, [Candidate(0, cached=900, failed=True), Candidate(5000)]) == Choice(1, "load")
     assert choose("prefix", 1000, [Candidate(0, cached=900, failed=True)]) == Choice(0, "prefix")

@@ -60,9 +60,9 @@ class Router:
         command += ["--prefill", prefill.url, str(prefill.bootstrap_port)]
         for decode in decodes:
             command += ["--decode", decode.url]
-        # As often as a server may fail before the router stops sending to it (10 times): with the default of five, a
-        # request whose attempts all went to a killed server ends with 502.
-        command += ["--retry-max-retries", "10", "--retry-backoff-multiplier", "1"]
+        # More attempts, which it calls retries, than failures of a server after which it leaves that server alone: 10.
+        # With the default of five, a request whose attempts all went to a killed server ends with 502.
+        command += ["--retry-max-retries", "12", "--retry-backoff-multiplier", "1"]
         environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)

@@ -167,6 +167,12 @@ class ServerConfig(BaseModel):
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="maximum tokens of a prompt; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of an HTTP body")
+    max_connections: int = Field(
+        8192,
+        ge=16,
+        le=65536,
+        description="maximum connections to the HTTP port; for a further one, an idle one is closed",
+    )
     max_parsing_bytes: int = Field(
         64 << 20,
         ge=1024,

@@ -30,7 +30,7 @@ from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of
 from ..observability.loop_work import LoopWork
-from ..observability.metrics import Metrics
+from ..observability.metrics import Metrics, content_type_of
 from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds, client_request_id
 from ..observability.request_log import leg_line
@@ -136,6 +136,8 @@ class Routes:
         self._roles = roles
         self._lanes = Lanes(config.max_parsing_bytes)
         self._grammars = GrammarChecker(config.model, config.load_format)
+        self._rendering: dict[str, asyncio.Task[bytes]] = {}
+        """Metrics that will be rendered in the next turn of the event loop, by content type."""
         self.serve(config, leader, default_sampling)
 
     def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
@@ -256,9 +258,20 @@ class Routes:
                 return f"no token within {HEALTH_GENERATE_TIMEOUT_S:.0f} s"
 
     async def render_metrics(self, request: Request) -> Response:
-        """Metrics for Prometheus."""
-        body, content_type = self.metrics.render(request.headers.get("accept", ""))
-        return Response(body, headers={"Content-Type": content_type})
+        """Metrics for Prometheus. Requests of one turn of the event loop share them: to render them takes milliseconds,
+        and hundreds of clients may request them at once.
+        """
+        accept = request.headers.get("accept", "")
+        content_type = content_type_of(accept)
+        rendering = self._rendering.get(content_type)
+        if rendering is None:
+            rendering = self._rendering[content_type] = asyncio.create_task(self._render(accept, content_type))
+        return Response(await asyncio.shield(rendering), headers={"Content-Type": content_type})
+
+    async def _render(self, accept: str, content_type: str) -> bytes:
+        await asyncio.sleep(0)
+        del self._rendering[content_type]
+        return self.metrics.render(accept)
 
     async def model_info(self, _request: Request) -> Response:
         """The served model."""

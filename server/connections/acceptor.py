@@ -17,6 +17,10 @@ ACCEPTS_PER_TURN: Final = 32
 """Running streams are served between two turns: reading this many requests takes about as long as their tokens."""
 PAUSE_S: Final = 0.5
 """How long nothing is accepted after an error, such as a lack of descriptors."""
+UNSENT_BYTES: Final = 64 << 10
+"""Of a connection, bytes in the kernel that were not sent. The kernel would take megabytes for a client that reads
+nothing, and the work for its next requests would be done.
+"""
 
 
 class Acceptor:
@@ -29,7 +33,12 @@ class Acceptor:
         *,
         backlog: int,
         ssl_context: ssl.SSLContext | None,
+        make_room: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`make_room` closes an idle connection if there are too many. It returns False if none is idle: then the new
+        one is closed.
+        """
+        self._make_room = make_room
         self._listening = listening
         self._new_protocol = new_protocol
         self._ssl = ssl_context
@@ -68,6 +77,10 @@ class Acceptor:
                 self._loop.remove_reader(self._listening)
                 self._paused = self._loop.call_later(PAUSE_S, self._resume)
                 return
+            if not self._make_room():
+                connection.close()
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)

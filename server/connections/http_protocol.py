@@ -13,7 +13,8 @@ import fcntl
 import logging
 import re
 import termios
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, ClassVar
 
 import msgspec
@@ -35,8 +36,12 @@ LINGER_S = 10.0
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
-class HeadersTooLargeError(Exception):
-    """Stops the parser after response 431 was sent."""
+MAX_PIPELINED = 16
+"""Most requests of a connection that wait for the response to an earlier one."""
+
+
+class RefusedError(Exception):
+    """Stops the parser after the connection was refused."""
 
 
 def unframed_send(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
@@ -95,6 +100,8 @@ class PatientHttpProtocol(HttpToolsProtocol):
     patience_s: ClassVar[float] = 30.0
     header_timeout_s: ClassVar[float] = 60.0
     max_header_bytes: ClassVar[int] = 64 << 10
+    active_at = 0.0
+    """When the connection was made or last received something, by the loop's clock."""
     _waiting: asyncio.TimerHandle | None = None
     _headers_due: asyncio.TimerHandle | None = None
     _hanging_up: asyncio.TimerHandle | None = None
@@ -104,11 +111,13 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        self.active_at = self.loop.time()
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
         if self._hanging_up is not None:
             return
+        self.active_at = self.loop.time()
         super().data_received(data if self._in_body else without_upgrade(data))
         if self._headers_due is None:
             return
@@ -126,7 +135,12 @@ class PatientHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + HEADER_LINE_BYTES for name, value in self.headers)
         if size > self.max_header_bytes:
             self._refuse_headers()
-            raise HeadersTooLargeError  # stops the parser
+            raise RefusedError
+        if len(self.pipeline) >= MAX_PIPELINED:
+            log.warning("client %s has sent more than %d requests at once: closed", self.client, MAX_PIPELINED)
+            self._stop_expecting_headers()
+            self.transport.abort()
+            raise RefusedError
         self._in_body = True
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
@@ -140,6 +154,11 @@ class PatientHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         if self._lingering is not None:
             self.transport.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
         if self._hanging_up is None:
@@ -219,6 +238,27 @@ class PatientHttpProtocol(HttpToolsProtocol):
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
+
+
+def close_idle(connections: Collection[PatientHttpProtocol], most: int) -> bool:
+    """If there are `most` connections, close one that answers no request: of the host that has most of these, the one
+    that has been silent for longest. Returns False if there is none.
+    """
+    if len(connections) < most:
+        return True
+    idle = [one for one in connections if one.is_idle and not one.transport.is_closing()]
+    if not idle:
+        log.warning("a connection was refused: %d are open (max_connections), and none is idle", len(connections))
+        return False
+    (host, _), *_ = Counter(_host(one) for one in idle).most_common(1)
+    oldest = min((one for one in idle if _host(one) == host), key=lambda one: one.active_at)
+    log.warning("the idle connection of %s was closed: %d are open (max_connections)", oldest.client, len(connections))
+    oldest.transport.abort()
+    return True
+
+
+def _host(connection: PatientHttpProtocol) -> str:
+    return connection.client[0] if connection.client is not None else ""
 
 
 def without_upgrade(data: bytes) -> bytes:

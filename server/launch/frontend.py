@@ -22,7 +22,7 @@ import resource
 import signal
 import socket
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import uvicorn
 import uvloop
@@ -39,7 +39,7 @@ from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
 from ..connections.acceptor import Acceptor
-from ..connections.http_protocol import PatientHttpProtocol
+from ..connections.http_protocol import PatientHttpProtocol, close_idle
 from ..connections.tls import check_tls
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import KILL_GRACE_S, LEADER_COMMAND, TERM_GRACE_S, LeaderProcess
@@ -98,7 +98,11 @@ def raise_open_files_limit() -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the Frontend handles signals."""
+    """uvicorn without its signal handling: the Frontend handles signals. At most `max_connections` are open."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int = MAX_OPEN_FILES) -> None:
+        super().__init__(config)
+        self._max_connections = max_connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -112,8 +116,14 @@ class HttpServer(uvicorn.Server):
         def new_protocol() -> asyncio.Protocol:
             return PatientHttpProtocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
 
+        def make_room() -> bool:
+            connections = cast("set[PatientHttpProtocol]", self.server_state.connections)
+            return close_idle(connections, self._max_connections)
+
         for listening in sockets or ():
-            acceptor = Acceptor(listening, new_protocol, backlog=config.backlog, ssl_context=config.ssl)
+            acceptor = Acceptor(
+                listening, new_protocol, backlog=config.backlog, ssl_context=config.ssl, make_room=make_room
+            )
             self.servers.append(acceptor)  # type: ignore[arg-type]  # uvicorn calls what an Acceptor has
 
 
@@ -207,7 +217,8 @@ class Frontend:
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_keyfile_password=None if password is None else password.get_secret_value(),
-            )
+            ),
+            config.max_connections,
         )
 
     async def _run(self) -> int:

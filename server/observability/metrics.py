@@ -139,16 +139,22 @@ class Metrics:
     def request_refused(self, code: str) -> None:
         self._refused.labels(code).inc()
 
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """The metrics and their content type, in the format that the scraper accepts."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(_WithSamples(self.families)), content_type
+    def render(self, accept: str) -> bytes:
+        """The metrics in the format that the scraper accepts."""
+        encoder, _ = choose_encoder(accept)
+        return encoder(_WithSamples(self.families))
 
     def families(self) -> Iterable[Metric]:
         """All metric families of this server in its role."""
         yield from self.registry.collect()
         if self._decodes:
             yield from self._of_decode.collect()
+
+
+def content_type_of(accept: str) -> str:
+    """Of the format of metrics that a scraper accepts."""
+    _, content_type = choose_encoder(accept)
+    return content_type
 
 
 def _stage_histograms(registry: CollectorRegistry) -> dict[str, Histogram]:

@@ -82,6 +82,7 @@ class RunningServer:
     leader: ScriptedLeader
     client: LeaderClient
     port: int
+    server: HttpServer
 
     async def report(self, status: Status | None = None) -> None:
         """Send a Status. Returns when the frontend has received it and all earlier messages."""
@@ -137,7 +138,7 @@ async def running_server(
             await introduce(leader, client)
         base_url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=base_url, timeout=10, verify=False, trust_env=False) as http:
-            yield RunningServer(http, leader, client, port)
+            yield RunningServer(http, leader, client, port, server)
     finally:
         client.fail_all("end of the test")
         await stop_http(server)

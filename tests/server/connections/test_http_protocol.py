@@ -1,14 +1,20 @@
-"""Clients that ask for HTTP/2 or WebSocket get HTTP/1.1 responses; HTTP/1.0 clients get no chunked responses."""
+"""Clients that ask for HTTP/2 or WebSocket get HTTP/1.1 responses; HTTP/1.0 clients get no chunked responses. What one
+connection may hold is limited.
+"""
 
 import asyncio
 import json
+import socket
+from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from pdserve.scheduler.messages.frontend import Submit, Tokens
 from pdserve.server.connections import http_protocol
-from pdserve.server.connections.http_protocol import without_upgrade
+from pdserve.server.connections.http_protocol import MAX_PIPELINED, close_idle, without_upgrade
+from pdserve.server.observability.metrics import Metrics
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 
@@ -113,3 +119,69 @@ async def test_refused_client_that_stops_sending_is_disconnected(
 )
 def test_data_without_an_upgrade_header_is_unchanged(data: bytes) -> None:
     assert without_upgrade(data) is data
+
+
+async def test_client_with_too_many_requests_at_once_is_disconnected(decode: RunningServer) -> None:
+    one = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write(one * MAX_PIPELINED)
+    for _ in range(MAX_PIPELINED):
+        assert (await read_response(reader))[0] == "HTTP/1.1 200 OK"
+    writer.write(one * (MAX_PIPELINED + 2))
+    answers = b""
+    with suppress(ConnectionResetError):
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 200") < MAX_PIPELINED
+    writer.close()
+
+
+async def test_a_client_that_reads_nothing_costs_little_work(decode: RunningServer) -> None:
+    """Without a limit the kernel takes megabytes, and all its requests are answered."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", decode.port))
+        for _ in range(14):
+            await loop.sock_sendall(client, b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            await asyncio.sleep(0.02)
+        (connection,) = decode.server.server_state.connections
+        answered = decode.server.server_state.total_requests
+        assert connection.transport.get_write_buffer_size() < 1 << 20
+    print(f"{answered} requests were answered")
+    assert answered < 12
+
+
+async def test_metrics_requested_at_once_are_rendered_once(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = Mock(return_value=b"metrics")
+    monkeypatch.setattr(Metrics, "render", render)
+    connections = [await asyncio.open_connection("127.0.0.1", decode.port) for _ in range(20)]
+    for _, writer in connections:
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+    for reader, writer in connections:
+        assert (await read_response(reader))[1] == b"metrics"
+        writer.close()
+    assert 1 <= render.call_count < 10
+
+
+async def test_room_for_a_connection_is_made_by_the_host_with_most_idle_ones(decode: RunningServer) -> None:
+    decode.server._max_connections = 6
+    other = await asyncio.open_connection("127.0.0.1", decode.port, local_addr=("127.0.0.2", 0))
+    many = [await asyncio.open_connection("127.0.0.1", decode.port) for _ in range(12)]
+    async with asyncio.timeout(10):
+        while not all(reader.at_eof() or reader.exception() for reader, _ in many[:7]):
+            await asyncio.sleep(0.01)
+    assert len(decode.server.server_state.connections) == 6
+    for reader, writer in (other, *many[7:]):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    for _, writer in (other, *many):
+        writer.close()
+
+
+def test_connection_is_refused_if_all_others_are_in_use() -> None:
+    busy = Mock(is_idle=False, client=("127.0.0.1", 1))
+    assert close_idle([busy], most=2)
+    assert not close_idle([busy], most=1)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS, PREFILL_COUNTERS, STORE_COUNTERS
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Status
 from pdserve.server.observability.catalog import COUNTERS, GAUGES
-from pdserve.server.observability.metrics import Metrics
+from pdserve.server.observability.metrics import Metrics, content_type_of
 from pdserve.server.observability.stages import STAGES
 from tests.scheduler.simulation.timed_simulator import TimedSimulator
 from tests.server.exported_metrics import exported
@@ -37,7 +37,7 @@ Samples = Mapping[tuple[str, ...], float]
 
 
 def samples_of(metrics: Metrics) -> Samples:
-    text = metrics.render("")[0].decode()
+    text = metrics.render("").decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -80,9 +80,10 @@ def test_no_metric_is_exported_twice(role: Literal["decode", "prefill"]) -> None
 
 def test_both_formats_parse() -> None:
     metrics = reporting("decode", {"kv_pages": 4.0, "rank_0_busy_seconds": 1.0}, {"chunks": 2.0}, running=1)
-    assert list(text_string_to_metric_families(metrics.render("")[0].decode()))
+    assert list(text_string_to_metric_families(metrics.render("").decode()))
     parse: Callable[[str], Iterable[Metric]] = parse_openmetrics  # untyped there
-    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    accept = "application/openmetrics-text; version=1.0.0"
+    body, content_type = metrics.render(accept), content_type_of(accept)
     assert content_type.startswith("application/openmetrics-text")
     assert {family.name: family.type for family in parse(body.decode())}["pdserve_chunks"] == "counter"
 

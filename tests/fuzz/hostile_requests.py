@@ -36,6 +36,11 @@ def _tool(parameters: dict[str, Any]) -> list[Any]:
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
 
+def _earlier_call(arguments: str) -> dict[str, Any]:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 def _encoded(body: object) -> bytes:
     return json.dumps(body).encode()
 
@@ -98,9 +103,14 @@ def known() -> list[Hostile]:
         Hostile("slow masks", CHAT, _encoded(_chat(regex=SLOW_MASKS)), clients=4),
         Hostile("empty gzip blocks", CHAT, _empty_blocks(64 * MIB), headers={"Content-Encoding": "gzip"}),
         Hostile("4 MiB of arrays", CHAT, b'{"a":[' + b"[]," * (mebibytes // 3) + b"1]}"),
-        Hostile("4 MiB of numbers", COMPLETION, b'{"prompt":[' + b"1.5," * (mebibytes // 4) + b"1]}"),
+        Hostile("4 MiB of numbers", COMPLETION, b'{"prompt":[' + b"1e300," * (mebibytes // 6) + b"1]}"),
         Hostile("4 MiB of token ids", COMPLETION, b'{"prompt":[' + b"7," * (mebibytes // 2) + b"1]}"),
         Hostile("4 MiB of text", COMPLETION, _encoded({"prompt": "a b" * (mebibytes // 3)})),
+        Hostile(
+            "4 MiB of earlier arguments",
+            CHAT,
+            _encoded(_chat(messages=[_earlier_call('{"a":[' + "[]," * (mebibytes // 3 - 99) + "1]}")])),
+        ),
         Hostile("a number of 4 MiB", CHAT, b'{"a":' + b"9" * mebibytes + b"}"),
     ]
 

@@ -1,8 +1,9 @@
 """What hostile requests do to other clients: each beside 8 ordinary streams, in turn with undisturbed windows.
 
     python -m tests.fuzz.neighbours                         # three rounds of 30 s for each case: half an hour
+    python -m tests.fuzz.neighbours --parser pythonic       # only the cases of this tool parser, in their own server
     python -m tests.fuzz.neighbours --seconds 8 --record benchmarks/results/hostile.json
-    python -m tests.fuzz.neighbours --generated 2000        # random requests instead, one at a time
+    python -m tests.fuzz.neighbours --generated 2000        # random requests instead, four at a time
 
 Servers of the embedded model run here. Limits: /health answers within 0.5 s, the p99 of the others' gaps is at most
 twice that of undisturbed windows plus 50 ms, no process takes 200 MB more, all cases once more take less than 20 MB,
@@ -61,6 +62,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of a window (default: 30)")
     parser.add_argument("--rounds", type=int, default=3, help="windows of each case (default: 3)")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="only cases whose names begin so")
+    parser.add_argument("--parser", help="only cases of this tool parser")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="random requests at a time (default: 4)")
     parser.add_argument("--generated", type=int, default=0, metavar="N", help="send N random requests instead")
     parser.add_argument("--seed", type=int, default=0, help="of random requests (default: 0)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="keep the figures in a file of benchmarks/results")
@@ -68,9 +71,10 @@ def main() -> int:
     figures: list[Figure] = []
     if options.generated:
         with _server("qwen3-coder") as server:
-            figures += _send_generated(server, options.generated, options.seed)
+            figures += asyncio.run(_send_generated(server, options.generated, options.seed, options.at_once))
     else:
         cases = [case for case in known() if not options.cases or case.name.startswith(tuple(options.cases))]
+        cases = [case for case in cases if options.parser in (None, case.parser)]
         for tool_parser in dict.fromkeys(case.parser for case in cases):
             with _server(tool_parser) as server:
                 chosen = [case for case in cases if case.parser == tool_parser]
@@ -249,34 +253,38 @@ def _sample_memory(server: Server, before: dict[int, float], window: Window, don
 # -- random requests -------------------------------------------------------------------------------------------------
 
 
-def _send_generated(server: Server, count: int, seed: int) -> list[Figure]:
-    return asyncio.run(_all_generated(server, count, seed))
-
-
-async def _all_generated(server: Server, count: int, seed: int) -> list[Figure]:
-    generator, late, failed, longest_s = Generator(seed), 0, 0, 0.0
+async def _send_generated(server: Server, count: int, seed: int, at_once: int) -> list[Figure]:
+    generator, numbers = Generator(seed), iter(range(count))
+    late, failed, longest_s = 0, 0, 0.0
     health = httpx.AsyncClient(base_url=server.url, timeout=60)
     sender = httpx.AsyncClient(base_url=server.url, timeout=120)
-    for number in range(count):
-        case = generator.next()
-        window = Window()
-        watching = asyncio.create_task(_watch_health(health, window))
-        _, status = await _send(sender, case)
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-        late += window.health_s > HEALTH_S
-        failed += status >= 500
-        longest_s = max(longest_s, window.health_s)
-        if window.health_s > HEALTH_S or status >= 500:
-            start = case.body[:300].decode(errors="replace")
-            print(
-                f"{number}: {case.route} {status}, /health {window.health_s:.2f} s, {len(case.body)} bytes: "
-                f"{json.dumps(start)}",
-                flush=True,
-            )
-        if number % 100 == 99:
-            print(f"{number + 1} sent, longest /health {longest_s:.2f} s", flush=True)
+
+    async def send() -> None:
+        nonlocal late, failed, longest_s
+        for number in numbers:
+            case = generator.next()
+            window = Window()
+            watching = asyncio.create_task(_watch_health(health, window))
+            _, status = await _send(sender, case)
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            late += window.health_s > HEALTH_S
+            failed += status >= 500
+            longest_s = max(longest_s, window.health_s)
+            if window.health_s > HEALTH_S or status >= 500:
+                start = case.body[:300].decode(errors="replace")
+                print(
+                    f"{number}: {case.route} {status}, /health {window.health_s:.2f} s, {len(case.body)} bytes: "
+                    f"{json.dumps(start)}",
+                    flush=True,
+                )
+            if number % 100 == 99:
+                print(f"{number + 1} sent, longest /health {longest_s:.2f} s", flush=True)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(send())
     name = f"{count} random requests"
     return [
         _figure(f"{name}: those with /health over 0.5 s", late, "requests", 0),

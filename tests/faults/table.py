@@ -90,8 +90,22 @@ def rows(config: Config) -> list[Fault]:
     return [fault for fault in FAULTS if any(missing_because(config, state, fault) is None for state in STATES)]
 
 
-def table(config: Config, results: Results) -> Iterator[str]:
-    """The lines of the table of one configuration."""
+def written(text: str) -> dict[tuple[str, str, str], str]:
+    """The cells of the tables in a document, by configuration, fault and state."""
+    found: dict[tuple[str, str, str], str] = {}
+    config, states = "", list[str]()
+    _, _, rest = text.partition(BEGIN)
+    for line in rest.partition(END)[0].splitlines():
+        first, *others = (cell.strip() for cell in line.strip("|").split("|"))
+        if first in {config.name for config in CONFIGS}:
+            config, states = first, others
+        elif others:
+            found |= {(config, first, state): cell for state, cell in zip(states, others, strict=True)}
+    return found
+
+
+def table(config: Config, results: Results, before: Mapping[tuple[str, str, str], str]) -> Iterator[str]:
+    """The lines of the table of one configuration. Cells without a result stay as they were before."""
     numbers = {reason: number for number, reason in enumerate(reasons(), 1)}
     states = columns(config)
     yield f"| {config.name} | {' | '.join(state.label for state in states)} |\n"
@@ -101,9 +115,12 @@ def table(config: Config, results: Results) -> Iterator[str]:
         for state in states:
             missing = missing_because(config, state, fault)
             result = results.get(Cell(config, state, fault).id)
-            shown_cells.append(
-                f"n/a {numbers[missing]}" if missing is not None else shown(result) if result is not None else "not run"
-            )
+            if missing is not None:
+                shown_cells.append(f"n/a {numbers[missing]}")
+            elif result is not None:
+                shown_cells.append(shown(result))
+            else:
+                shown_cells.append(before.get((config.name, fault.label, state.label), "not run"))
         yield f"| {fault.label} | {' | '.join(shown_cells)} |\n"
 
 
@@ -121,28 +138,15 @@ def worst(results: Results) -> Iterator[str]:
 
 
 def document(text: str, results: Results) -> str:
-    """The document with the tables of these results."""
+    """The document with the tables of these results. What they do not have stays as it is."""
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    lines = [*worst(results), "\n"]
+    tables, _, after = rest.partition(END)
+    complete = all(cell.id in results for config in CONFIGS for cell in cells(config))
+    lines = [*worst(results), "\n"] if complete else [tables.partition("|")[0]]
     for config in CONFIGS:
-        lines += [*table(config, results), "\n"]
+        lines += [*table(config, results, written(text)), "\n"]
     lines += ["n/a:\n\n", *(f"{number}. {reason}\n" for number, reason in enumerate(reasons(), 1))]
     return before + BEGIN + "".join(lines) + END + after
-
-
-def structure(text: str) -> list[list[str]]:
-    """The rows of the tables in a document without their results: the first column, the heading, and n/a cells."""
-    _, _, rest = text.partition(BEGIN)
-    found = []
-    for line in rest.partition(END)[0].splitlines():
-        if line.startswith("| "):
-            first, *others = (cell.strip() for cell in line.strip("|").split("|"))
-            heading = first in {config.name for config in CONFIGS}
-            found.append([first, *(cell if heading or cell.startswith("n/a") else "" for cell in others)])
-        elif line[:1].isdigit():
-            found.append([line])
-    return found
 
 
 def network_tools() -> str:
@@ -170,7 +174,7 @@ def main() -> int:
         DOCUMENT.write_text(document(DOCUMENT.read_text(), results))
     elif not options.words:
         for config in CONFIGS:
-            print(*table(config, results), sep="")
+            print(*table(config, results, {}), sep="")
         print(*worst(results), sep="")
     return 1 if failures else 0
 

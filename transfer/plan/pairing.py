@@ -27,9 +27,9 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
     if welcome.protocol_version != hello.protocol_version:
         return describe_versions(welcome.protocol_version, hello.protocol_version)
     return (
-        _describe_ranks("prefill", welcome.ranks)
+        _describe_models(hello, welcome)
+        or _describe_ranks("prefill", welcome.ranks)
         or _describe_ranks("decode", hello.ranks)
-        or _describe_models(hello, welcome)
         or _describe_sessions(hello.ranks)
         or _describe_pools(welcome.ranks, hello.ranks)
     )
@@ -52,7 +52,7 @@ def layouts_of(ranks: Sequence[Rank], kind: tuple[str, ...]) -> list[KvLayout]:
 
 def _describe_models(hello: Hello, welcome: Welcome) -> str | None:
     prefill, decode = ({rank.checkpoint for rank in ranks} for ranks in (welcome.ranks, hello.ranks))
-    if "" in prefill | decode:  # an older server
+    if "" in prefill | decode or not (prefill and decode):  # an older server
         prefill, decode = {welcome.model_fingerprint}, {hello.model_fingerprint}
     if prefill == decode and len(decode) <= 1:
         return None

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tests import tiers
 from tests.import_graph import ROOT
-from tests.mutations.outcome import Outcome, record, report
-from tests.mutations.table import Mutation, MutationError, read_table, sources_of
+from tests.mutations.outcome import Outcome, record, record_figures, report
+from tests.mutations.table import TABLE, Mutation, MutationError, read_table, sources_of
 from tests.source_copy import copy_sources
 
 NEAREST = 12
@@ -145,8 +145,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def selection(mutation: Mutation) -> tuple[list[Path], list[Path]]:
-    """The test files that reach a mutated file, nearest first: those that `make test` runs, and the others."""
-    reaching = tiers.reaching([ROOT / mutation.file], ROOT)
+    """The test files that reach a mutated file, nearest first: those that `make test` runs, and the others. But for the
+    one that notices that the mutation fits no more.
+    """
+    reaching = [file for file in tiers.reaching([ROOT / mutation.file], ROOT) if file.parent != TABLE.parent]
     fixed = set(tiers.files_in(tiers.FIXED))
     others = [file for file in reaching if file not in fixed]
     near = {*fixed, *others[:NEAREST]}
@@ -188,6 +190,8 @@ def main() -> int:
             print(outcome.line(), flush=True)
             if options.record:
                 record([outcome])
+    if options.record:
+        record_figures()
     print(report(outcomes))
     return int(any(outcome.result != "killed" for outcome in outcomes))
 

@@ -37,6 +37,21 @@ def record(outcomes: Sequence[Outcome], path: Path = OUTCOMES) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode([*known.values()]), indent=1) + b"\n")
 
 
+def record_figures() -> None:
+    """Put the counts of all outcomes into benchmarks/results."""
+    from benchmarks.results import RESULTS, figure_of_this_run  # not where only tests are: test_mutations.py
+    from benchmarks.results import record as record_rows
+
+    outcomes = read_outcomes().values()
+    counts = {
+        "mutations of product code that tests notice, of 40": sum(one.result == "killed" for one in outcomes),
+        "mutations that make test notices, of 40": sum(one.by_make_test for one in outcomes),
+    }
+    rows = [figure_of_this_run(name, count, "", better="higher") for name, count in counts.items()]
+    command = "make mutations ARGS=--record"
+    record_rows(RESULTS / "correctness.json", "", [msgspec.structs.replace(row, command=command) for row in rows])
+
+
 def report(outcomes: Sequence[Outcome]) -> str:
     killed = [outcome for outcome in outcomes if outcome.result == "killed"]
     by_test = sum(outcome.by_make_test for outcome in killed)

@@ -105,6 +105,14 @@ def test_record_replaces_the_outcome_of_the_same_name(tmp_path: Path) -> None:
     assert report([*found.values()]) == "1 of 2 killed, 1 by make test, in 1 minutes"
 
 
+def test_recorded_outcomes_are_those_of_the_table() -> None:
+    """All are killed, at least 36 by a test file that `make test` runs."""
+    outcomes = read_outcomes()
+    assert outcomes.keys() == {mutation.name for mutation in TABLE}
+    assert {outcome.name for outcome in outcomes.values() if outcome.result != "killed"} == set()
+    assert sum(outcome.by_make_test for outcome in outcomes.values()) >= 36
+
+
 @pytest.mark.slow
 def test_each_mutation_is_killed_by_a_test_that_passes_without_it_or_survives(tmp_path: Path) -> None:
     tests = tmp_path / "tests"

@@ -173,6 +173,13 @@ def test_hisparse_fits_more_requests_with_their_keys_and_hot_buffers() -> None:
     assert hisparse.host_request_bytes == hisparse.requests * CONTEXT * hisparse.host_token_bytes
 
 
+def test_each_request_of_a_short_context_has_a_whole_hot_buffer() -> None:
+    """Then hot buffers, and not keys, limit the number of requests."""
+    found = sizes("deepseek-v3.2", enable_hisparse=True, gib=140.0, tp=16, context=2048)
+    assert found.limit == "GPU memory"
+    assert found.requests == found.own_hot_pages // (3072 // 64 + 1)
+
+
 def test_data_parallel_ranks_hold_whole_attention_and_requests_of_their_own() -> None:
     settings: dict[str, Any] = {"gib": 140.0, "tp": 8, "fp8": True, "enable_hisparse": True}
     shared, own = (sizes("deepseek-v3.2", dp_attention=on, **settings) for on in (False, True))

@@ -31,7 +31,7 @@ STAGES = (3, 12)
 """Files that run at first, and then, before all others: collecting test files takes as long as many tests."""
 FILE_S = 60.0
 """A stage that takes this long per file does not end."""
-LEAST_S = 300.0
+LEAST_S = 600.0
 INTERRUPT_S = 45.0
 """Time that interrupted tests have to stop their servers."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)

@@ -21,6 +21,9 @@ from tests.processes import gone
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
 
+FIRST_START_S = 240
+"""On a busy machine; the first start compiles all modules."""
+
 
 def test_copy_of_a_signal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends SIGTERM twice. A second signal would end the drain at once."""
@@ -56,7 +59,7 @@ def test_server_with_a_blocked_event_loop_ends_in_time(tmp_path: Path, signals: 
             except httpx.TransportError:
                 return False
 
-        wait_until(is_healthy, 60, "ready")
+        wait_until(is_healthy, FIRST_START_S, "ready")
         (leader,) = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         with pytest.raises(httpx.ReadTimeout):
             client.get(f"{url}/get_load", timeout=0.5)

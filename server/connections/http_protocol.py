@@ -11,6 +11,7 @@ import array
 import asyncio
 import fcntl
 import logging
+import math
 import re
 import termios
 from collections import Counter
@@ -240,21 +241,53 @@ class PatientHttpProtocol(HttpToolsProtocol):
             self._waiting.cancel()
 
 
-def close_idle(connections: Collection[PatientHttpProtocol], most: int) -> bool:
-    """If there are `most` connections, close one that answers no request: of the host that has most of these, the one
-    that has been silent for longest. Returns False if there is none.
+class ConnectionLimit:
+    """Makes room for new connections where `most` are open: closes those that answer no request, of the host that has
+    most of these, those that have been silent for longest.
+
+    To look at all connections takes milliseconds on the event loop, so one look closes several, and where none is idle
+    the next look is later.
     """
-    if len(connections) < most:
+
+    CLOSED_AT_ONCE = 64
+    """A look closes one connection in so many."""
+    PAUSE_S = 0.1
+    """Time without a look after one that has found no idle connection."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._room = 0
+        """Connections that may still come for those that were closed."""
+        self._look_at = -math.inf
+
+    def make_room(self, connections: Collection[PatientHttpProtocol], now: float) -> bool:
+        """Call before a connection is accepted. Returns False if it has to be refused."""
+        if len(connections) < self._most:
+            self._room = 0
+            return True
+        if not self._room and now >= self._look_at:
+            self._room = self._close_idle(connections)
+            if not self._room:
+                self._look_at = now + self.PAUSE_S
+        if not self._room:
+            return False
+        self._room -= 1
         return True
-    idle = [one for one in connections if one.is_idle and not one.transport.is_closing()]
-    if not idle:
-        log.warning("a connection was refused: %d are open (max_connections), and none is idle", len(connections))
-        return False
-    (host, _), *_ = Counter(_host(one) for one in idle).most_common(1)
-    oldest = min((one for one in idle if _host(one) == host), key=lambda one: one.active_at)
-    log.warning("the idle connection of %s was closed: %d are open (max_connections)", oldest.client, len(connections))
-    oldest.transport.abort()
-    return True
+
+    def _close_idle(self, connections: Collection[PatientHttpProtocol]) -> int:
+        """Returns how many connections were closed."""
+        opened = len(connections)
+        idle = [one for one in connections if one.is_idle and not one.transport.is_closing()]
+        if not idle:
+            log.warning("connections are refused: %d are open (max_connections), and none is idle", opened)
+            return 0
+        (host, _), *_ = Counter(_host(one) for one in idle).most_common(1)
+        of_host = sorted((one for one in idle if _host(one) == host), key=lambda one: one.active_at)
+        closed = of_host[: max(1, self._most // self.CLOSED_AT_ONCE)]
+        log.warning("%d idle connections of %s were closed: %d are open (max_connections)", len(closed), host, opened)
+        for one in closed:
+            one.transport.abort()
+        return len(closed)
 
 
 def _host(connection: PatientHttpProtocol) -> str:

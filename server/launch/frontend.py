@@ -21,6 +21,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn, cast
 
@@ -39,7 +40,7 @@ from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s
 from ..api.app import Routes, create_app
 from ..connections.acceptor import Acceptor
-from ..connections.http_protocol import PatientHttpProtocol, close_idle
+from ..connections.http_protocol import ConnectionLimit, PatientHttpProtocol
 from ..connections.tls import check_tls
 from ..engine.leader import REPORTED_EXIT_S, Leader
 from ..engine.leader_process import KILL_GRACE_S, LEADER_COMMAND, TERM_GRACE_S, LeaderProcess
@@ -102,7 +103,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, max_connections: int = MAX_OPEN_FILES) -> None:
         super().__init__(config)
-        self._max_connections = max_connections
+        self._limit = ConnectionLimit(max_connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -118,7 +119,7 @@ class HttpServer(uvicorn.Server):
 
         def make_room() -> bool:
             connections = cast("set[PatientHttpProtocol]", self.server_state.connections)
-            return close_idle(connections, self._max_connections)
+            return self._limit.make_room(connections, time.monotonic())
 
         for listening in sockets or ():
             acceptor = Acceptor(

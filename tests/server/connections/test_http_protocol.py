@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.scheduler.messages.frontend import Submit, Tokens
 from pdserve.server.connections import http_protocol
-from pdserve.server.connections.http_protocol import MAX_PIPELINED, close_idle, without_upgrade
+from pdserve.server.connections.http_protocol import MAX_PIPELINED, ConnectionLimit, without_upgrade
 from pdserve.server.observability.metrics import Metrics
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
@@ -167,7 +167,7 @@ async def test_metrics_requested_at_once_are_rendered_once(
 
 
 async def test_room_for_a_connection_is_made_by_the_host_with_most_idle_ones(decode: RunningServer) -> None:
-    decode.server._max_connections = 6
+    decode.server._limit = ConnectionLimit(6)
     other = await asyncio.open_connection("127.0.0.1", decode.port, local_addr=("127.0.0.2", 0))
     many = [await asyncio.open_connection("127.0.0.1", decode.port) for _ in range(12)]
     async with asyncio.timeout(10):
@@ -183,5 +183,19 @@ async def test_room_for_a_connection_is_made_by_the_host_with_most_idle_ones(dec
 
 def test_connection_is_refused_if_all_others_are_in_use() -> None:
     busy = Mock(is_idle=False, client=("127.0.0.1", 1))
-    assert close_idle([busy], most=2)
-    assert not close_idle([busy], most=1)
+    assert ConnectionLimit(2).make_room([busy], 0.0)
+    assert not ConnectionLimit(1).make_room([busy], 0.0)
+
+
+def test_looks_at_all_connections_are_rare_while_many_clients_connect() -> None:
+    """Each takes milliseconds. One closes 2 of 128 connections; one that finds none idle is not repeated at once."""
+    limit = ConnectionLimit(128)
+    connections = [Mock(is_idle=True, client=("127.0.0.1", port), active_at=port) for port in range(128)]
+    for one in connections:
+        one.transport.is_closing.return_value = False
+    assert [limit.make_room(connections, 0.0) for _ in range(2)] == [True, True]
+    assert [port for port, one in enumerate(connections) if one.transport.abort.called] == [0, 1]
+    busy = [Mock(is_idle=False)] * 128
+    assert not limit.make_room(busy, 1.0)
+    assert not limit.make_room(connections, 1.05), "looked again too soon"
+    assert limit.make_room(connections, 1.2)

@@ -35,5 +35,5 @@ def whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def shortened(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
+def shortened(text: str, longest: int = LONGEST_SHOWN) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"

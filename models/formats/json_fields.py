@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.errors import StartupError
+from ...configs.words import shortened
 from .bounds import MOST_NUMBER, most_of
 from .model_files import check_values, read_model_file
 
 _MOST_BYTES = 16 << 20
 _MOST_VALUES = 1 << 20
 _SHOWN = 120
-"""Characters of a value in an error message."""
+"""Characters of a value in an error message: a URL or a path is part of some."""
 
 # Values have any type until one of the functions below has checked them.
 Json = dict[str, Any]
@@ -22,8 +23,7 @@ Json = dict[str, Any]
 
 def shown(value: object) -> str:
     """A value in an error message: one line, and not all of a long one."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    return shortened(repr(value), _SHOWN)
 
 
 def bare(value: object) -> str:

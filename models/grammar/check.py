@@ -1,27 +1,39 @@
-"""Compiles grammars in a process of its own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT MAX_BYTES`.
+"""Compiles grammars in processes of their own: `python -m pdserve.models.grammar.check MODEL LOAD_FORMAT MAX_BYTES
+MAX_CPU_S`.
 
-A hostile grammar may take minutes and gigabytes. A compiler cannot be interrupted, but a process can be killed. It
-aborts when grammars take MAX_BYTES of memory, and a grammar that takes long runs at the lowest priority. The process
-writes one line of JSON when it is ready, and then one for each line that it reads, a grammar: null, or why it is
-refused.
+A hostile grammar may take minutes and gigabytes. A compiler cannot be interrupted, but a process can be killed. This
+process reads the vocabulary and forks one for each grammar, which takes milliseconds. It has one thread, because a fork
+copies no others. Each of its children may take MAX_BYTES of memory and MAX_CPU_S; after FIRST_CPU_S it has the lowest
+priority.
 """
 
-import contextlib
+import ctypes
+import gc
 import os
-import queue
 import resource
+import selectors
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import msgspec
 
 from ...configs.sampling import Grammar
 from ...configs.setting_types import LoadFormat
 from ..loading.catalog import locate_model
+from .check_messages import (
+    ALIVE_S,
+    HUNG_S,
+    MAX_WAIT_S,
+    STOPPED,
+    WAITING_FOR_THE_MACHINE,
+    Compile,
+    Ended,
+    Report,
+    state_and_cpu_s,
+)
 from .compiler import GrammarCompiler
 from .dialects import GrammarError
 
@@ -29,44 +41,139 @@ FIRST_CPU_S = 0.05
 """CPU time that a grammar gets at normal priority. Nearly all grammars need less; at the lowest priority they would
 wait for seconds on a machine whose cores are all busy.
 """
+POLL_S = 0.025
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_MOST_CHARACTERS = 2000
+_READ_BYTES = 1 << 20
 
 
-def main() -> NoReturn:
+class Compilation:
+    """A child that compiles one grammar. Its answer comes through a pipe."""
+
+    def __init__(self, number: int, process: int, pipe: int) -> None:
+        self.number = number
+        self.pipe = pipe
+        self._process = process
+        self._started = self._active_at = time.monotonic()
+        self._cpu_s = 0.0
+        self._ended: Ended | None = None
+
+    def watch(self) -> None:
+        """End it if it has stopped or hangs, and lower its priority when it has had FIRST_CPU_S."""
+        try:
+            state, cpu_s = state_and_cpu_s(self._process)
+        except OSError:
+            return
+        now = time.monotonic()
+        if cpu_s > self._cpu_s or state in WAITING_FOR_THE_MACHINE:
+            self._active_at = now
+        if cpu_s > FIRST_CPU_S >= self._cpu_s:
+            os.setpriority(os.PRIO_PROCESS, self._process, 19)
+        self._cpu_s = cpu_s
+        if state in STOPPED or now > self._active_at + HUNG_S:
+            self.kill("died")
+        elif now > self._started + MAX_WAIT_S:
+            self.kill("late")
+
+    def kill(self, ended: Ended) -> None:
+        self._ended = ended
+        os.kill(self._process, signal.SIGKILL)
+
+    def report(self) -> Report:
+        """Read the answer. Call this when the child has closed its end of the pipe."""
+        answer = os.read(self.pipe, 1 << 16)
+        os.close(self.pipe)
+        _, status = os.waitpid(self._process, 0)
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0:
+            return Report(self.number, msgspec.json.decode(answer, type=str | None))
+        by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        limits: dict[int | None, Ended] = {signal.SIGPROF: "time", signal.SIGABRT: "memory"}
+        return Report(self.number, ended=self._ended or limits.get(by_signal, "died"))
+
+
+class Compilations:
+    """Forks a child for each line of stdin."""
+
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int, max_cpu_s: float) -> None:
+        self._compiler = compiler
+        self._max_bytes = max_bytes
+        self._max_cpu_s = max_cpu_s
+        self._libc = ctypes.CDLL(None)
+        self._input = bytearray()
+        self._open: dict[int, Compilation] = {}
+        """By pipe."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Runs until stdin ends, which is when the frontend ends."""
+        said_at = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(POLL_S if self._open else None):
+                if key.fd:
+                    self._selector.unregister(key.fd)
+                    say(self._open.pop(key.fd).report())
+                elif not self._read():
+                    return
+            for compilation in self._open.values():
+                compilation.watch()
+            if self._open and time.monotonic() > said_at + ALIVE_S:
+                said_at = time.monotonic()
+                say(Report())
+
+    def _read(self) -> bool:
+        """Start what has arrived. Returns whether stdin is open."""
+        data = os.read(0, _READ_BYTES)
+        self._input += data
+        if b"\n" in data:
+            *lines, self._input[:] = self._input.split(b"\n")
+            for line in lines:
+                self._start(msgspec.json.decode(line, type=Compile))
+        return bool(data)
+
+    def _start(self, compile_: Compile) -> None:
+        parent = os.getpid()
+        reading, writing = os.pipe()
+        process = os.fork()
+        if process:
+            os.close(writing)
+            self._open[reading] = Compilation(compile_.number, process, reading)
+            self._selector.register(reading, selectors.EVENT_READ)
+            return
+        try:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:
+                signal.setitimer(signal.ITIMER_PROF, self._max_cpu_s)
+                limit_memory(self._max_bytes)
+                problem = _compile(self._compiler, compile_.grammar)
+                os.write(writing, msgspec.json.encode(problem and problem[:_MOST_CHARACTERS]))
+        finally:
+            os._exit(0 if sys.exc_info()[0] is None else 1)
+
+
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend handles Ctrl-C
     compiler = GrammarCompiler.of(locate_model(sys.argv[1], cast("LoadFormat", sys.argv[2])), max_cached=1)
     _ = compiler.vocabulary
-    limit_memory(int(sys.argv[3]))
-    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    _answer(None)
-    while True:
-        line = lines.get()
-        thread = threading.Thread(target=_compile, args=(compiler, line))  # priorities are those of threads
-        started = time.process_time()
-        thread.start()
-        while thread.is_alive() and time.process_time() < started + FIRST_CPU_S:
-            thread.join(FIRST_CPU_S / 2)
-        if thread.is_alive():
-            lower_priority(thread)
-        thread.join()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy all memory
+    say(Report())
+    Compilations(compiler, int(sys.argv[3]), float(sys.argv[4])).serve()
+    os._exit(0)  # the children end with this process
 
 
-def lower_priority(thread: threading.Thread) -> None:
-    """Gives a thread the lowest priority."""
-    assert thread.native_id is not None
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
-        os.setpriority(os.PRIO_PROCESS, thread.native_id, 19)
+def say(report: Report) -> None:
+    os.write(1, msgspec.json.encode(report) + b"\n")
 
 
-def _compile(compiler: GrammarCompiler, line: bytes) -> None:
-    problem = None
+def _compile(compiler: GrammarCompiler, grammar: Grammar) -> str | None:
     try:
-        compiler.compile(msgspec.json.decode(line, type=Grammar))
+        compiler.compile(grammar)
     except GrammarError as error:
-        problem = str(error)
-    except Exception as error:  # the compiler must not die of one grammar
-        problem = f"cannot be compiled: {type(error).__name__}: {error}"
-    _answer(problem)
+        return str(error)
+    except Exception as error:  # it is the grammar's fault
+        return f"cannot be compiled: {type(error).__name__}: {error}"
+    return None
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -75,18 +182,6 @@ def limit_memory(more_bytes: int) -> None:
     limit = pages * resource.getpagesize() + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def _read(lines: "queue.SimpleQueue[bytes]") -> NoReturn:
-    """Exit at the end of the frontend, also while a grammar is compiled."""
-    for line in sys.stdin.buffer:
-        lines.put(line)
-    os._exit(0)
-
-
-def _answer(problem: str | None) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(problem and problem[:2000]) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -391,9 +391,10 @@ class Routes:
 
     async def _respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:
         check_addressed_role(request, call.submits, self.config, self._roles.former())
+        client = request.client.host if request.client is not None else ""
         if self.config.role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
             for name, grammar in call.grammars:
-                if (problem := await self._grammars.check(grammar)) is not None:
+                if (problem := await self._grammars.check(grammar, client)) is not None:
                     raise FieldError(name, problem)
         outputs = [
             Output(
@@ -414,7 +415,6 @@ class Routes:
                 for submit in call.submits:
                     log.info("%s", leg_line(submit.rid, len(submit.prompt_ids), submit.room, request_id))
             return prefill_leg(outputs, rendering, stream=call.stream)
-        client = request.client.host if request.client is not None else ""
         messages = [msgspec.structs.replace(submit, client=client) for submit in call.submits]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
 

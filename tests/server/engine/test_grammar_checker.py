@@ -1,17 +1,23 @@
-"""The grammar compiler of a frontend: a child process that is killed when a grammar takes too long."""
+"""The grammar compiler of a frontend: child processes that are killed when they take too long, and replaced when they
+end.
+"""
 
 import asyncio
 import json
 import os
 import resource
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from pdserve.configs.errors import OverloadedError, ServerError
 from pdserve.configs.sampling import Grammar
+from pdserve.models.grammar.check_messages import STOPPED, state_and_cpu_s
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker
 from pdserve.server.launch.frontend import raise_open_files_limit
@@ -19,17 +25,30 @@ from tests.cluster.servers import REPOSITORY, python_path, wait_until
 from tests.server.http_harness import write_byte_model
 
 GOOD, BAD = Grammar("regex", "a+"), Grammar("regex", "(")
-HOSTILE = Grammar("json_schema", json.dumps({"type": "object", "properties": {f"k{i}": {} for i in range(8000)}}))
-"""Takes 13 s to compile."""
+OTHERS = [Grammar("regex", f"a+b{{{number}}}") for number in range(1, 21)]
 
 
-@pytest.fixture
-def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarChecker]:
+def slow(name: str, properties: int = 8000) -> Grammar:
+    """With 8,000 properties, takes 13 s to compile; with 1,600, half a second."""
+    schema = {"type": "object", "properties": {f"{name}{number}": {} for number in range(properties)}}
+    return Grammar("json_schema", json.dumps(schema))
+
+
+HOSTILE = slow("k")
+
+
+@pytest_asyncio.fixture
+async def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarChecker]:
+    """One that gives a grammar enough time."""
     monkeypatch.setenv("PYTHONPATH", python_path())
-    monkeypatch.setattr(grammar_checker, "MAX_WAIT_S", 600.0)  # at the lowest priority, beside other tests
-    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=0.5)
+    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0)
     yield checker
-    checker._kill()
+    await end(checker)
+
+
+async def end(checker: GrammarChecker) -> None:
+    checker.close()
+    await checker.closed()
 
 
 def process_id(checker: GrammarChecker) -> int:
@@ -37,66 +56,74 @@ def process_id(checker: GrammarChecker) -> int:
     return checker._process.pid
 
 
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+async def child_of(checker: GrammarChecker, beside: int | None = None) -> int:
+    """The process that compiles a grammar; a new one, if `beside` is given."""
+    async with asyncio.timeout(60):
+        while True:
+            if checker._ready and (found := [one for one in children(process_id(checker)) if one != beside]):
+                return found[0]
+            await asyncio.sleep(0.005)
+
+
 async def test_results_are_cached(checker: GrammarChecker) -> None:
     assert await checker.check(GOOD) is None
     assert "unclosed group" in (await checker.check(BAD) or "")
-    checker._kill()
+    number = checker._number
     assert await checker.check(GOOD) is None
     assert "unclosed group" in (await checker.check(BAD) or "")
-    assert checker._process is None, "no grammar was compiled again"
+    assert checker._number == number, "no grammar was compiled again"
 
 
 async def test_files_of_the_working_directory_are_not_imported(
     checker: GrammarChecker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server may start in any directory, also in one with a file that has the name of a module."""
-    (tmp_path / "tokenizers.py").write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "llguidance.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / ".dev"))
     assert await checker.check(GOOD) is None
 
 
-async def test_slow_compiler_is_killed_and_started_again(checker: GrammarChecker) -> None:
+async def test_slow_compilation_is_killed_and_tried_again_later(checker: GrammarChecker) -> None:
     assert await checker.check(GOOD) is None
     first = process_id(checker)
-    assert "takes longer than 0.5 s to compile" in (await checker.check(HOSTILE) or "")
-    wait_until(lambda: not Path(f"/proc/{first}").exists(), 5, "the first process has ended")
+    checker._max_compile_s = 0.5
+    checker._command[-1] = "0.5"
+    os.kill(first, signal.SIGKILL)
+    assert await checker.check(HOSTILE) == "takes longer than 0.5 s to compile, the limit"
+    process, number = process_id(checker), checker._number
+    assert await checker.check(HOSTILE) == "takes longer than 0.5 s to compile, the limit"
+    assert checker._number == number, "the result is cached"
+    checker._known[HOSTILE] = "expired", 0.0
+    await checker.check(HOSTILE)
+    assert checker._number == number + 1
     assert await checker.check(Grammar("regex", "b+")) is None
-    assert process_id(checker) != first
+    assert process_id(checker) == process, "only the compilation was ended"
 
 
-async def test_compiler_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compilation_has_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
-    monkeypatch.setattr(grammar_checker, "MAX_WAIT_S", 600.0)
-    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0, max_bytes=64 << 20)
-    try:
-        assert await checker.check(HOSTILE) == "takes more than 64 MiB of memory to compile, the limit"
-        assert await checker.check(GOOD) is None
-    finally:
-        checker._kill()
+    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0, max_bytes=16 << 20)
+    grammars = [HOSTILE, *OTHERS]
+    problems = await asyncio.gather(*map(checker.check, grammars))
+    assert problems == ["takes more than 16 MiB of memory to compile, the limit"] + [None] * len(OTHERS)
+    await end(checker)
 
 
-async def test_only_a_grammar_that_takes_long_has_the_lowest_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", python_path())
-    checker = GrammarChecker(str(write_byte_model(tmp_path)), "auto", max_compile_s=60.0)
-    assert await checker.check(GOOD) is None
-    process = process_id(checker)
-    assert lowest_priorities(process) == 0
+async def test_only_a_grammar_that_takes_long_has_the_lowest_priority(checker: GrammarChecker) -> None:
     compiling = asyncio.create_task(checker.check(HOSTILE))
-    while lowest_priorities(process) == 0:
-        await asyncio.sleep(0.01)
-    assert lowest_priorities(process) == 1, "the thread that reads, and the next grammar's, keep their priority"
-    checker.close()
-    with pytest.raises(ServerError):
-        await compiling
-
-
-def lowest_priorities(process: int) -> int:
-    """The number of threads of a process that have the lowest priority."""
-    threads = [int(entry.name) for entry in Path(f"/proc/{process}/task").iterdir()]
-    return sum(os.getpriority(os.PRIO_PROCESS, thread) == 19 for thread in threads)
+    child = await child_of(checker)
+    async with asyncio.timeout(60):
+        while os.getpriority(os.PRIO_PROCESS, child) != 19:
+            await asyncio.sleep(0.01)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert own < 19, "this test does not run at the lowest priority"
+    assert os.getpriority(os.PRIO_PROCESS, process_id(checker)) == own
+    compiling.cancel()
 
 
 async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: GrammarChecker) -> None:
@@ -105,9 +132,6 @@ async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: G
     descriptors = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
     try:
         assert await checker.check(GOOD) is None
-        assert checker._process is not None
-        assert checker._process.stdout is not None
-        assert checker._process.stdout.fileno() >= 1024
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -116,137 +140,133 @@ async def test_compiler_starts_while_a_thousand_clients_are_connected(checker: G
 
 async def test_compiler_that_cannot_start_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
-    with pytest.raises(ServerError, match="the grammar compiler has failed: the compiler has exited with status 1"):
+    with pytest.raises(ServerError, match="the grammar compiler has failed"):
         await GrammarChecker("/no/such/model", "auto").check(GOOD)
 
 
-def test_compiler_exits_when_its_pipe_closes_during_a_compilation(checker: GrammarChecker) -> None:
-    """When the frontend is killed, its end of the pipe closes."""
-    process = checker._start()
-    assert process.stdin is not None
-    process.stdin.write(b'["json_schema", ' + json.dumps(HOSTILE.text).encode() + b"]\n")
-    process.stdin.close()
-    assert process.wait(60) == 0
-
-
-HANGS_ONCE = """
-import pathlib, sys, time
-hung = pathlib.Path(sys.argv[1])
-print("null", flush=True)
-for line in sys.stdin:
-    if not hung.exists():
-        hung.touch()
-        while True:
-            time.sleep(600) if "sleep" in sys.argv else None
-    print("null", flush=True)
-"""
-
-
-WAITS_FOR_FILE = """
-import json, os, sys, time
-print("null", flush=True)
-for number, _ in enumerate(sys.stdin):
-    while not os.path.exists(sys.argv[1]):
-        time.sleep(0.05)
-    print(json.dumps(f"answer {number}"), flush=True)
-"""
-
-
-def scripted_checker(script: str, *arguments: str) -> GrammarChecker:
-    """A checker with another program as its compiler."""
-    checker = GrammarChecker("model", "auto", max_compile_s=30.0)
-    checker._command = [sys.executable, "-c", script, *arguments]
-    return checker
-
-
-async def test_grammar_that_took_too_long_is_tried_again_later(tmp_path: Path) -> None:
-    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"))
-    try:
-        checker._max_compile_s = 0.2
-        for _ in range(2):
-            problem = await checker.check(GOOD)
-            assert problem is not None
-            assert problem.startswith("takes longer than 0.2 s to compile")
-            assert checker._process is None, "the second check starts no compiler: the first result is cached"
-        checker._known[GOOD] = problem, 0.0  # the cached result has expired
-        checker._max_compile_s = 30.0
-        assert await checker.check(GOOD) is None
-    finally:
-        checker._kill()
-
-
-async def test_grammar_is_not_refused_for_time_in_which_other_processes_run(tmp_path: Path) -> None:
-    """A compiler that waits for the CPU uses none of it."""
-    checker = scripted_checker(WAITS_FOR_FILE, str(tmp_path / "go"))
-    checker._max_compile_s = 0.2
-    checking = asyncio.create_task(checker.check(GOOD))
-    try:
-        await asyncio.wait([checking], timeout=1.0)
-        (tmp_path / "go").touch()
-        assert await checking == "answer 0"
-    finally:
-        checker._kill()
-
-
-async def test_compiler_without_an_answer_is_replaced_and_its_client_is_told_to_try_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_compiler_that_does_not_start_in_time_is_a_server_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAIT_S", 0.2)
-    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"), "sleep")
-    try:
-        with pytest.raises(OverloadedError, match=r"too little CPU time to answer within 0\.2 s; try again later"):
-            await checker.check(GOOD)
-        assert await checker.check(GOOD) is None
-    finally:
-        checker._kill()
-
-
-async def test_compilation_ends_when_the_server_stops(tmp_path: Path) -> None:
-    hung = tmp_path / "hung"
-    checker = scripted_checker(HANGS_ONCE, str(hung), "sleep")
-    checking = asyncio.create_task(checker.check(GOOD))
-    while not hung.exists():
-        await asyncio.sleep(0.01)
-    checker.close()
-    with pytest.raises(ServerError, match="the compiler has exited with status -9"):
-        await asyncio.wait_for(checking, 10)
-
-
-async def test_grammars_beyond_the_limit_are_refused_while_others_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 2)
-    checker = scripted_checker(WAITS_FOR_FILE, str(tmp_path / "go"))
-    try:
-        grammars = [Grammar("regex", letter) for letter in "ab"]
-        waiting = [asyncio.create_task(checker.check(grammar)) for grammar in (*grammars, *grammars)]
-        await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match=r"2 grammars wait to be compiled \(limit 2\)"):
-            await checker.check(GOOD)
-        (tmp_path / "go").touch()
-        assert await asyncio.gather(*waiting) == ["answer 0", "answer 1"] * 2, "equal grammars are compiled once"
-        assert await checker.check(GOOD) == "answer 2"
-    finally:
-        checker._kill()
-
-
-async def test_compiler_that_does_not_start_in_time_is_a_server_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "START_S", 0.1)
-    checker = scripted_checker("import time; time.sleep(600)")
-    with pytest.raises(ServerError, match=r"the grammar compiler has not started within 0\.1 s"):
+    checker = GrammarChecker("model", "auto")
+    checker._command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(ServerError, match="the grammar compiler has failed"):
         await checker.check(GOOD)
-    assert checker._process is None
+    assert caplog.text.count("the grammar compiler has not started") == 3
 
 
-async def test_cache_of_results_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["compiler", "its child"])
+async def test_requests_that_waited_are_tried_again(
+    checker: GrammarChecker, number: signal.Signals, victim: str
+) -> None:
+    """One grammar is in compilation and 20 wait."""
+    grammar = slow("k", 1600)
+    checks = [asyncio.create_task(checker.check(one)) for one in (grammar, *OTHERS)]
+    child = await child_of(checker)
+    process = process_id(checker)
+    os.kill(child if victim == "its child" else process, number)
+    assert await asyncio.wait_for(asyncio.gather(*checks), 120) == [None] * 21
+    if victim == "compiler":
+        assert process_id(checker) != process
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), 5, "the child has ended with the compiler")
+    else:
+        assert process_id(checker) == process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_grammar_that_ends_the_compiler_twice_is_refused(checker: GrammarChecker, number: signal.Signals) -> None:
+    """The second time it is compiled with no other, so that only it is refused."""
+    checks = [asyncio.create_task(checker.check(HOSTILE, "a")), asyncio.create_task(checker.check(slow("j"), "b"))]
+    child = await child_of(checker)
+    await child_of(checker, beside=child)
+    os.kill(process_id(checker), number)
+    died = process_id(checker)
+    while not (checker._ready and process_id(checker) != died):
+        await asyncio.sleep(0.01)
+    second = await child_of(checker)
+    others = [asyncio.create_task(checker.check(one, "c")) for one in OTHERS]
+    await asyncio.sleep(0.2)
+    assert children(process_id(checker)) == [second], "nothing is compiled beside it"
+    os.kill(second, number)
+    assert await checks[0] == "ended the grammar compiler twice; it is refused for 60 s"
+    assert await checker.check(HOSTILE) == "ended the grammar compiler twice; it is refused for 60 s"
+    third = await child_of(checker, beside=second)
+    os.kill(third, number)
+    assert (await checks[1] or "").startswith("ended the grammar compiler twice")
+    assert await asyncio.gather(*others) == [None] * len(OTHERS)
+
+
+async def test_compiler_that_is_killed_while_idle_is_replaced(checker: GrammarChecker) -> None:
+    for number, grammar in ((signal.SIGKILL, OTHERS[0]), (signal.SIGSTOP, OTHERS[1]), (signal.SIGKILL, OTHERS[2])):
+        assert await checker.check(grammar) is None
+        process = process_id(checker)
+        os.kill(process, number)
+        if number == signal.SIGSTOP:
+            wait_until(lambda process=process: state_and_cpu_s(process)[0] in STOPPED, 5, "it has stopped")  # type: ignore[misc]
+    assert await checker.check(GOOD) is None
+
+
+async def test_calls_end_when_the_server_stops(checker: GrammarChecker) -> None:
+    checking = asyncio.create_task(checker.check(HOSTILE))
+    child = await child_of(checker)
+    checker.close()
+    with pytest.raises(ServerError, match="the server has stopped"):
+        await asyncio.wait_for(checking, 10)
+    wait_until(lambda: not Path(f"/proc/{child}").exists(), 5, "the compilation has ended")
+
+
+async def test_compiler_exits_when_its_pipe_closes_during_a_compilation(checker: GrammarChecker) -> None:
+    """When the frontend is killed, its end of the pipe closes."""
+    compiling = asyncio.create_task(checker.check(HOSTILE))
+    child, process = await child_of(checker), process_id(checker)
+    assert checker._process is not None
+    assert checker._process.stdin is not None
+    checker._closed = True
+    checker._process.stdin.close()
+    await asyncio.wait_for(checker.closed(), 10)
+    for ended in (child, process):
+        wait_until(lambda ended=ended: not Path(f"/proc/{ended}").exists(), 5, "the process has ended")  # type: ignore[misc]
+    compiling.cancel()
+
+
+async def test_a_small_grammar_does_not_wait_for_large_ones_of_another_client(checker: GrammarChecker) -> None:
+    assert await checker.check(GOOD) is None  # the compiler has started
+    large = [asyncio.create_task(checker.check(slow(f"{name}_"), "127.0.0.1")) for name in range(40)]
+    await child_of(checker)
+    began = time.monotonic()
+    assert await checker.check(Grammar("regex", "b+"), "127.0.0.2") is None
+    assert time.monotonic() - began < 2
+    assert not any(one.done() for one in large)
+    for one in large:
+        one.cancel()
+
+
+async def test_full_queue_refuses_the_client_that_has_most(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 4)
+    waiting = [asyncio.create_task(checker.check(slow(name), "a")) for name in ("a", "aa", "aaa", "aaaa")]
+    await child_of(checker)
+    with pytest.raises(OverloadedError, match=r"4 grammars wait to be compiled \(limit 4\)"):
+        await checker.check(GOOD, "a")
+    assert await checker.check(GOOD, "b") is None
+    with pytest.raises(OverloadedError, match=r"4 grammars wait"):
+        await waiting[3]
+    assert not any(one.done() for one in waiting[:3])
+    for one in waiting:
+        one.cancel()
+
+
+async def test_equal_grammars_are_compiled_once(checker: GrammarChecker) -> None:
+    assert await asyncio.gather(*(checker.check(GOOD, client) for client in "aabb")) == [None] * 4
+    assert checker._number == 1
+
+
+async def test_cache_of_results_has_a_limited_size(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checker, "MAX_REMEMBERED_CHARACTERS", 1000)
-    (tmp_path / "hung").touch()
-    checker = scripted_checker(HANGS_ONCE, str(tmp_path / "hung"))
-    try:
-        grammars = [Grammar("regex", letter * 400) for letter in "abc"]
-        for grammar in (*grammars, grammars[2], Grammar("regex", "d" * 2000), GOOD):
-            assert await checker.check(grammar) is None
-        assert list(checker._known) == [GOOD]
-        assert checker._known_characters == len(GOOD.text)
-    finally:
-        checker._kill()
+    grammars = [Grammar("regex", letter * 400) for letter in "abc"]
+    for grammar in (*grammars, grammars[2], Grammar("regex", "d" * 2000), GOOD):
+        assert await checker.check(grammar) is None
+    assert list(checker._known) == [GOOD]
+    assert checker._known_characters == len(GOOD.text)

@@ -1,5 +1,6 @@
 """Mooncake engines of real processes over TCP loopback; peers are healthy, stopped, dead, or other services."""
 
+import itertools
 import os
 import socket
 import struct
@@ -174,19 +175,26 @@ def test_invalid_host_name_is_unreachable(host: str) -> None:
 
 
 def test_answer_that_came_while_this_process_was_stopped_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_s = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)
-    monkeypatch.setattr("pdserve.transfer.mooncake.sockets.time", clock)
+    """It stops after the deadline was set, and runs again after the deadline, when the answer is there."""
+    answered = threading.Event()
+    calls = itertools.count()
+
+    def monotonic() -> float:
+        if next(calls) == 0:
+            return time.monotonic()
+        assert answered.wait(30)
+        return time.monotonic() + 10 * PREFLIGHT_TIMEOUT_S
+
+    monkeypatch.setattr("pdserve.transfer.mooncake.sockets.time", SimpleNamespace(monotonic=monotonic))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            nonlocal stopped_s
             connection, _ = server.accept()
             with connection:
                 connection.recv(100)
-                stopped_s = 10 * PREFLIGHT_TIMEOUT_S
                 body = b'{"name": "receiver"}'
                 connection.sendall(struct.pack("<QB", 1 + len(body), 1) + body)
+                answered.set()
 
         thread = threading.Thread(target=answer)
         thread.start()

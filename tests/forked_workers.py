@@ -71,10 +71,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     all_folders = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.getoption("tier", None) != "check"
     if config.getoption("--workers") and all_folders:
         from tests.cluster.forkserver import start_early
-        from tests.cluster.servers import fork_server_path
+        from tests.cluster.servers import program_path
 
         os.environ.setdefault(RUN_VARIABLE, uuid.uuid4().hex)
-        config.add_cleanup(start_early(fork_server_path()).close)
+        config.add_cleanup(start_early(program_path()).close)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -38,11 +38,11 @@ def python_path() -> str:
 @functools.cache
 def fork_server() -> ForkServer:
     """Connected on first use. Workers of a test run share it."""
-    return ForkServer(fork_server_path())
+    return ForkServer(program_path())
 
 
-def fork_server_path() -> str:
-    """PYTHONPATH for the fork server."""
+def program_path() -> str:
+    """PYTHONPATH for programs that lie in tests/, such as the fork server."""
     return os.pathsep.join([python_path(), str(REPOSITORY)])
 
 

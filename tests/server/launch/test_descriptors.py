@@ -11,14 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.servers import python_path, wait_until
+from tests.cluster.servers import START_TIMEOUT_S, program_path, python_path, wait_until
 from tests.ports import free_port
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
 
 DIRECT = httpx.Client(trust_env=False, timeout=10)
-FIRST_START_S = 240
-"""On a busy machine; the first start compiles all modules."""
 SHOW_DESCRIPTORS = """
 import json, os, socket, sys
 from pdserve.server.__main__ import main
@@ -55,22 +53,22 @@ def test_log_that_nobody_reads_does_not_stop_the_server(tmp_path: Path) -> None:
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "tests.server.launch.frontend_program", *arguments],
-        env=os.environ | {"PYTHONPATH": python_path()},
+        env=os.environ | {"PYTHONPATH": program_path()},
         stderr=writing,
     )
     try:
 
         def health() -> bool:
+            assert process.poll() is None, "the server has ended"
             try:
                 return DIRECT.get(f"http://127.0.0.1:{port}/health").status_code == 200
             except httpx.TransportError:
                 return False
 
-        wait_until(health, FIRST_START_S, "ready")
+        wait_until(health, START_TIMEOUT_S, "ready")
         for _ in range(60):
             assert DIRECT.post(f"http://127.0.0.1:{port}/generate", json={"text": "a"}).status_code == 200
         assert health()
-        assert process.poll() is None
         os.set_blocking(reading, False)
         read = os.read(reading, 1 << 16)
         assert DIRECT.post(f"http://127.0.0.1:{port}/generate", json={"text": "a"}).status_code == 200

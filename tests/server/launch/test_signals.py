@@ -15,14 +15,11 @@ import pytest
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.launch.frontend import Frontend
 from pdserve.server.launch.signals import COPY_S
-from tests.cluster.servers import python_path, wait_until
+from tests.cluster.servers import START_TIMEOUT_S, program_path, wait_until
 from tests.ports import free_port
 from tests.processes import gone
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
-
-FIRST_START_S = 240
-"""On a busy machine; the first start compiles all modules."""
 
 
 def test_copy_of_a_signal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,18 +45,19 @@ def test_server_with_a_blocked_event_loop_ends_in_time(tmp_path: Path, signals: 
     port, model = free_port(), str(write_byte_model(tmp_path / "model"))
     settings = {"role": "decode", "model": model, "port": port, "shutdown_timeout_s": 2.0}
     command = [sys.executable, "-P", "-m", "tests.server.launch.blocked_program", json.dumps(settings)]
-    environ = os.environ | {"PYTHONPATH": python_path()}
+    environ = os.environ | {"PYTHONPATH": program_path()}
     process = subprocess.Popen([*command, LEADER_PROGRAM, "serve"], env=environ, stderr=subprocess.PIPE, text=True)
     url, client = f"http://127.0.0.1:{port}", httpx.Client(trust_env=False)
     try:
 
         def is_healthy() -> bool:
+            assert process.poll() is None, "the server has ended"
             try:
                 return client.get(f"{url}/health").status_code == 200
             except httpx.TransportError:
                 return False
 
-        wait_until(is_healthy, FIRST_START_S, "ready")
+        wait_until(is_healthy, START_TIMEOUT_S, "ready")
         (leader,) = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         with pytest.raises(httpx.ReadTimeout):
             client.get(f"{url}/get_load", timeout=0.5)

@@ -24,21 +24,31 @@ class Rate:
     def __init__(self, samples: int = SAMPLES) -> None:
         self._samples: collections.deque[tuple[float, int]] = collections.deque(maxlen=samples)
         """Units per second, and the number of units."""
+        self._median: float | None = None
+        """None if it has to be computed again."""
 
     def measured(self, units: int, seconds: float) -> None:
         """Add a measurement. Zero units or zero seconds are ignored."""
         if units > 0 and seconds > 0:
             self._samples.append((units / seconds, units))
+            self._median = None
 
     @property
     def per_s(self) -> float | None:
         """None before the first measurement."""
-        half = sum(units for _, units in self._samples) / 2
-        for rate, units in sorted(self._samples):
-            half -= units
-            if half <= 0:
-                return rate
-        return None
+        if self._median is None and self._samples:
+            half = sum(units for _, units in self._samples) / 2
+            for rate, units in sorted(self._samples):
+                self._median = rate
+                half -= units
+                if half <= 0:
+                    break
+        return self._median
+
+    def forget(self) -> None:
+        """Drop all measurements."""
+        self._samples.clear()
+        self._median = None
 
 
 class TransferRate(Rate):
@@ -53,7 +63,7 @@ class TransferRate(Rate):
     def ended(self, seconds: float, now: float) -> None:
         """A transfer took `seconds`. If it was sent to measure again, old measurements are dropped."""
         if self._again:
-            self._samples.clear()
+            self.forget()
         self._at, self._again = now, False
         self.measured(1, seconds)
 

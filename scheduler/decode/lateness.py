@@ -19,7 +19,8 @@ class Lateness:
         self._slo_ttft_s = limits.slo_ttft_s
         self._local = local
         self._counters = counters
-        self._gap_s = math.inf
+        self._late_s = math.inf
+        """A longer time between two tokens is late, for requests without a limit of their own."""
         self._with_prompts: collections.deque[bool] = collections.deque(maxlen=limits.stages + 1)
         """Whether each of the last steps computed prompts. The token of a request takes a step in each stage; a step
         that computes prompts may also be between two that have none.
@@ -28,7 +29,7 @@ class Lateness:
     def step_ended(self, *, prompts: bool) -> None:
         """A step has ended, whose tokens follow. It computed `prompts` too."""
         self._with_prompts.append(prompts)
-        self._gap_s = self._local.gap_limit_s()
+        self._late_s = LATE_GAPS * self._local.gap_limit_s()
 
     def token(self, request: Request, now: float) -> None:
         """The request has its next token."""
@@ -38,11 +39,11 @@ class Lateness:
             if now - request.lifecycle.started > limit_s:
                 stages = request.timeline(now)
                 self._counters["late_first_token_" + max(FIRST_TOKEN_STAGES, key=stages.__getitem__)] += 1
-        elif not request.had_late_gap:
-            limit_s = self._gap_s if request.slo_itl_s is None else request.slo_itl_s
-            if now - before > LATE_GAPS * limit_s:
-                request.had_late_gap = True
-                self._counters["late_gap_" + self._cause_of_gap(request, before, now)] += 1
+            return
+        late_s = self._late_s if request.slo_itl_s is None else LATE_GAPS * request.slo_itl_s
+        if now - before > late_s and not request.had_late_gap:
+            request.had_late_gap = True
+            self._counters["late_gap_" + self._cause_of_gap(request, before, now)] += 1
 
     def _cause_of_gap(self, request: Request, before: float, now: float) -> str:
         if request.lifecycle.since > before:  # it did not run all the time

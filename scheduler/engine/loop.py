@@ -223,23 +223,22 @@ class EngineLoop(Generic[EngineT]):
             pass
 
     def _perform_once(self) -> bool:
-        """Whether there were effects."""
+        """Whether a message could not be sent."""
         to_frontend: ToFrontendBatch = []
-        others = 0
+        unsent = False
         for engine in self.engines:
             for effect in engine.scheduler.take_effects():
                 if isinstance(effect, SendToFrontend):
                     to_frontend.append(effect.message)
                     continue
-                others += 1
                 if isinstance(effect, SendToPeer | ConnectPeer):
-                    self._perform_for_peer(engine, effect)
+                    unsent |= not self._perform_for_peer(engine, effect)
                 else:
                     with self._command(effect):
                         engine.perform(effect)
         if to_frontend:
-            self._send_to_frontend(to_frontend)
-        return bool(to_frontend or others)
+            unsent |= not self._send_to_frontend(to_frontend)
+        return unsent
 
     @contextlib.contextmanager
     def _command(self, command: object) -> Iterator[None]:
@@ -250,7 +249,8 @@ class EngineLoop(Generic[EngineT]):
             log.exception("%s cannot be sent to the ranks", type(command).__name__)
             self._lost = self._lost or f"{type(command).__name__} cannot be sent to the ranks: {error}"
 
-    def _perform_for_peer(self, engine: EngineT, effect: SendToPeer | ConnectPeer) -> None:
+    def _perform_for_peer(self, engine: EngineT, effect: SendToPeer | ConnectPeer) -> bool:
+        """Whether it was sent."""
         try:
             engine.perform(effect)
         except Exception as error:
@@ -259,8 +259,11 @@ class EngineLoop(Generic[EngineT]):
             self._count_unsent(reason)
             if isinstance(effect, SendToPeer) and (key := transfer_of(effect.message)) is not None:
                 engine.fail_transfer(effect.instance, key, reason, time.monotonic())
+            return False
+        return True
 
-    def _send_to_frontend(self, messages: ToFrontendBatch) -> None:
+    def _send_to_frontend(self, messages: ToFrontendBatch) -> bool:
+        """Whether all were sent."""
         try:
             self._frontend.send(*messages)
         except UnsentError as error:
@@ -268,6 +271,8 @@ class EngineLoop(Generic[EngineT]):
                 self._count_unsent(reason)
                 if not any(engine.fail_request(rid, reason, time.monotonic()) for engine in self.engines):
                     self._frontend.send(failed(rid, ServerError(reason)))  # it has ended, and its end was not sent
+            return False
+        return True
 
     def _count_unsent(self, reason: str) -> None:
         log.error("%s", reason)

@@ -57,6 +57,8 @@ class Snapshot:
 
 def total_gauges(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The gauges of a server from those of its schedulers."""
+    if len(parts) == 1:
+        return dict(parts[0])
     names = set().union(*parts)
     largest = {name: max(part[name] for part in parts if name in part) for name in NOT_ADDED & names}
     smallest = {name: min(part[name] for part in parts if name in part) for name in OF_ALL & names}
@@ -88,5 +90,7 @@ def _gauges(scheduler: DecodeScheduler | PrefillScheduler) -> dict[str, float]:
 
 
 def _total(parts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    if len(parts) == 1:
+        return dict(parts[0])
     names = dict.fromkeys(itertools.chain.from_iterable(parts))
     return {name: sum(part[name] for part in parts if name in part) for name in names}

@@ -4,6 +4,7 @@ If the client disconnects, its requests are cancelled at once, also while no tok
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -79,21 +80,34 @@ class GenerationResponse(Response):
 
     async def _send_whole(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
-            await self._advance(inbox)
-        size = sum(output.written_size(first_token=0) for output in self._outputs)
-        body = await self._write(size, lambda: msgspec.json.encode(self._rendering.result(self._outputs)))
+            received = await inbox.receive()
+            began_s = time.thread_time()
+            self._advance(received)
+            self._work.ended("output", began_s)
+        if sum(output.written_size(first_token=0) for output in self._outputs) > INLINE_SIZE:
+            body = await _in_thread(self._result)
+        else:
+            began_s = time.thread_time()
+            body = self._result()
+            self._work.ended("the response", began_s)
         self.headers.update({"Content-Type": "application/json", "Content-Length": str(len(body))})
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream_events(self, inbox: Inbox, send: Send) -> None:
         while self._remaining:
-            deltas = await self._advance(inbox)
-            size = sum(
-                self._outputs[index].written_size(delta.first_token if index in self._begun else 0)
-                for index, delta in deltas
-            )
-            encoded = await self._write(size, partial(self._encoded, deltas))
+            received = await inbox.receive()
+            began_s = time.thread_time()
+            deltas = self._advance(received)
+            size = 0
+            for index, delta in deltas:
+                size += self._outputs[index].written_size(delta.first_token if index in self._begun else 0)
+            if size > INLINE_SIZE:
+                self._work.ended("output", began_s)
+                encoded = await _in_thread(partial(self._encoded, deltas))
+            else:
+                encoded = self._encoded(deltas)
+                self._work.ended("output", began_s)
             if not encoded:
                 continue
             if not self._started:
@@ -114,32 +128,33 @@ class GenerationResponse(Response):
                 encoded.append(_encode_events(events, self._rendering))
         return b"".join(encoded)
 
-    async def _write(self, size: int, write: Callable[[], bytes]) -> bytes:
-        """Returns `write()`. If that takes long, it runs in a thread; the outputs do not change meanwhile."""
-        if size > INLINE_SIZE:
-            return await asyncio.get_running_loop().run_in_executor(_WRITING, write)
-        with self._work.piece("the response"):
-            return write()
+    def _result(self) -> bytes:
+        """The whole response."""
+        return msgspec.json.encode(self._rendering.result(self._outputs))
 
-    async def _advance(self, inbox: Inbox) -> list[tuple[int, Delta]]:
-        """Wait for events and add them to their outputs. Returns the new part of each output, with the output's index.
-        An output that a stop string has completed is ended in the leader.
+    def _advance(self, received: Sequence[Progress]) -> list[tuple[int, Delta]]:
+        """Add events to their outputs. Returns the new part of each output, with the output's index. An output that a
+        stop string has completed is ended in the leader.
 
         Raises EngineError for a failure before the first byte is sent.
         """
         deltas = []
-        for progress in await inbox.receive():
+        for progress in received:
             index = self._indices[progress.rid]
             output = self._outputs[index]
             was_complete = output.complete
-            with self._work.piece("output"):
-                deltas.append((index, output.advance(progress)))
+            deltas.append((index, output.advance(progress)))
             if output.complete and not (was_complete or output.ended):
                 self._leader.stop_early(output.rid)
             self._remaining -= output.ended
             if output.failed is not None and not self._started:
                 raise EngineError(output.failed)
         return deltas
+
+
+async def _in_thread(write: Callable[[], bytes]) -> bytes:
+    """Returns `write()`, which takes long. The outputs do not change meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(_WRITING, write)
 
 
 def prefill_leg(outputs: Sequence[Output], rendering: Rendering, *, stream: bool) -> Response:

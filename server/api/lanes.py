@@ -6,6 +6,7 @@ other long texts. After a long text, freed memory is returned to the system.
 
 import asyncio
 import ctypes
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -92,8 +93,11 @@ class Lanes:
         lane, because the context length of the model does not bound them.
         """
         if len(body) <= INLINE_BYTES:
-            with LoopWork.of(request.scope).piece("parsing"):
+            began_s = time.thread_time()
+            try:
                 return parse(body)
+            finally:
+                LoopWork.of(request.scope).ended("parsing", began_s)
         if len(body) <= LONG_BYTES:
             return await self._medium.run(request, len(body), lambda: parse(body))
 

@@ -39,6 +39,9 @@ class StepTimes:
         the nearest smaller number of requests, or else for the nearest larger one; None without any measurement.
         """
         size = running.bit_length()
+        measured = self._decode_steps.get(size)
+        if measured is not None and measured.per_s is not None:
+            return 1 / measured.per_s
         for _, rate in sorted(self._decode_steps.items(), key=lambda item: (item[0] > size, abs(item[0] - size))):
             if rate.per_s is not None:
                 return 1 / rate.per_s

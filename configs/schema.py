@@ -173,6 +173,13 @@ class ServerConfig(BaseModel):
         le=65536,
         description="maximum connections to the HTTP port; for a further one, an idle one is closed",
     )
+    max_arriving_bytes: int = Field(
+        256 << 20,
+        ge=1024,
+        le=1 << 36,
+        description="maximum bytes of all HTTP bodies that have not arrived whole; beyond it, the client with most of "
+        "them loses its oldest one, with 429",
+    )
     max_parsing_bytes: int = Field(
         64 << 20,
         ge=1024,

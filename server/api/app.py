@@ -48,6 +48,7 @@ from .anthropic.models import (
 )
 from .anthropic.replies import MessagesRendering
 from .anthropic.requests import count_tokens, parse_message
+from .arriving_bodies import ArrivingBodies
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
@@ -134,6 +135,7 @@ class Routes:
         self._tokenizer = tokenizer
         self._chat = ChatFormat.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self._roles = roles
+        self._arriving = ArrivingBodies(config.max_arriving_bytes)
         self._lanes = Lanes(config.max_parsing_bytes)
         self._grammars = GrammarChecker(config.model, config.load_format)
         self._rendering: dict[str, asyncio.Task[bytes]] = {}
@@ -381,7 +383,7 @@ class Routes:
         return await self._read(request, parse, is_prompt=is_prompt)
 
     async def _read(self, request: Request, parse: Callable[[bytes], ParsedT], *, is_prompt: bool) -> ParsedT:
-        body = await read_body(request, self.config.max_body_bytes)
+        body = await read_body(request, self.config.max_body_bytes, self._arriving)
         LoopWork.begin(request.scope, len(body))
         return await self._lanes.run(request, body, parse, is_prompt=is_prompt)
 

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.requests import Request
 
-from ...configs.errors import ClientError, TooLargeError
+from ...configs.errors import ClientError, OverloadedError, TooLargeError
 from ...configs.words import shown
+from .arriving_bodies import ArrivingBodies
 from .common.fields import BodyError
 
 BODY_TIMEOUT_S = 60.0
@@ -28,7 +29,7 @@ class UnsupportedEncodingError(ClientError):
     code = "unsupported_encoding"
 
 
-async def read_body(request: Request, max_body_bytes: int) -> bytes:
+async def read_body(request: Request, max_body_bytes: int, arriving: ArrivingBodies) -> bytes:
     """Returns the whole body. Enforces the limit while reading, regardless of Content-Length; for a compressed body,
     the limit is that of the inflated one.
     """
@@ -42,14 +43,19 @@ async def read_body(request: Request, max_body_bytes: int) -> bytes:
         what, pieces = "inflated body", _inflate(_limited(request.stream(), max_body_bytes))
     else:
         raise UnsupportedEncodingError(f"Content-Encoding {shown(encoding)} is not supported: send gzip or no encoding")
-    body = bytearray()
+    body, counted = bytearray(), None
+    host = request.client.host if request.client is not None else ""
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for piece in pieces:
-                body += piece
-                if len(body) > max_body_bytes:
-                    raise TooLargeError(f"the {what} is over {max_body_bytes} bytes (max_body_bytes)")
+        async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
+            with arriving.begin(host, timeout) as counted:
+                async for piece in pieces:
+                    body += piece
+                    if len(body) > max_body_bytes:
+                        raise TooLargeError(f"the {what} is over {max_body_bytes} bytes (max_body_bytes)")
+                    arriving.grow(counted, len(body))
     except TimeoutError:
+        if counted is not None and counted.refusal is not None:
+            raise OverloadedError(counted.refusal) from None
         raise BodyTimeoutError(
             f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
         ) from None

@@ -26,6 +26,7 @@ from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model
+from pdserve.server.api.arriving_bodies import ArrivingBodies
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
 from pdserve.server.api.lanes import INLINE_BYTES
@@ -250,7 +251,7 @@ def read_gzip(case: Case) -> float:
     async def read() -> None:
         request = Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive)
         with suppress(ClientError):
-            await read_body(request, 1 << 20)
+            await read_body(request, 1 << 20, ArrivingBodies(1 << 20))
 
     asyncio.run(read())
     return float(sent)

@@ -1,5 +1,6 @@
 """Request bodies: gzip, its limits, and encodings that are refused."""
 
+import asyncio
 import gzip
 import time
 import tracemalloc
@@ -7,10 +8,14 @@ import zlib
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.requests import Request
 
+from pdserve.configs.errors import OverloadedError
 from pdserve.configs.schema import DecodeConfig
+from pdserve.server.api import app
+from pdserve.server.api.arriving_bodies import LEAST_BYTES, ArrivingBodies
 from pdserve.server.api.common.fields import BodyError, decode_object
-from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES
+from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
 from pdserve.server.api.tokenize import MOST_DETOKENIZED
 from pdserve.server.text.chat_format import Arguments
 from pdserve.server.text.json_parts import find_excess
@@ -188,3 +193,81 @@ def test_arguments_of_too_many_parts_stay_text() -> None:
     for part in ("[],", "1,", '"",'):
         text = '{"a":[' + part * 100_001 + "1]}"
         assert Arguments.of(text) is text
+
+
+class SlowBody:
+    """A body that a test sends piece by piece."""
+
+    def __init__(self, arriving: ArrivingBodies, host: str) -> None:
+        self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
+        scope = {"type": "http", "headers": [], "client": (host, 1)}
+        self.read = asyncio.create_task(read_body(Request(scope, self._receive), 1 << 20, arriving))
+
+    async def _receive(self) -> dict[str, object]:
+        piece = await self._pieces.get()
+        return {"type": "http.request", "body": piece, "more_body": bool(piece)}
+
+    async def send(self, size: int) -> None:
+        """0 ends the body."""
+        self._pieces.put_nowait(bytes(size))
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+async def test_client_with_most_bytes_loses_its_oldest_body() -> None:
+    size = 2 * LEAST_BYTES
+    arriving = ArrivingBodies(4 * size)
+    slow = [SlowBody(arriving, "a") for _ in range(3)]
+    for body in slow:
+        await body.send(size)
+    other = SlowBody(arriving, "b")
+    await other.send(size)
+    assert not any(body.read.done() for body in (*slow, other))
+    await other.send(1)
+    with pytest.raises(
+        OverloadedError, match=rf"^request bodies of {4 * size + 1} bytes are arriving \(limit {4 * size}"
+    ):
+        await slow[0].read
+    for body in (slow[1], slow[2], other):
+        await body.send(0)
+    assert [len(await body.read) for body in (slow[1], slow[2], other)] == [size, size, size + 1]
+    assert (arriving._bytes, arriving._hosts, arriving._bytes_of) == (0, {}, {})
+
+
+async def test_each_arriving_body_counts_although_it_is_short() -> None:
+    arriving = ArrivingBodies(4 * LEAST_BYTES)
+    slow = [SlowBody(arriving, "a") for _ in range(5)]
+    for body in slow:
+        await body.send(1)
+    assert [body.read.done() for body in slow] == [True, False, False, False, False]
+    for body in slow[1:]:
+        body.read.cancel()
+    await asyncio.wait([body.read for body in slow])
+    assert (arriving._bytes, arriving._hosts, arriving._bytes_of) == (0, {}, {})
+    assert isinstance(slow[0].read.exception(), OverloadedError)
+
+
+async def test_a_single_body_may_be_larger_than_the_budget_of_all(tokenizer: Tokenizer) -> None:
+    async with running_server(tokenizer, DecodeConfig(max_arriving_bytes=1024)) as server:
+        answer = await server.http.post("/tokenize", content=BODY + b" " * 300_000)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_body_that_arrives_for_longest_is_refused_with_429(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving = ArrivingBodies(4 * LEAST_BYTES)
+    monkeypatch.setattr(app, "ArrivingBodies", lambda _max_bytes: arriving)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(BODY)
+    async with running_server(tokenizer, DecodeConfig()) as server:
+        slow = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(5)]
+        for number, (_, writer) in enumerate(slow):
+            writer.write(head + BODY[:1])
+            while number < 4 and len(arriving._hosts.get("127.0.0.1", ())) == number:
+                await asyncio.sleep(0.01)
+        status = [b"HTTP/1.1 429 Too Many Requests\r\n"] + 4 * [b"HTTP/1.1 200 OK\r\n"]
+        for (reader, writer), expected in zip(slow, status, strict=True):
+            writer.write(BODY[1:] if expected == status[1] else b"")
+            assert await asyncio.wait_for(reader.readline(), 30) == expected
+            writer.close()
+        assert arriving._bytes == 0

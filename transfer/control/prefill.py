@@ -96,18 +96,23 @@ class PrefillControl(PeerControl[_Route, Hello]):
                 return True
             route = self._route_of_sender(frames[0], now)
             if route is not None:
-                self._connections.message_read(route.fd)
                 self._receive(route, [frame.buffer for frame in frames[1:]], now)
         return False
 
     def _route_of_sender(self, routing_id: zmq.Frame, now: float) -> _Route | None:
-        """The route that a message came on, a new one for an unknown peer; None if its connection is not known."""
+        """The route that a message came on, a new one for an unknown peer; None if its connection is not known, or
+        closed.
+        """
         try:
             fd = int(routing_id.get(zmq.SRCFD))
             address = str(routing_id.get("Peer-Address"))
         except zmq.ZMQError:
             self._counts["malformed"] += 1
             self._noise.warning("ignoring a message on the control port: its connection cannot be determined")
+            return None
+        if fd not in self._connections:
+            self._read_connections()  # it may be new
+        if not self._connections.message_read(fd):
             return None
         route = self._routes.get(routing_id.bytes)
         if route is not None and route.fd != fd:

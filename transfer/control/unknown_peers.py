@@ -2,7 +2,8 @@
 
 libzmq bounds single frames (MAXMSGSIZE) and complete messages (RCVHWM). It does not bound the number of parts of a
 message, the incomplete frames of many connections together, or the number of connections. Any client that reaches the
-port can exploit that: with a cluster key only during the handshake, without one at any time.
+port can exploit that: with a cluster key only during the handshake, without one at any time. Without a key it could
+also send messages that take thousands of times longer to answer than to send.
 
 So this module reads the kernel's count of the bytes received on each connection, and shuts down those that send too
 much. libzmq treats such a connection as closed by the peer.
@@ -11,6 +12,7 @@ much. libzmq treats such a connection as closed by the peer.
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,9 @@ MAX_UNKNOWN_PEERS: Final = 512
 """Connections without an introduction; a new one closes the oldest."""
 UNKNOWN_PEER_BYTES: Final = 1 << 20
 """Limit of bytes from an unknown peer. An introduction has some kilobytes."""
+UNKNOWN_PEER_MESSAGES: Final = 64
+"""Limit of messages from an unknown peer in MESSAGES_S. A decode server repeats its introduction once a second."""
+MESSAGES_S: Final = 30.0
 CUTS_PER_CALL: Final = 64
 """Most connections that one call of `cut_excess()` closes: its thread has other work."""
 
@@ -34,6 +39,9 @@ class _Connection:
     """A complete message was read since the last check."""
     counted_from: int = 0
     """Bytes received up to the last check after a complete message."""
+    messages: int = 0
+    """Those of an unknown peer since `messages_from`."""
+    messages_from: float = 0.0
 
 
 class UnknownPeers:
@@ -76,10 +84,24 @@ class UnknownPeers:
         if connection is not None and self._message_bytes is not None:
             self._known[fd] = connection
 
-    def message_read(self, fd: int) -> None:
-        """A complete message of this connection was read."""
-        if fd in self._known:
-            self._known[fd].message_read = True
+    def message_read(self, fd: int) -> bool:
+        """A complete message of this connection was read. Returns False if it must be ignored: the connection was
+        closed, maybe now.
+        """
+        if (known := self._known.get(fd)) is not None:
+            known.message_read = True
+            return True
+        unknown = self._unknown.get(fd)
+        if unknown is None:
+            return False
+        now = time.monotonic()
+        if now > unknown.messages_from + MESSAGES_S:
+            unknown.messages, unknown.messages_from = 0, now
+        unknown.messages += 1
+        if unknown.messages > UNKNOWN_PEER_MESSAGES:
+            self._cut(fd, f"it has sent more than {UNKNOWN_PEER_MESSAGES} messages without an introduction")
+            return False
+        return True
 
     def cut_excess(self) -> bool:
         """Close the oldest of too many unknown connections, CUTS_PER_CALL at most. Returns whether some are left."""

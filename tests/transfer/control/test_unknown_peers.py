@@ -13,8 +13,11 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control.events import MessageReceived, PeerLost, PeerUp
-from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES, UnknownPeers
-from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, Refused
+from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES, UNKNOWN_PEER_MESSAGES, UnknownPeers
+from pdserve.transfer.protocol.messages import Abort, Heartbeat, InstanceId, KvDestination, Load, Refused
+from pdserve.transfer.protocol.wire import Envelope, encode
+from pdserve.transfer.protocol.zmtp import frame_head
+from tests.scheduler.engine.zmtp_clients import is_closed, shaken
 from tests.transfer.control.test_control import Cluster, RawPeer, eventually, hello, key
 from tests.transfer.control.zmtp_peer import OLD_PROTOCOL, ZmtpPeer
 
@@ -133,6 +136,31 @@ def test_connection_to_another_port_is_not_shut_down(monkeypatch: pytest.MonkeyP
             assert len(cuts) == 1
             with pytest.raises(BrokenPipeError):
                 accepted.send(b"x")
+
+
+def test_connection_with_too_many_messages_without_an_introduction_is_closed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was answered: a client that sent a megabyte of them kept the control thread busy for seconds."""
+    server, at_prefill = cluster.prefill()
+    client, _ = cluster.decode("d1", server.port)
+    at_prefill.wait(PeerUp)
+    beat = encode(Heartbeat(InstanceId("nobody"), 0.0, Load(), {}))
+    frames = [Envelope(0, 0).pack(), *map(bytes, beat)]
+    message = b"".join(frame_head(len(one), number < len(frames) - 1) + one for number, one in enumerate(frames))
+    with shaken(server.port, "DEALER") as peer:
+        peer.sendall(message * UNKNOWN_PEER_MESSAGES)
+        eventually(lambda: server.stats()["unknown_peer"] == UNKNOWN_PEER_MESSAGES)
+        monkeypatch.setattr("pdserve.transfer.control.unknown_peers.MESSAGES_S", -1.0)
+        peer.sendall(message * UNKNOWN_PEER_MESSAGES)
+        eventually(lambda: server.stats()["unknown_peer"] == 2 * UNKNOWN_PEER_MESSAGES)
+        monkeypatch.undo()
+        peer.sendall(message * 5000)
+        assert is_closed(peer, 10)
+    eventually(lambda: server.stats()["connections_cut"] == 1)
+    assert server.stats()["unknown_peer"] == 3 * UNKNOWN_PEER_MESSAGES - 1
+    client.send(InstanceId("p1"), Abort(key(1), "still there"))
+    at_prefill.wait(MessageReceived)
 
 
 def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

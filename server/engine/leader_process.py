@@ -30,8 +30,8 @@ SPIN_COUNTS = {"x86_64": "1000", "aarch64": "40000"}
 between two operations of a step. A poll takes 0.85 ns on a Neoverse N1 and 45 ns (the instruction `pause`) on recent
 Intel CPUs. Spinning for a millisecond is 10% faster on an idle machine and several times slower on a busy one, where
 spinning threads take the cores from the thread that they wait for."""
-TERM_GRACE_S = 3.0
-KILL_GRACE_S = 3.0
+KILL_GRACE_S = 1.0
+"""How long the end of a killed process is awaited."""
 
 
 class LeaderProcess:
@@ -81,37 +81,33 @@ class LeaderProcess:
         return self._process.returncode
 
     async def stop(self, patience_s: float) -> int | None:
-        """Wait `patience_s` for the process to exit by itself, then send SIGTERM, then SIGKILL.
+        """Wait `patience_s` for the process to exit by itself, then kill it.
 
         Returns None when it has not ended even then: a process with much pinned memory can stay in the kernel for
         minutes after SIGKILL, and the frontend does not wait for it.
         """
-        for deadline_s, ask in ((patience_s, None), (TERM_GRACE_S, signal.SIGTERM), (KILL_GRACE_S, signal.SIGKILL)):
-            if ask is not None and not self._exited.is_set():
-                if patience_s > 0 or ask is signal.SIGKILL:  # without patience, SIGTERM is the first request to exit
-                    log.warning("leader process %d has not exited; sending %s", self.pid, ask.name)
-                self._signal(ask)
+        for deadline_s in (patience_s, KILL_GRACE_S):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(deadline_s):
                     return await self.wait()
-        log.error("leader process %d has not exited %.0f s after SIGKILL; not waiting for it", self.pid, KILL_GRACE_S)
+            if patience_s > 0 and not self._killed:  # one without patience was not asked to exit
+                log.warning("leader process %d has not exited in %g s; sending SIGKILL", self.pid, patience_s)
+            self.kill()
+        log.error("leader process %d has not exited %g s after SIGKILL; not waiting for it", self.pid, KILL_GRACE_S)
         return None
 
     def kill(self) -> None:
         """Send SIGKILL without waiting."""
         if not self._exited.is_set():
-            self._signal(signal.SIGKILL)
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     def close(self) -> None:
         """Close the leader's stdin. A leader that still runs then exits."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        self._killed |= number is signal.SIGKILL
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.wait()

@@ -37,13 +37,13 @@ from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...configs.words import counted
 from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import ModelSource, locate_model
-from ...scheduler.shutdown import exit_s
+from ...scheduler.shutdown import exit_s, leader_exit_s
 from ..api.app import Routes, create_app
 from ..connections.acceptor import Acceptor
 from ..connections.http_protocol import ConnectionLimit, PatientHttpProtocol
 from ..connections.tls import check_tls
 from ..engine.leader import REPORTED_EXIT_S, Leader
-from ..engine.leader_process import KILL_GRACE_S, LEADER_COMMAND, TERM_GRACE_S, LeaderProcess
+from ..engine.leader_process import LEADER_COMMAND, LeaderProcess
 from ..observability.metrics import Metrics
 from ..observability.tracing import start_tracing
 from ..observability.versions import package_version
@@ -62,8 +62,6 @@ KEEP_ALIVE_S = 65
 MAX_OPEN_FILES = 1 << 16
 LAST_RESPONSES_S = 3
 LAST_MESSAGES_S = 0.25
-ORDERLY_END_S = TERM_GRACE_S + KILL_GRACE_S + LAST_MESSAGES_S + LAST_RESPONSES_S + 5.0
-"""Most time from the time at which the leader should have ended to the end of the frontend, and a margin."""
 RESTORE_PAUSES_S = (0.0, 2.0, 10.0)
 """Pause before each attempt to restore the former role after a role switch that failed."""
 
@@ -153,7 +151,7 @@ class Frontend:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        SignalWatch(self._longest_end_s, ORDERLY_END_S, self._end_now)
+        SignalWatch(self._longest_end_s, self._end_now)
         self._tracing = start_tracing(config.otlp_endpoint, config.role, package_version(), os.environ)
         self._leader = Leader(config, self._metrics, self._leader_command, self._tracing)
         self._sampling = sampling
@@ -187,7 +185,7 @@ class Frontend:
                 loop.remove_signal_handler(number)
 
     def _longest_end_s(self) -> float:
-        """From a signal to the end of a server whose event loop is blocked."""
+        """Most time from a signal to the end of the server."""
         ready = self._leader.client.ready
         return self._leader.config.shutdown_timeout_s + exit_s("cpu" if ready is None else ready.model.device)
 
@@ -357,7 +355,7 @@ class Frontend:
         ready = client.ready
         patience_s = 0.0  # a starting leader has nothing to drain and reads no messages for minutes
         if client.request_stop(drain_s, then) and ready is not None:
-            patience_s = drain_s + exit_s(ready.model.device)
+            patience_s = drain_s + leader_exit_s(ready.model.device)
         stopping = asyncio.create_task(process.stop(patience_s))
         signalled = asyncio.create_task(self._signals.get())
         try:

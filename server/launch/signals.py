@@ -17,7 +17,9 @@ log = logging.getLogger("pdserve.frontend")
 COPY_S = 0.1
 """The same signal again within this time is a copy: `timeout` sends it to its child and then to the process group."""
 ANSWER_S = 0.5
-"""An event loop that runs nothing for this time is blocked, when the server should have ended."""
+"""An event loop that runs nothing for this time after a second signal is blocked."""
+LAST_S = 0.25
+"""Time in which a process ends."""
 
 
 class SignalCopies:
@@ -34,19 +36,18 @@ class SignalCopies:
 
 
 class SignalWatch:
-    """Ends this process in bounded time after SIGTERM or SIGINT, also while its event loop is blocked.
+    """Ends this process in bounded time after SIGTERM or SIGINT, also if its event loop is blocked or waits for long.
 
     Python writes the number of a signal to a pipe as soon as it arrives, on whatever thread. The event loop reads such
     a pipe; here a thread reads another one first, and passes the numbers on.
 
-    `end()`, which ends the process, is called within `bound_s()` of the first signal, or ANSWER_S of a second one, if
-    the loop is blocked then. A loop that answers gets `orderly_s` more, for what it does when its leader does not end.
+    `end()`, which ends the process, is called within `bound_s()` of the first signal, or ANSWER_S of a second one if
+    the loop is blocked then.
     """
 
-    def __init__(self, bound_s: Callable[[], float], orderly_s: float, end: Callable[[], NoReturn]) -> None:
+    def __init__(self, bound_s: Callable[[], float], end: Callable[[], NoReturn]) -> None:
         """Call on the main thread, in the event loop, after its signal handlers are set."""
         self._bound_s = bound_s
-        self._orderly_s = orderly_s
         self._end = end
         self._loop = asyncio.get_running_loop()
         self._pipe, writing = os.pipe()
@@ -56,11 +57,10 @@ class SignalWatch:
 
     def _run(self) -> None:
         ends_at = look_at = math.inf
-        last = False
         poll = select.poll()
         poll.register(self._pipe, select.POLLIN)
         while True:
-            wait_s = look_at - time.monotonic()
+            wait_s = min(ends_at, look_at) - time.monotonic()
             if poll.poll(None if wait_s == math.inf else max(0.0, 1000 * wait_s)):
                 numbers = os.read(self._pipe, 64)
                 with contextlib.suppress(OSError):  # the event loop has ended
@@ -68,15 +68,13 @@ class SignalWatch:
                 if {signal.SIGTERM, signal.SIGINT}.isdisjoint(numbers):
                     continue
                 if ends_at == math.inf:
-                    ends_at = look_at = time.monotonic() + self._bound_s() - 2 * ANSWER_S
+                    ends_at = time.monotonic() + self._bound_s() - LAST_S
                 else:
                     look_at = time.monotonic()
-            elif last or not self._answers():
+            elif time.monotonic() >= ends_at or not self._answers():
                 break
             else:
-                if time.monotonic() >= ends_at:
-                    ends_at, last = time.monotonic() + self._orderly_s, True
-                look_at = ends_at
+                look_at = math.inf
         log.error("the server has not ended in time after a signal, and is ended now")
         self._end()
 

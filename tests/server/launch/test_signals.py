@@ -21,6 +21,19 @@ from tests.processes import gone
 from tests.server.http_harness import write_byte_model
 from tests.server.scripted_leader import __file__ as LEADER_PROGRAM  # noqa: N812
 
+WAITING = """
+import asyncio, os, signal
+from pdserve.server.launch.signals import SignalWatch
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: print("received", flush=True))
+    SignalWatch(lambda: 1.5, lambda: os._exit(7))
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
 
 def test_copy_of_a_signal_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """`timeout` sends SIGTERM twice. A second signal would end the drain at once."""
@@ -77,3 +90,15 @@ def test_server_with_a_blocked_event_loop_ends_in_time(tmp_path: Path, signals: 
     finally:
         process.kill()
         process.wait()
+
+
+def test_event_loop_that_waits_for_too_long_is_ended_too() -> None:
+    environ = os.environ | {"PYTHONPATH": program_path()}
+    with subprocess.Popen([sys.executable, "-P", "-c", WAITING], env=environ, stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        one.send_signal(signal.SIGTERM)
+        assert one.wait(60) == 7
+        assert 1.0 < time.monotonic() - began < 5
+        assert one.stdout.read() == "received\n"

@@ -118,6 +118,7 @@ class DroppingHandler(logging.Handler):
         self._poll.register(self._descriptor, select.POLLOUT)
         self.dropped = 0
         """Lines, since the last one that was written."""
+        self.dropped_in_all = 0
         self._torn = False
         """Only the beginning of the last line was written."""
 
@@ -132,15 +133,19 @@ class DroppingHandler(logging.Handler):
             line = self.format(record).encode(errors="backslashreplace") + b"\n"
             if self.dropped:
                 if not self._write(self._dropped_line(record), 0.0):
-                    self.dropped += 1
+                    self._drop()
                     return
                 self.dropped, self._torn = 0, False
             if self._write(line, self.PATIENCE_S):
                 self._torn = False
             else:
-                self.dropped += 1
+                self._drop()
         except Exception:
             self.handleError(record)
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        self.dropped_in_all += 1
 
     def _dropped_line(self, record: logging.LogRecord) -> bytes:
         message = f"{self.dropped} log lines were dropped: nobody has read the log"
@@ -158,6 +163,11 @@ class DroppingHandler(logging.Handler):
                 return True
             self._torn = True
         return False
+
+
+def dropped_lines() -> int:
+    """How many log lines this process has dropped."""
+    return sum(one.dropped_in_all for one in logging.getLogger().handlers if isinstance(one, DroppingHandler))
 
 
 def set_log_role(role: str) -> None:

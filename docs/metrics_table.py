@@ -35,13 +35,14 @@ END = "<!-- end of metrics -->"
 OF_PREFILL = {"waiting_requests", "waiting_tokens", "staging_parts"}
 OF_BOTH = {"kv_pages", "kv_pages_held", "kv_pages_available", "cached_pages", "running_requests", "last_step_seconds"}
 OF_BOTH |= {"loop_lag_seconds"}
+OF_PROCESS = ("log_lines_dropped",)
 OF_BOTH |= {name for name in GAUGES if name.startswith("kv_store_")}
 
 
 def families(role: Literal["decode", "prefill"]) -> Iterable[Metric]:
     """All metric families that a server of this role can have, each with a sample."""
-    own = DECODE_COUNTERS if role == "decode" else PREFILL_COUNTERS
-    counters = {name: 1.0 for name in COUNTERS if name in (*own, *STORE_COUNTERS) or name.startswith("control_")}
+    own = (*(DECODE_COUNTERS if role == "decode" else PREFILL_COUNTERS), *STORE_COUNTERS, *OF_PROCESS)
+    counters = {name: 1.0 for name in COUNTERS if name in own or name.startswith("control_")}
     gauges = {name: 1.0 for name in GAUGES if name in OF_BOTH or (name in OF_PREFILL) == (role == "prefill")}
     status = Status(
         gauges={**gauges, "rank_0_busy_seconds": 1.0},

@@ -24,7 +24,7 @@ import msgspec
 from ...configs.errors import StartupError
 from ...configs.gc_tuning import keep_for_good
 from ...configs.load import parse_config
-from ...configs.logs import configure_logging
+from ...configs.logs import configure_logging, dropped_lines
 from ...configs.machine.loop_lag import LoopLag
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
@@ -341,7 +341,7 @@ class Leader:
             snapshot = loop.snapshot
             return Status(
                 gauges={**snapshot.gauges, "loop_lag_seconds": lag.longest_s()},
-                counters={**snapshot.counters, **control_counters(controls)},
+                counters={**snapshot.counters, **control_counters(controls), "log_lines_dropped": dropped_lines()},
                 peers=peer_status(controls, loop.engines),
                 states=dict(snapshot.states),
                 taken_at=snapshot.taken_at,

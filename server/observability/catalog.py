@@ -125,6 +125,7 @@ COUNTERS: Mapping[str, Exported] = (
             "stale_messages": "Ignored messages: repeated, or about requests that have ended.",
             "event_errors": "Events that the engine loop could not handle.",
             "effect_errors": "Messages of the engine loop that could not be sent; their requests fail.",
+            "log_lines_dropped": "Log lines of the leader that were dropped, because nobody has read the log.",
             "integrity_errors": "Errors in memory accounting, found by the integrity check of an idle server.",
             "hot_hits": "Rows of evicting sequences found in their hot buffers (HiSparse).",
             "hot_misses": "Rows of evicting sequences fetched from host memory (HiSparse).",

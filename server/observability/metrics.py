@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from ...configs.logs import dropped_lines
 from ...scheduler.messages.frontend import Failed, Finished
 from .catalog import COUNTERS
 from .leader_metrics import LeaderCollector, LeaderView, leader_process_collector
@@ -79,6 +80,7 @@ class Metrics:
             "pdserve_build_info", "1, with the installed versions as labels.", list(versions), registry=self.registry
         )
         build.labels(**versions).set(1)
+        self.registry.register(_LogCollector())
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
@@ -177,6 +179,14 @@ class _WithSamples(CollectorRegistry):
 
     def collect(self) -> Iterable[Metric]:
         return (family for family in self._all() if family.samples)
+
+
+class _LogCollector(Collector):
+    """Counts the lines that the frontend could not log."""
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Log lines of the frontend that were dropped, because nobody has read the log."
+        yield CounterMetricFamily("pdserve_frontend_log_lines_dropped", text, dropped_lines())
 
 
 class _TokenCollector(Collector):

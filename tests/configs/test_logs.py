@@ -122,6 +122,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(length: int) -> None:
         assert lines[: written - 1] == [f"{number} {'x' * length}" for number in range(written - 1)]
         assert lines[-2:] == [f"{dropped} log lines were dropped: nobody has read the log", "read"]
         assert handler.dropped == 0
+        assert handler.dropped_in_all >= dropped
     finally:
         handler.close()
         os.close(reading)

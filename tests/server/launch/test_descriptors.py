@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def test_log_that_nobody_reads_does_not_stop_the_server(tmp_path: Path) -> None:
         assert DIRECT.post(f"http://127.0.0.1:{port}/generate", json={"text": "a"}).status_code == 200
         wait_until(lambda: b"log lines were dropped: nobody has read the log" in os.read(reading, 1 << 16), 5, "a line")
         assert b"ready: " in read
+        metrics = DIRECT.get(f"http://127.0.0.1:{port}/metrics").text
+        (dropped,) = re.findall(r"^pdserve_frontend_log_lines_dropped_total (\S+)$", metrics, re.MULTILINE)
+        assert float(dropped) > 10
     finally:
         process.kill()
         process.wait()

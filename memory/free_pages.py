@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Generic, TypeVar, cast
 
+MANY = 256
+"""So many pages are searched for in the whole pool, at C's speed: popping those of a long prompt takes 40 ms."""
 PageT = TypeVar("PageT", bound=int)
 """KvPage or HotPage (index_spaces.py)."""
 
@@ -13,7 +15,7 @@ class FreePages(Generic[PageT]):
     """Hands out the lowest page first, so that used pages stay together: adjacent pages are transferred as one write,
     and whole units stay free at the upper end, where `pop_units` takes them.
 
-    A pool can have millions of pages, most of which are never used: only those below the highest that `pop` has taken
+    A pool can have millions of pages, most of which are never used: only those below the highest that `take` has taken
     are queued.
     """
 
@@ -23,7 +25,7 @@ class FreePages(Generic[PageT]):
         self._is_free = bytearray(pages.stop)
         self._is_free[pages.start :] = b"\1" * len(pages)
         self._queue: list[PageT] = []
-        """A heap of the free pages below `_unqueued`; also holds pages that `pop_units` took, which `pop` skips."""
+        """A heap of the free pages below `_unqueued`; also holds pages that were taken otherwise, which are skipped."""
         self._queued = bytearray(pages.stop)
         self._unqueued = pages.start
         self._unit_pages = 0
@@ -63,16 +65,22 @@ class FreePages(Generic[PageT]):
             if self._free_in_unit[unit] == self._unit_pages:
                 self._whole_units.add(unit)
 
-    def pop(self) -> PageT:
-        """Take the lowest page. At least one must be free."""
-        page = self._pop_lowest()
-        self._is_free[page] = False
-        self._count -= 1
+    def take(self, count: int) -> list[PageT]:
+        """Take the lowest pages, ascending. At least `count` must be free."""
+        if count < MANY:
+            taken = [self._pop_lowest() for _ in range(count)]
+        else:
+            taken = list(itertools.islice(self, count))
+            self._unqueued = max(self._unqueued, taken[-1] + 1)
+            for page in taken:
+                self._is_free[page] = False
+        self._count -= count
         if self._unit_pages:
-            unit = page // self._unit_pages
-            self._free_in_unit[unit] -= 1
-            self._whole_units.discard(unit)
-        return page
+            for page in taken:
+                unit = page // self._unit_pages
+                self._free_in_unit[unit] -= 1
+                self._whole_units.discard(unit)
+        return taken
 
     def pop_units(self, count: int) -> list[PageT]:
         """Take the pages of the `count` highest whole units, ascending. At least `count` must be free."""
@@ -91,7 +99,9 @@ class FreePages(Generic[PageT]):
             page = heapq.heappop(self._queue)
             self._queued[page] = False
             if self._is_free[page]:
+                self._is_free[page] = False
                 return page
         found = self._is_free.index(1, self._unqueued)
         self._unqueued = found + 1
+        self._is_free[found] = False
         return cast("PageT", found)

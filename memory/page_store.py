@@ -48,7 +48,7 @@ class PageStore:
         if len(pages) > len(self._free):
             self._overflow[name] = self._cache.save(pages)
             return
-        slots = self._slots[name] = [self._free.pop() for _ in pages]
+        slots = self._slots[name] = self._free.take(len(pages))
         self._copy(pages, slots, to_store=True)
 
     def load(self, name: str, pages: Sequence[int]) -> None:

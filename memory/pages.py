@@ -121,7 +121,7 @@ class PageAllocator(Generic[PageT]):
             return None
         for page in shared:
             self._hold(page)
-        held = [*shared, *sorted(self._take(pages))]
+        held = [*shared, *self._take(pages)]
         grant = PageGrant(owner, [*held[:1] * freed, *held], reserve, freed=freed)
         self._reserved += reserve
         self._grants.add(grant)
@@ -272,7 +272,7 @@ class PageAllocator(Generic[PageT]):
             self._free.add(page)
             if self.on_evict is not None:
                 self.on_evict(page)
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._free.take(count)
         for page in taken:
             self._holders[page] = 1
         return taken

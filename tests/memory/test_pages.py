@@ -12,6 +12,11 @@ from pdserve.memory.prefix_cache import InsertedPrefix, PrefixCache
 PAGE_SIZE = 2
 
 
+@pytest.fixture(autouse=True)
+def _three_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.memory.free_pages.MANY", 3)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Requests with few different tokens start, share cached pages, grow and finish.
 

@@ -148,7 +148,7 @@ def test_rank_announces_which_pool_is_in_host_memory(engine: Engine) -> None:
 
 def lose_page(engine: Engine) -> Callable[[], None]:
     """A KV page: in host memory, with its index on the device."""
-    page = engine.scheduler.pages._free.pop()
+    (page,) = engine.scheduler.pages._free.take(1)
     return lambda: engine.scheduler.pages._free.add(page)
 
 
@@ -161,7 +161,7 @@ def hold_page(engine: Engine) -> Callable[[], None]:
 def lose_hot_page(engine: Engine) -> Callable[[], None]:
     assert engine.scheduler.memory.hot is not None
     pages = engine.scheduler.memory.hot.pages
-    page = pages._free.pop()
+    (page,) = pages._free.take(1)
     return lambda: pages._free.add(page)
 
 

@@ -1,5 +1,6 @@
 """Sampling and log-probability parameters of a request. The frontend sets them; decode and prefill only read them."""
 
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -99,3 +100,30 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+
+
+NO_LOGPROBS = msgspec.Raw(b"\x90")
+"""An empty array."""
+_ENTRIES = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ENTRY = msgspec.msgpack.Decoder(TokenLogprob)
+
+
+def pack_logprobs(entries: Sequence[TokenLogprob]) -> msgspec.Raw:
+    """Those of a prompt as a part of a message, which the servers pass on as it is: making objects of them takes a
+    decoder up to 0.2 s, in which it holds the interpreter's lock.
+    """
+    return msgspec.Raw(msgspec.msgpack.encode(entries))
+
+
+class PackedLogprobs:
+    """Reads what `pack_logprobs` has made, entry by entry."""
+
+    def __init__(self, packed: msgspec.Raw = NO_LOGPROBS) -> None:
+        self._entries = _ENTRIES.decode(packed)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        for entry in self._entries:  # a generator: `map` would not let other threads run in between
+            yield _ENTRY.decode(entry)

@@ -3,7 +3,7 @@
 import collections
 
 from ...configs.errors import ServerError, UnavailableError
-from ...configs.sampling import JSON_RULES
+from ...configs.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...transfer.protocol.messages import (
@@ -177,7 +177,7 @@ class Arrivals:
             compute_s=local.compute_s,
             transfer_tail_s=0.0,
             cached_tokens=local.cached,
-            input_logprobs=tuple(local.input_logprobs),
+            input_logprobs=pack_logprobs(local.input_logprobs),
             stored_tokens=local.stored,
         )
         samples = prompt.waiting

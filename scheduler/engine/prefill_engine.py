@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ...configs.sampling import PackedLogprobs
 from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.data.chunks import ChunkWritten, joined_bytes
@@ -125,7 +126,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         except WireError as error:
             if not isinstance(message, PrefillDone):
                 raise
-            scored = len(message.input_logprobs)
+            scored = len(PackedLogprobs(message.input_logprobs))
             reason = f"the log-probabilities of {scored} prompt tokens are too large for one message: {error}"
             raise WireError(reason) from error
 

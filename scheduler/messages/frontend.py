@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from ...configs.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
 
 
 class FrontendMessage(msgspec.Struct, frozen=True, tag=True):
@@ -125,12 +125,12 @@ class Prefilled(FrontendMessage, frozen=True):
     """The prompt has been computed; sent before the first Tokens.
 
     `cached_tokens` of it were not computed: the server that computed the prompt had them in its prefix cache, or loaded
-    them from the KV store (`stored_tokens` of them). `input_logprobs` start at `LogprobParams.start`, if requested.
+    them from the KV store (`stored_tokens` of them). `input_logprobs` are those of `PrefillDone`.
     """
 
     rid: str
     cached_tokens: int
-    input_logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: msgspec.Raw = NO_LOGPROBS
     stored_tokens: int = 0
     host_tokens: int = 0
     """The part of `cached_tokens` that was in host memory."""

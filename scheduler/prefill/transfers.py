@@ -7,7 +7,7 @@ reported their end.
 import collections
 from collections.abc import Callable
 
-from ...configs.sampling import JSON_RULES
+from ...configs.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
@@ -136,7 +136,7 @@ class Transfers:
             compute_s=request.compute_s,
             transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
             cached_tokens=request.cached,
-            input_logprobs=tuple(request.input_logprobs),
+            input_logprobs=pack_logprobs(request.input_logprobs),
             stored_tokens=request.stored,
             json_rules=JSON_RULES,
         )

@@ -398,18 +398,7 @@ class Routes:
             for name, grammar in call.grammars:
                 if (problem := await self._grammars.check(grammar, client)) is not None:
                     raise FieldError(name, problem)
-        outputs = [
-            Output(
-                rid,
-                len(submit.prompt_ids),
-                OutputText(self._tokenizer, rules),
-                submit.logprobs,
-                sample,
-                None if call.new_parsed is None else call.new_parsed(),
-            )
-            for submit, rules in zip(call.submits, call.text_rules, strict=True)
-            for sample, rid in enumerate(rids_of(submit))
-        ]
+        outputs = begin_outputs(call, self._tokenizer)
         if self.config.role == "prefill":
             check_rooms(call.submits)
             if self.config.log_requests:
@@ -419,6 +408,22 @@ class Routes:
             return prefill_leg(outputs, rendering, stream=call.stream)
         messages = [msgspec.structs.replace(submit, client=client) for submit in call.submits]
         return GenerationResponse(self._leader, messages, outputs, rendering, stream=call.stream, group=call.group)
+
+
+def begin_outputs(call: Call[RoutingFields], tokenizer: Tokenizer) -> list[Output]:
+    """The outputs of all samples of all prompts."""
+    return [
+        Output(
+            rid,
+            len(submit.prompt_ids),
+            OutputText(tokenizer, rules),
+            submit.logprobs,
+            sample,
+            None if call.new_parsed is None else call.new_parsed(),
+        )
+        for submit, rules in zip(call.submits, call.text_rules, strict=True)
+        for sample, rid in enumerate(rids_of(submit))
+    ]
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

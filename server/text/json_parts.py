@@ -7,13 +7,16 @@ from ...models.grammar.json_text import MAX_DIGITS
 
 MOST_PARTS = 100_000
 """Most objects, arrays and strings of a body, and most elements of its objects and arrays together."""
+MOST_LISTS = 10_000
+"""Most objects and arrays beside more elements than that: a call has fewer prompts, of however many token ids."""
 _TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _TOO_MANY_DIGITS = (MAX_DIGITS + 1) * b"0"
 
 
 def find_excess(body: bytes, *, counts_numbers: bool = True) -> str | None:
     """Returns what a body has too much of, for an error message; None if it can be decoded. Does not look at most
-    bodies byte by byte. Elements are counted only with `counts_numbers`: lists of token ids are long.
+    bodies byte by byte. Without `counts_numbers`, there may be many elements in few lists: prompts of token ids are
+    long.
     """
     if body.count(b"[") + body.count(b"{") + body.count(b'"') // 2 > MOST_PARTS:
         plain = _without_escapes(body)
@@ -21,9 +24,14 @@ def find_excess(body: bytes, *, counts_numbers: bool = True) -> str | None:
         parts = strings + (_containers(_without_strings(body)) if strings <= MOST_PARTS else 0)
         if parts > MOST_PARTS:
             return f"{parts} objects, arrays and strings; at most {MOST_PARTS} are allowed"
-    if counts_numbers and body.count(b",") > MOST_PARTS:
+    if (counts_numbers or _containers(body) > MOST_LISTS) and body.count(b",") > MOST_PARTS:
         rest = _without_strings(body)
-        if (elements := rest.count(b",") + _containers(rest)) > MOST_PARTS:
+        elements, lists = rest.count(b",") + _containers(rest), _containers(rest)
+        if elements > MOST_PARTS and not counts_numbers and lists > MOST_LISTS:
+            return (
+                f"{elements} elements in {lists} objects and arrays; at most {MOST_PARTS} in {MOST_LISTS} are allowed"
+            )
+        if elements > MOST_PARTS and counts_numbers:
             return f"{elements} elements of objects and arrays; at most {MOST_PARTS} are allowed"
     if len(body) > MAX_DIGITS and _TOO_MANY_DIGITS in body.translate(_TO_ZEROS):
         zeros = _without_strings(body).translate(_TO_ZEROS)

@@ -8,12 +8,15 @@ class StopStrings:
 
     The stop string that is complete first counts; of several that end with the same character, the longest. Work per
     character is proportional to the number of stop strings, not to their lengths: each one has a Knuth-Morris-Pratt
-    automaton, whose state is the length of its longest prefix that the text ends with.
+    automaton, whose state is the length of its longest prefix that the text ends with. It is built no further than its
+    state has come: a call may have a million characters of stop strings, and its outputs begin on the event loop.
     """
 
     def __init__(self, stops: Sequence[str], show_stop: bool = False) -> None:
         self.matched: str | None = None
-        self._stops = [(stop, _borders(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._stops = [(stop, [0]) for stop in sorted(set(stops), key=len, reverse=True)]
+        """Each with its borders so far: for a prefix, the length of its longest proper prefix that is also its suffix.
+        """
         self._lengths = [0] * len(self._stops)
         self._held_back = ""
         self._show_stop = show_stop
@@ -55,6 +58,8 @@ class StopStrings:
                 length = borders[length - 1]
             if stop[length] == character:
                 length += 1
+                if length > len(borders):
+                    borders.append(_next_border(stop, borders))
             if length == len(stop):
                 matched = matched or stop
                 length = borders[-1]
@@ -62,12 +67,9 @@ class StopStrings:
         return matched
 
 
-def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(stop)
-    for end in range(1, len(stop)):
-        length = borders[end - 1]
-        while length and stop[length] != stop[end]:
-            length = borders[length - 1]
-        borders[end] = length + (stop[length] == stop[end])
-    return borders
+def _next_border(stop: str, borders: Sequence[int]) -> int:
+    """The border of the prefix that is one character longer than those that `borders` has."""
+    end, length = len(borders), borders[-1]
+    while length and stop[length] != stop[end]:
+        length = borders[length - 1]
+    return length + (stop[length] == stop[end])

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, Phase, given, settings, target
 from tests.cluster.servers import REPOSITORY
 from tests.fuzz.harness import CORPUS, EXAMPLES, SHARE_S, kept, search_until
 from tests.fuzz.proof import PATCHES
-from tests.fuzz.worst_cases import KINDS, Case
+from tests.fuzz.request_fields import Case
+from tests.fuzz.worst_cases import KINDS
 
 GROWTH = 1.3
 

@@ -16,31 +16,33 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from starlette.requests import Request
 
 from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import Grammar
+from pdserve.configs.sampling import Grammar, LogprobParams, PackedLogprobs, TokenLogprob, pack_logprobs
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model
+from pdserve.scheduler.messages.frontend import Prefilled, ToFrontendBatch
 from pdserve.server.api.arriving_bodies import ArrivingBodies
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
 from pdserve.server.api.lanes import INLINE_BYTES
 from pdserve.server.api.native.models import NativeSampling
+from pdserve.server.api.native.requests import check_prompt_logprobs
 from pdserve.server.api.request_body import GZIP_FORMAT, read_body
 from pdserve.server.text.parsers.call_grammars import FunctionSchema, UnwritableCallsError
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes
 from pdserve.server.text.unfinished_json import ends_inside_json
+from tests.fuzz.request_fields import FIELDS, MAX_BODY_BYTES, PROMPTS, Case, begin_prompts, parse_field
 
-Case = dict[str, Any]
 WORK_S = 0.15
 """The rule is 50 ms of CPU time (docs/architecture.md). A test machine may be three times slower."""
-MAX_BODY_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 
 
@@ -261,6 +263,33 @@ GZIP_BODIES = st.fixed_dictionaries(
     {"unit": st.sampled_from(["000000ffff", "00", "4b4c04"]), "bytes": st.integers(1, 32).map(lambda size: size << 18)}
 )
 
+# -- log-probabilities of a prompt -----------------------------------------------------------------------------------
+
+
+def receive_prompt_logprobs(case: Case) -> float:
+    """CPU time in which a frontend receives the log-probabilities of a prompt, which come in one message."""
+    prompts, wanted = [tuple(range(case["tokens"]))], [LogprobParams(case["top"], 0)]
+    try:
+        check_prompt_logprobs(prompts, wanted, case["samples"], "echo")
+    except FieldError:
+        return 0.0
+    top = tuple((at, -0.5) for at in range(case["top"]))
+    packed = pack_logprobs([TokenLogprob(token, -1.5, top) for token in prompts[0]])
+    payload = msgspec.msgpack.encode([Prefilled(f"r{at}", 0, packed) for at in range(case["samples"])])
+    receive = msgspec.msgpack.Decoder(ToFrontendBatch).decode
+
+    def work() -> None:
+        for message in receive(payload):
+            assert isinstance(message, Prefilled)
+            assert len(PackedLogprobs(message.input_logprobs)) == case["tokens"]
+
+    return cpu_s(lambda _: Work(work, len(payload)))(case)
+
+
+PROMPT_LOGPROBS = st.fixed_dictionaries(
+    {"tokens": st.integers(1, 1 << 17), "top": st.integers(0, 20), "samples": st.integers(1, 16)}
+)
+
 # -- grammars ------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +380,9 @@ KINDS = {
     "stops": Kind(STOPS, find_stops, 0.0005),
     "body": Kind(BODIES, cpu_s(decode), 2 * WORK_S),  # several pieces
     "body_memory": Kind(BODIES, memory_per_byte(partial(decode, most_bytes=MAX_BODY_BYTES // 8)), 16),
+    "field": Kind(FIELDS, parse_field, WORK_S),
+    "prompts": Kind(PROMPTS, begin_prompts, WORK_S),
+    "prompt_logprobs": Kind(PROMPT_LOGPROBS, receive_prompt_logprobs, WORK_S),
     "gzip": Kind(GZIP_BODIES, read_gzip, float(2 << 20)),
     "grammar": Kind(GRAMMARS, follow_grammar, 10.0),
     "masks": Kind(MASKS, wait_for_masks, 0.05),

@@ -38,7 +38,7 @@ from typing import Literal, NewType
 import msgspec
 
 from ...configs.arithmetic import ceil_div
-from ...configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from ...configs.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
 from ...configs.setting_types import StagingSetting
 from .layout import KvLayout
 
@@ -224,7 +224,8 @@ class PrefillDone(Message, frozen=True):
     """All KV is written; carries the first token of each sample and the times spent on prefill.
 
     `cached_tokens` of the prompt came from prefill's prefix cache, the last `stored_tokens` of them from the KV store.
-    `input_logprobs`, if requested, has one entry per prompt token from `LogprobParams.start` on. `json_rules` is the
+    `input_logprobs`, if requested, is an array (`pack_logprobs`) with one entry per prompt token from
+    `LogprobParams.start` on. `json_rules` is the
     version of the grammars (configs/sampling.py) with which the tokens were sampled.
     """
 
@@ -238,7 +239,7 @@ class PrefillDone(Message, frozen=True):
     compute_s: float
     transfer_tail_s: float
     cached_tokens: int = 0
-    input_logprobs: tuple[TokenLogprob, ...] = ()
+    input_logprobs: msgspec.Raw = NO_LOGPROBS
     stored_tokens: int = 0
     json_rules: int = 0
 

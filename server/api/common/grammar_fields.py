@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, PlainValidator, with_config
 from typing_extensions import TypedDict
 
 from ....configs.sampling import Grammar
-from ....configs.words import shown
+from ....configs.words import shortened, shown
 from .fields import Body, Boolean, FieldError, FirstError, Text, optional, problem
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
@@ -96,8 +96,15 @@ def _check_format(value: object) -> dict[str, Any]:
     return value
 
 
-def _without_nulls(value: object) -> object:
-    return {name: given for name, given in value.items() if given is not None} if isinstance(value, dict) else value
+def _known_and_given(value: object) -> object:
+    """Leaves nulls out. Stops at the first unknown name: pydantic would make an error for each of 100,000."""
+    if not isinstance(value, dict):
+        return value
+    given = {name: item for name, item in value.items() if item is not None}
+    for name in given:
+        if name not in StructuredFields.__annotations__:
+            raise problem("is not supported by this server", shortened(name))
+    return given
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -128,7 +135,7 @@ class FormatFields(TypedDict):
 
 
 ResponseFormat = Annotated[dict[str, Any], PlainValidator(_check_format, json_schema_input_type=FormatFields)]
-StructuredOutputs = Annotated[StructuredFields, BeforeValidator(_without_nulls)]
+StructuredOutputs = Annotated[StructuredFields, BeforeValidator(_known_and_given)]
 
 
 class OpenAiGrammarFields(GrammarFields):

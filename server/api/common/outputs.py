@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....configs.errors import AbortedError
-from ....configs.sampling import LogprobParams, TokenLogprob
+from ....configs.sampling import LogprobParams, PackedLogprobs, TokenLogprob
 from ....scheduler.messages.frontend import Failed, Finished, Prefilled
 from ...engine.inbox import Progress
 from ...text.output_text import OutputText
@@ -48,7 +48,7 @@ class Output:
         self.logprobs: list[TokenLogprob] = []
         self.text_offsets: list[int] = []
         """With log-probabilities: the position in the text where each token begins."""
-        self.input_logprobs: tuple[TokenLogprob, ...] = ()
+        self.input_logprobs = PackedLogprobs()
         self.cached_tokens = 0
         self.cached_tokens_details = {"device": 0, "host": 0, "storage": 0}
         """Where the KV of the cached tokens was."""
@@ -139,7 +139,7 @@ class Output:
         assert self.terminal is None, f"request {self.rid} has an event after its terminal event"
         first_token = len(self.token_ids)
         if progress.prefilled is not None:
-            self.input_logprobs = progress.prefilled.input_logprobs
+            self.input_logprobs = PackedLogprobs(progress.prefilled.input_logprobs)
             self._note_cached(progress.prefilled)
         events: list[Event] = []
         text = self._take_tokens(progress, events)

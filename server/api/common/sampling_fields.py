@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 from annotated_types import MaxLen
-from pydantic import PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
 from ....configs.sampling import Grammar, SamplingParams
 from ....configs.words import counted, shown
@@ -64,6 +64,13 @@ def stop_strings(value: object, most: int = MAX_STOP_STRINGS) -> list[str] | Non
 def _stop_regexes(value: object) -> list[str] | None:
     """The same for regular expressions, which `check_stop_regexes` compiles."""
     return stop_strings(value, MAX_STOP_REGEXES)
+
+
+def _few_biases(value: object) -> object:
+    """Counts before each of them is checked."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise problem(f"holds {len(value)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
+    return value
 
 
 class DistributionFields(Body):
@@ -145,8 +152,8 @@ class SamplingFields(DistributionFields, GrammarFields):
     skip_special_tokens: Boolean | None = optional("Leave special tokens out of the text. Default true.")
     presence_penalty: Annotated[Number, Within(-2, 2)] | None = optional("Counts output. Default 0.")
     frequency_penalty: Annotated[Number, Within(-2, 2)] | None = optional("Counts output. Default 0.")
-    logit_bias: dict[str, Annotated[Number, Within(-100, 100)]] | None = optional(
-        f"A bias for each token id, up to {MAX_LOGIT_BIASES}."
+    logit_bias: Annotated[dict[str, Annotated[Number, Within(-100, 100)]] | None, BeforeValidator(_few_biases)] = (
+        optional(f"A bias for each token id, up to {MAX_LOGIT_BIASES}.")
     )
 
     @property
@@ -162,25 +169,33 @@ class SamplingFields(DistributionFields, GrammarFields):
     def new_tokens(self) -> tuple[str, int | None, str, int | None]:
         """Name and value of the maximum, then of the minimum, of new tokens; the names depend on the dialect."""
 
-    def sampling(self, limits: Limits, prompt_tokens: int, grammar: Grammar | None, path: str) -> SamplingParams:
-        """Sampling parameters with every default filled in; `path` goes before the names of fields in errors."""
-        most_name, most, fewest_name, fewest = self.new_tokens()
-        max_new_tokens = self._max_new_tokens(path + most_name, most, limits, prompt_tokens)
+    def shared_sampling(self, limits: Limits, grammar: Grammar | None, path: str) -> SamplingParams:
+        """What the prompts with these fields have in common, with every default filled in; `path` goes before the names
+        of fields in errors.
+        """
         return msgspec.structs.replace(
             self.distribution(limits.default_sampling, limits.vocab_size),
-            max_new_tokens=max_new_tokens,
             stop_token_ids=()
             if self.stop_token_ids is None
             else check_token_ids(self.stop_token_ids, f"{path}stop_token_ids", limits.vocab_size),
             ignore_eos=bool(self.ignore_eos),
-            seed=self._seed(path),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._biases(f"{path}logit_bias", limits.vocab_size),
+            grammar=grammar,
+        )
+
+    def sampling(self, shared: SamplingParams, limits: Limits, prompt_tokens: int, path: str) -> SamplingParams:
+        """The sampling parameters of one prompt; `shared` is the result of `shared_sampling`."""
+        most_name, most, fewest_name, fewest = self.new_tokens()
+        max_new_tokens = self._max_new_tokens(path + most_name, most, limits, prompt_tokens)
+        return msgspec.structs.replace(
+            shared,
+            max_new_tokens=max_new_tokens,
+            seed=self._seed(path),
             min_new_tokens=check_within(
                 fewest or 0, path + fewest_name, 0, max_new_tokens, f"{most_name} is {max_new_tokens}"
             ),
-            grammar=grammar,
         )
 
     def text_rules(self, sampling: SamplingParams, limits: Limits) -> TextRules:
@@ -227,8 +242,6 @@ class SamplingFields(DistributionFields, GrammarFields):
         """Token ids and biases, in order of ids."""
         if not self.logit_bias:
             return ()
-        if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise FieldError(name, f"holds {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIASES} are allowed")
         longest = len(str(vocab_size))  # refuses numbers of a million digits before int() parses them
         biases: dict[int, float] = {}
         for key, bias in self.logit_bias.items():

@@ -1,6 +1,6 @@
 """Replies of `/generate` in SGLang's native shape: whole, or as stream events."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ....configs.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Failed
@@ -92,7 +92,7 @@ class LogprobColumns:
         self.chosen = GrowingArray()
         self.top = GrowingArray()
 
-    def extend(self, tokens: Sequence[TokenLogprob]) -> None:
+    def extend(self, tokens: Iterable[TokenLogprob]) -> None:
         for token in tokens:
             self.chosen.append(self._entry(token.token, token.logprob))
             top = [self._entry(token_id, logprob) for token_id, logprob in token.top]

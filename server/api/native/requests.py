@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ....configs.sampling import LogprobParams
+from ....configs.sampling import LogprobParams, SamplingParams
 from ....configs.words import counted
 from ....scheduler.messages.frontend import Submit
 from ...text.output_text import TextRules
@@ -59,19 +59,21 @@ def parse_generate(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call[Ge
         for index, sampling in enumerate(given)
     ]
     logprobs = _read_logprobs(fields, prompt_ids, shape)
-    check_prompt_logprobs(prompt_ids, logprobs, "logprob_start_len")
+    check_prompt_logprobs(prompt_ids, logprobs, params[0][0].samples, "logprob_start_len")
     return make_call(fields, params, prompt_ids, batched, logprobs, limits, stream=fields.stream)
 
 
 MOST_PROMPT_LOGPROBS = 1 << 18
-"""Most log-probabilities of the prompts of a call. Those of a prompt are one message from the leader."""
+"""Most log-probabilities of the prompts in the answers to a call. Those of a prompt are one message from the leader."""
 
 
 def check_prompt_logprobs(
-    prompts: Sequence[tuple[int, ...]], logprobs: Sequence[LogprobParams | None], name: str
+    prompts: Sequence[tuple[int, ...]], logprobs: Sequence[LogprobParams | None], samples: int, name: str
 ) -> None:
-    """Raises FieldError if the prompts of a call have too many log-probabilities; `name` is the field that asks."""
-    count = sum(
+    """Raises FieldError if the prompts of a call have too many log-probabilities; `name` is the field that asks. The
+    answer has them once for each of the `samples`.
+    """
+    count = samples * sum(
         (len(ids) - wanted.start) * (1 + wanted.top)
         for ids, wanted in zip(prompts, logprobs, strict=True)
         if wanted is not None and wanted.start is not None
@@ -101,11 +103,17 @@ def make_call(
     shape = CallShape(len(prompt_ids), batched, check_samples(params, limits))
     check_stop_regexes(params)
     routed, group = fields.submits(shape, limits, prompt_ids)
-    named = [asked.grammar(path) for asked, path in params] if grammars is None else grammars
-    named = [_with_json_options(found, asked, limits) for found, (asked, _) in zip(named, params, strict=True)]
+    named: list[NamedGrammar] = []
+    shared: dict[int, SamplingParams] = {}  # by the identity of the fields: the same object may stand for all prompts
     submits, text_rules = [], []
-    for submit, (asked, path), wanted, grammar in zip(routed, params, logprobs, named, strict=True):
-        sampling = asked.sampling(limits, len(submit.prompt_ids), grammar[1] if grammar is not None else None, path)
+    for index, (submit, (asked, path), wanted) in enumerate(zip(routed, params, logprobs, strict=True)):
+        key = id(asked) if grammars is None else index
+        if key not in shared:
+            grammar = asked.grammar(path) if grammars is None else grammars[index]
+            if grammar is not None:
+                named.append(grammar := _with_json_options(grammar, asked, limits))
+            shared[key] = asked.shared_sampling(limits, grammar[1] if grammar is not None else None, path)
+        sampling = asked.sampling(shared[key], limits, len(submit.prompt_ids), path)
         submits.append(msgspec.structs.replace(submit, sampling=sampling, logprobs=wanted))
         text_rules.append(replace(asked.text_rules(sampling, limits), before=submit.prompt_ids))
     return Call(
@@ -115,14 +123,12 @@ def make_call(
         bool(stream),
         group,
         listed=batched or shape.samples > 1,
-        grammars=tuple({grammar[1]: grammar for grammar in named if grammar is not None}.values()),
+        grammars=tuple({grammar[1]: grammar for grammar in named}.values()),
     )
 
 
-def _with_json_options(found: NamedGrammar | None, asked: SamplingFields, limits: Limits) -> NamedGrammar | None:
+def _with_json_options(found: NamedGrammar, asked: SamplingFields, limits: Limits) -> NamedGrammar:
     """Returns the grammar with the options of the request, or else of the server, for its JSON."""
-    if found is None:
-        return None
     given = asked.json_whitespace()
     whitespace = limits.json_whitespace if given is None else given
     options = {"json_whitespace": whitespace, "closes_patterns": asked.closes_patterns()}

@@ -49,7 +49,8 @@ def make_openai_call(
     if fields.prompt_logprobs is not None and fields.stream:
         raise FieldError("prompt_logprobs", f"is not available in a stream, got {fields.prompt_logprobs}")
     params, logprobs = [(fields, "")] * len(prompts), [_logprobs(fields, echo)] * len(prompts)
-    check_prompt_logprobs(prompts, logprobs, "echo" if fields.prompt_logprobs is None else "prompt_logprobs")
+    asking = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+    check_prompt_logprobs(prompts, logprobs, samples, asking)
     return make_call(fields, params, prompts, batched, logprobs, limits, stream=fields.stream, grammars=grammars)
 
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from ....scheduler.messages.frontend import Finished
 from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEnd, BlockEvent, BlockText
@@ -33,15 +35,15 @@ class ResponsesRendering(Rendering):
             "object": "response",
             "created_at": int(time.time()),
             "model": model_name,
-            "instructions": fields.instructions,
+            "instructions": _encoded(fields.instructions),
             "max_output_tokens": submit.sampling.max_new_tokens,
             "temperature": submit.sampling.temperature,
             "top_p": submit.sampling.top_p,
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
             "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []),
-            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
-            "metadata": fields.metadata or {},
+            "tools": _encoded(given.get("tools", [])),
+            "text": _encoded({"format": given.get("text", {}).get("format", {"type": "text"})}),
+            "metadata": _encoded(fields.metadata or {}),
             "previous_response_id": None,
             "background": False,
             "store": False,
@@ -129,6 +131,11 @@ class ResponsesRendering(Rendering):
 
     def _item_id(self, block: Block) -> str:
         return f"{ITEM_PREFIX[block.kind]}_{self._rid}_{block.index}"
+
+
+def _encoded(setting: object) -> msgspec.Raw:
+    """A setting, which may have megabytes, as JSON: three events of a stream repeat it."""
+    return msgspec.Raw(msgspec.json.encode(setting))
 
 
 def _part(block: Block, text: str) -> Json:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob
+from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob, pack_logprobs
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.loop import EngineLoop
@@ -139,7 +139,7 @@ def test_unequal_page_sizes_are_logged_with_their_cost(engine: Engine, caplog: p
 
 def done_with_logprobs() -> PrefillDone:
     scored = (TokenLogprob(5, -1.0),) * 500
-    return PrefillDone(KEY, (TokenLogprob(1, None),), 500, 1, 1, 8, 0.0, 0.0, 0.0, input_logprobs=scored)
+    return PrefillDone(KEY, (TokenLogprob(1, None),), 500, 1, 1, 8, 0.0, 0.0, 0.0, input_logprobs=pack_logprobs(scored))
 
 
 def test_too_large_prefill_done_fails_its_transfer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from pydantic import SecretStr, TypeAdapter
 
-from pdserve.configs.sampling import TokenLogprob
+from pdserve.configs.sampling import TokenLogprob, pack_logprobs
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.api.common.errors import ErrorReply
@@ -135,7 +135,7 @@ async def test_replies_and_stream_events_validate_against_their_models(
         for _ in range(1 if "n" in body else 2):
             await decode.leader.expect(Submit)
         for rid in rids:
-            await decode.leader.send(Prefilled(rid, 0, (TokenLogprob(97, None),)))
+            await decode.leader.send(Prefilled(rid, 0, pack_logprobs([TokenLogprob(97, None)])))
             await decode.leader.send(Tokens(rid, (65,), (TokenLogprob(65, -0.5, ((65, -0.5),)),)))
         await decode.report()
         await decode.leader.send(make_finished(rids[0], 1))

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import EOS, make_finished
@@ -185,7 +185,7 @@ async def test_prompt_logprobs(decode: RunningServer, path: str) -> None:
     asking = post(decode, path, prompt_logprobs=2, **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
     prompt = (TokenLogprob(97, None), TokenLogprob(98, -3.0, ((65, -0.5), (66, -1.5))))
-    await decode.leader.send(Prefilled("r", 0, prompt))
+    await decode.leader.send(Prefilled("r", 0, pack_logprobs(prompt)))
     await decode.leader.send(Tokens("r", (65,), (TokenLogprob(65, -0.5, ((65, -0.5), (66, -2.0))),)))
     await decode.leader.send(make_finished("r", 1))
     reply = (await asking).json()
@@ -207,7 +207,7 @@ async def test_prompt_logprobs(decode: RunningServer, path: str) -> None:
 async def test_prompt_logprobs_alone_return_none_for_the_output(decode: RunningServer) -> None:
     asking = post(decode, "/v1/completions", prompt_logprobs=0)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=0, start=0)
-    await decode.leader.send(Prefilled("r", 0, (TokenLogprob(97, None), TokenLogprob(98, -1.0))))
+    await decode.leader.send(Prefilled("r", 0, pack_logprobs([TokenLogprob(97, None), TokenLogprob(98, -1.0)])))
     await decode.leader.send(Tokens("r", (65,), (TokenLogprob(65, -0.5),)), make_finished("r", 1))
     choice = (await asking).json()["choices"][0]
     assert choice["logprobs"] is None

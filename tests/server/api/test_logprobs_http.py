@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.api.openai.replies import CompletionRendering
 from tests.server.http_harness import RunningServer, sse_events
@@ -42,7 +42,7 @@ async def test_generate_returns_logprobs_of_prompt_and_alternatives_with_text(de
     asking = post(decode, "/generate", text="a ", rid="r", **wanted)
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=2, start=0)
     prompt = (TokenLogprob(97, None), TokenLogprob(32, -0.5, ((32, -0.5), (240, -2.0))))
-    await decode.leader.send(Prefilled("r", 0, prompt), scored("r", [EOS], top=2))
+    await decode.leader.send(Prefilled("r", 0, pack_logprobs(prompt)), scored("r", [EOS], top=2))
     await decode.leader.send(make_finished("r", 1, FinishReason("stop", matched=EOS)))
     meta = (await asking).json()["meta_info"]
     assert meta["input_token_logprobs"] == [[None, 97, "a"], [-0.5, 32, " "]]
@@ -65,7 +65,7 @@ async def test_streamed_logprobs_are_cumulative_and_end_at_a_stop_string(decode:
     )
     await decode.leader.expect(Submit)
     for rid in ("r", "r_1"):
-        await decode.leader.send(Prefilled(rid, 0, (TokenLogprob(97, None),)), scored(rid, b"A"))
+        await decode.leader.send(Prefilled(rid, 0, pack_logprobs([TokenLogprob(97, None)])), scored(rid, b"A"))
     await decode.report()
     for rid in ("r", "r_1"):
         await decode.leader.send(scored(rid, b"B!C"), make_finished(rid, 4))
@@ -175,7 +175,7 @@ async def test_many_logprobs_are_written_in_a_thread(decode: RunningServer, writ
     assert (await decode.leader.expect(Submit)).logprobs == LogprobParams(top=20, start=0)
     alternatives = tuple((65 + rank, -1.0) for rank in range(20))
     prompt = (TokenLogprob(97, None), *(TokenLogprob(97, -0.5, alternatives) for _ in range(149)))
-    await decode.leader.send(Prefilled("r", 0, prompt), scored("r", b"A", top=20))
+    await decode.leader.send(Prefilled("r", 0, pack_logprobs(prompt)), scored("r", b"A", top=20))
     await decode.report()
     await decode.leader.send(scored("r", b"B", top=20), make_finished("r", 2))
     answer = await asking
@@ -193,6 +193,7 @@ async def test_log_probabilities_of_prompts_are_limited(decode: RunningServer) -
     for field, path, asked in (
         ("echo", "/v1/completions", {"prompt": [[97] * 250] * 50, "echo": True, "logprobs": 20}),
         ("prompt_logprobs", "/v1/completions", {"prompt": [[97] * 250] * 50, "prompt_logprobs": 20}),
+        ("prompt_logprobs", "/v1/completions", {"prompt": [[97] * 250] * 10, "n": 5, "prompt_logprobs": 20}),
         (
             "logprob_start_len",
             "/generate",

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ async def test_echo_returns_logprobs_of_the_prompt(decode: RunningServer, client
     )
     submit = await decode.leader.expect(Submit)
     assert submit.logprobs == LogprobParams(top=1, start=0)
-    await decode.leader.send(Prefilled(submit.rid, 0, (TokenLogprob(97, None), *scored(b"b"))))
+    await decode.leader.send(Prefilled(submit.rid, 0, pack_logprobs([TokenLogprob(97, None), *scored(b"b")])))
     await decode.leader.send(Tokens(submit.rid, (33,), scored(b"!")), make_finished(submit.rid, 1))
     choice = (await asking).choices[0]
     assert choice.text == "ab!"

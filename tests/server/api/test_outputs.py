@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Prefilled
 from pdserve.server.api.common.outputs import Delta, Output
 from pdserve.server.engine.inbox import Progress
@@ -90,10 +90,10 @@ def test_logprobs_follow_the_tokens(tokenizer: Tokenizer) -> None:
     data = list("é!x".encode())
     entries = [TokenLogprob(token, -float(token)) for token in data]
     prompt = (TokenLogprob(7, None), TokenLogprob(8, -0.5))
-    output.advance(Progress("r", data, entries, Prefilled("r", 1, prompt)))
+    output.advance(Progress("r", data, entries, Prefilled("r", 1, pack_logprobs(prompt))))
     assert output.logprobs == entries[:3]
     assert output.text_offsets == [0, 0, 1]
-    assert (output.input_logprobs, output.cached_tokens) == (prompt, 1)
+    assert (tuple(output.input_logprobs), output.cached_tokens) == (prompt, 1)
 
 
 @settings(max_examples=300, deadline=None)

@@ -182,6 +182,14 @@ def test_digits_are_found_without_a_list_of_all_numbers() -> None:
         tracemalloc.stop()
 
 
+def test_many_elements_are_in_few_lists_of_a_body_with_token_ids() -> None:
+    prompts = b'{"input_ids":[' + b",".join([b"[" + b"7," * 1000 + b"7]"] * 256) + b'],"x":"' + b"[" * 20_000 + b'"}'
+    assert find_excess(prompts, counts_numbers=False) is None
+    lists = b'{"input_ids":[' + b"[7,7,7,7,7,7,7,7,7,7]," * 20_000 + b"[]]}"
+    problem = "220003 elements in 20003 objects and arrays; at most 100000 in 10000 are allowed"
+    assert find_excess(lists, counts_numbers=False) == problem
+
+
 def test_number_beyond_the_range_is_refused() -> None:
     with pytest.raises(BodyError, match=r"the body is not valid JSON: number out of range - at `\$\[...\]`"):
         decode_object(b'{"a":1e309}')

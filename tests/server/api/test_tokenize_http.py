@@ -33,6 +33,15 @@ async def test_detokenize_returns_text(decode: RunningServer) -> None:
     assert shown.json() == {"text": "h\u00e9<eos>"}
 
 
+async def test_detokenize_in_pieces_keeps_characters_whole(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.server.api.tokenize.DECODED_AT_ONCE", 2)
+    text = "a\u00e9\u20ac\U0001f980" * 3
+    tokens = [*text.encode(), 0xE2, 0x82]
+    assert (await decode.http.post("/detokenize", json={"tokens": tokens})).json() == {"text": text + "\ufffd"}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [

@@ -379,7 +379,7 @@ async def test_default_length_of_a_chat_is_what_fits() -> None:
     limits = dataclasses.replace(limits, max_total_tokens=4000, max_new_tokens=3500)
     messages = [{"role": "user", "content": "hello"}]
     found = [
-        validate(ChatBody, {"messages": messages, **given}).sampling(limits, prompt_tokens, None, "")
+        validate(ChatBody, {"messages": messages, **given}).sampling(NEUTRAL_SAMPLING, limits, prompt_tokens, "")
         for given, prompt_tokens in (({}, 1000), ({}, 100), ({"n": 2}, 100), ({"max_tokens": 7}, 100))
     ]
     assert [sampling.max_new_tokens for sampling in found] == [3000, 3500, 1024, 7]

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob
+from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Prefilled, Submit, Tokens
 from pdserve.server.text.prompt_echo import Echo, make_echo
@@ -30,7 +30,7 @@ async def answer(server: RunningServer, data: bytes) -> None:
     assert submit.logprobs == LogprobParams(top=1, start=0)
     first, *rest = submit.prompt_ids
     for rid in (submit.rid, *submit.more_rids):
-        await server.leader.send(Prefilled(rid, 0, (TokenLogprob(first, None), *scored(rest))))
+        await server.leader.send(Prefilled(rid, 0, pack_logprobs([TokenLogprob(first, None), *scored(rest)])))
         for token in data:
             await server.leader.send(Tokens(rid, (token,), scored([token])))
             await server.report()

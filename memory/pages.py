@@ -119,8 +119,12 @@ class PageAllocator(Generic[PageT]):
         """
         if not self.can_grant(pages + reserve, shared):
             return None
+        holders = self._holders
         for page in shared:
-            self._hold(page)
+            if not holders[page]:
+                assert page in self._idle, f"page {page} is free: it cannot be shared"
+                del self._idle[page]
+            holders[page] += 1
         held = [*shared, *self._take(pages)]
         grant = PageGrant(owner, [*held[:1] * freed, *held], reserve, freed=freed)
         self._reserved += reserve
@@ -158,15 +162,13 @@ class PageAllocator(Generic[PageT]):
         grant.reserved = 0
         self._loans.discard(grant)
         # last page first: eviction then takes a page before the earlier pages of its prefix
-        for page in reversed(grant.held):
-            self._let_go(page)
+        self._let_go(grant.held[::-1])
         grant.pages, grant.freed = [], 0
 
     def give_back(self, grant: PageGrant[PageT], count: int) -> None:
         """Release the last `count` pages of a grant."""
         assert grant in self._grants, f"give_back of a released grant: {grant}"
-        for _ in range(count):
-            self._let_go(grant.pages.pop())
+        self._let_go([grant.pages.pop() for _ in range(count)])
 
     def split(self, grant: PageGrant[PageT], end: int) -> PageGrant[PageT]:
         """Move the pages of a grant before page `end` that it holds to a new grant; they are `freed` in the old one."""
@@ -249,21 +251,17 @@ class PageAllocator(Generic[PageT]):
         if idle and self._grants:
             raise PageLeakError(f"idle, but pages are held by {self._names()}")
 
-    def _hold(self, page: PageT) -> None:
-        if not self._holders[page]:
-            assert page in self._idle, f"page {page} is free: it cannot be shared"
-            del self._idle[page]
-        self._holders[page] += 1
-
-    def _let_go(self, page: PageT) -> None:
-        self._holders[page] -= 1
-        self.chances += 1
-        if self._holders[page]:
-            return
-        if page in self._kept:
-            self._idle[page] = None
-        else:
-            self._free.add(page)
+    def _let_go(self, pages: Sequence[PageT]) -> None:
+        holders = self._holders
+        for page in pages:
+            holders[page] = left = holders[page] - 1
+            if left:
+                continue
+            if page in self._kept:
+                self._idle[page] = None
+            else:
+                self._free.add(page)
+        self.chances += len(pages)
 
     def _take(self, count: int) -> list[PageT]:
         while len(self._free) < count:

@@ -71,6 +71,11 @@ class InsertedPrefix:
     complete: bool = False
     """The rest is not added: another page with the same prefix is cached, or the cache is disabled."""
 
+    def continue_at(self, other: "InsertedPrefix") -> None:
+        """Continue where `other` is, if that is further. It is the prefix of a sequence in the same pages."""
+        if other.pages > self.pages:
+            self.pages, self.node, self.flushes, self.complete = other.pages, other.node, other.flushes, other.complete
+
 
 class PrefixCache:
     """The prefixes in the pages of one allocator. A disabled cache is always empty."""

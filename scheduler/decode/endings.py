@@ -87,12 +87,13 @@ class Endings:
             case _:
                 pass
         if isinstance(outcome, FinishReason) and request.state in WITH_KV:
-            tokens = (*request.prompt_ids, *request.output_ids[:-1])
+            tokens = request.prompt_ids + tuple(request.output_ids[:-1])
             copy = self._memory.copies.of(request)
             if copy is not None and copy.kind == "write_back":
                 copy.tokens = tokens  # cached when the copy has ended: then all rows are in host memory
             else:
                 assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
+                self._share_inserted(request, request.grant, tokens)
                 self.cache_answer(tokens, request.grant, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
@@ -112,6 +113,15 @@ class Endings:
         self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
         if self._store is not None:
             self._store.offer(self._store.new_chain(), tokens, inserted)
+
+    def _share_inserted(self, request: Request, grant: PageGrant[KvPage], tokens: Sequence[int]) -> None:
+        """Add the pages of the prompt to the prefix cache, for all its samples: 16 samples of a prompt of 131,072
+        tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it.
+        """
+        prompt, inserted = request.prompt, request.inserted
+        inserted.continue_at(prompt.inserted)
+        self._cache.insert(tokens, grant.pages, inserted, end=len(prompt.token_ids), freed=grant.freed)
+        prompt.inserted.continue_at(inserted)
 
     def free_drained(self, prompt: Prompt, now: float) -> None:
         """Free ended requests when no page of their prompt is in quarantine any more."""

@@ -22,12 +22,17 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import Grammar, LogprobParams, PackedLogprobs, TokenLogprob, pack_logprobs
+from pdserve.configs.sampling import Grammar, LogprobParams, PackedLogprobs, SamplingParams, TokenLogprob, pack_logprobs
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.messages.frontend import Prefilled, ToFrontendBatch
+from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.requests.limits import DecodeLimits
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
+from pdserve.scheduler.messages.frontend import Prefilled, Submit, ToFrontendBatch
 from pdserve.server.api.arriving_bodies import ArrivingBodies
 from pdserve.server.api.common.fields import FieldError, decode_object
 from pdserve.server.api.common.sampling_fields import check_stop_regexes
@@ -39,6 +44,7 @@ from pdserve.server.text.parsers.call_grammars import FunctionSchema, Unwritable
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes
 from pdserve.server.text.unfinished_json import ends_inside_json
+from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
 from tests.fuzz.request_fields import FIELDS, MAX_BODY_BYTES, PROMPTS, Case, begin_prompts, parse_field
 
 WORK_S = 0.15
@@ -290,6 +296,51 @@ PROMPT_LOGPROBS = st.fixed_dictionaries(
     {"tokens": st.integers(1, 1 << 17), "top": st.integers(0, 20), "samples": st.integers(1, 16)}
 )
 
+# -- samples of a long prompt, which end with their first token -----------------------------------------------------
+
+
+def schedule_samples(case: Case) -> float:
+    """CPU time of the longest of three turns of decode's engine loop: dispatch, arrival and end."""
+    limits = DecodeLimits(
+        page_size=16,
+        max_running_requests=256,
+        max_queued_requests=64,
+        growth_tokens=16,
+        retract_pages=0,
+        queue_timeout_s=60,
+        prefill_wait_s=30,
+        prefill_timeout_s=60,
+        request_timeout_s=600,
+        quarantine_s=6,
+    )
+    scheduler = DecodeScheduler(limits, PageAllocator[KvPage](case["tokens"] // 8 + 64), [])
+    peer, tokens = InstanceId("peer"), case["tokens"]
+    scheduler.peer_up(PrefillPeer(peer, {"here:1"}))
+    rids = [f"r{at}" for at in range(case["samples"])]
+    firsts = tuple(TokenLogprob(5, None) for _ in rids)
+    sampling = SamplingParams(max_new_tokens=case["new_tokens"])
+    scheduler.submit(Submit(rids[0], tuple(range(tokens)), sampling, more_rids=tuple(rids[1:])), 0.0)
+
+    def receive() -> None:
+        prompt = scheduler.requests["r0"].prompt
+        key = TransferKey(prompt.prompt_id, prompt.attempts)
+        scheduler.chunk_arrived(ChunkArrived(key, 0, tokens, ()))
+        scheduler.prefill_done(PrefillDone(key, firsts, tokens, 1, 1, 8, 0, 0, 0), 0.0)
+
+    def turn() -> None:
+        scheduler.advance(0.0)
+        scheduler.next_step(0.0)
+
+    costs_s = [cpu_s(lambda _: Work(turn, tokens))(case), cpu_s(lambda _: Work(receive, tokens))(case)]
+    costs_s.append(cpu_s(lambda _: Work(turn, tokens))(case))
+    assert scheduler.counters["generation_tokens"] == len(rids)
+    return max(costs_s)
+
+
+SAMPLES = st.fixed_dictionaries(
+    {"tokens": st.integers(1, 200_000), "samples": st.integers(1, 16), "new_tokens": st.integers(1, 2)}
+)
+
 # -- grammars ------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +434,7 @@ KINDS = {
     "field": Kind(FIELDS, parse_field, WORK_S),
     "prompts": Kind(PROMPTS, begin_prompts, WORK_S),
     "prompt_logprobs": Kind(PROMPT_LOGPROBS, receive_prompt_logprobs, WORK_S),
+    "samples": Kind(SAMPLES, schedule_samples, WORK_S),
     "gzip": Kind(GZIP_BODIES, read_gzip, float(2 << 20)),
     "grammar": Kind(GRAMMARS, follow_grammar, 10.0),
     "masks": Kind(MASKS, wait_for_masks, 0.05),

@@ -196,6 +196,8 @@ class Prompt:
         """How many later prompts were dispatched while this one waited for memory."""
         self.last_problem: str | None = None
         """Why the previous attempt ended; part of the error if there is no further attempt."""
+        self.inserted = InsertedPrefix()
+        """Its pages in the prefix cache, when the first of its samples has ended."""
 
     @property
     def tokens(self) -> int:

@@ -56,7 +56,7 @@ from .common.rendering import Rendering
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, RoutingFields, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
-from .generation import GenerationResponse, prefill_leg
+from .generation import GenerationResponse, prefill_leg, run_until_disconnect
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version
 from .lanes import Lanes
 from .live_page import add_page
@@ -150,7 +150,7 @@ class Routes:
         self._info = ServerInfo(config, leader, self._lag_s)
 
     def close(self) -> None:
-        """End the grammar compiler. Called when the HTTP server has ended."""
+        """End the grammar compiler. Requests that wait for it fail with 503."""
         self._grammars.close()
 
     def public(self) -> list[Route]:
@@ -396,7 +396,8 @@ class Routes:
         client = request.client.host if request.client is not None else ""
         if self.config.role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
             for name, grammar in call.grammars:
-                if (problem := await self._grammars.check(grammar, client)) is not None:
+                checking = asyncio.ensure_future(self._grammars.check(grammar, client))
+                if (problem := await run_until_disconnect(checking, request.receive)) is not None:
                     raise FieldError(name, problem)
         outputs = begin_outputs(call, self._tokenizer)
         if self.config.role == "prefill":

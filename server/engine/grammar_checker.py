@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...configs.errors import OverloadedError, PdserveError, ServerError
+from ...configs.errors import OverloadedError, PdserveError, ServerError, UnavailableError
 from ...configs.sampling import Grammar
 from ...configs.setting_types import LoadFormat
 from ...models.grammar.check_messages import (
@@ -48,6 +48,7 @@ REMEMBERED_S = 60.0
 the machine may have been overloaded.
 """
 WATCH_S = 0.25
+STOPPED_SERVER = "the server has stopped"
 
 
 @dataclass(eq=False)
@@ -56,6 +57,8 @@ class _Check:
 
     grammar: Grammar
     result: "asyncio.Future[str | None]"
+    calls: int = 0
+    """Those that wait for the result."""
     alone: bool = False
     """The compiler ended or hung while this grammar was compiled, maybe because of another one."""
 
@@ -101,9 +104,12 @@ class GrammarChecker:
         """Returns why this grammar is refused, or None if it is accepted. Results are cached, and calls that wait for
         equal grammars share one compilation.
 
-        Turns go round the clients, addresses of peers. Raises OverloadedError if too many grammars wait, and
-        ServerError if the compiler cannot be started.
+        Turns go round the clients, addresses of peers. A grammar whose calls were all cancelled before its turn is not
+        compiled. Raises OverloadedError if too many grammars wait, UnavailableError after close(), and ServerError if
+        the compiler cannot be started.
         """
+        if self._closed:
+            raise UnavailableError(STOPPED_SERVER)
         problem, until = self._known.get(grammar, (None, -math.inf))
         if time.monotonic() < until:
             self._known.move_to_end(grammar)
@@ -116,13 +122,20 @@ class GrammarChecker:
             self._compile_next()
         elif check in self._turns:
             self._turns.add(client, check, len(grammar.text))
-        return await asyncio.shield(check.result)  # other calls may wait for the same grammar
+        check.calls += 1
+        try:
+            return await asyncio.shield(check.result)  # other calls may wait for the same grammar
+        finally:
+            check.calls -= 1
+            if not check.calls and check in self._turns:
+                self._turns.remove(check)
+                del self._checks[grammar]
 
     def close(self) -> None:
-        """Kill the compiler. Calls that wait raise ServerError."""
+        """Kill the compiler. Calls that wait raise UnavailableError."""
         self._closed = True
         self._kill()
-        self._fail_all("the server has stopped")
+        self._fail_all(UnavailableError(STOPPED_SERVER))
 
     async def closed(self) -> None:
         """Wait until the compiler has ended after close()."""
@@ -169,7 +182,7 @@ class GrammarChecker:
             starts = 0 if await self._run_compiler() else starts + 1
         self._attending = None
         if self._checks:
-            self._fail_all("the grammar compiler has failed: see the log")
+            self._fail_all(ServerError("the grammar compiler has failed: see the log"))
 
     async def _run_compiler(self) -> bool:
         """Returns whether it started."""
@@ -269,9 +282,9 @@ class GrammarChecker:
         check.result.set_exception(error)
         check.result.exception()  # it was retrieved, also if all clients have left
 
-    def _fail_all(self, why: str) -> None:
+    def _fail_all(self, error: ServerError) -> None:
         for check in list(self._checks.values()):
-            self._end(check, ServerError(why))
+            self._end(check, error)
         self._turns, self._alone, self._running = Turns(), [], {}
 
     def _kill(self) -> None:

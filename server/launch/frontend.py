@@ -175,9 +175,9 @@ class Frontend:
             lag.close()
             self._leader.kill("the server has stopped")
             self._roles.end("the server has stopped")
+            self._routes.close()
             http.should_exit = True
             await serving
-            self._routes.close()
             await self._leader.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from pdserve.configs.errors import OverloadedError, ServerError
+from pdserve.configs.errors import OverloadedError, ServerError, UnavailableError
 from pdserve.configs.sampling import Grammar
 from pdserve.models.grammar.check_messages import STOPPED, state_and_cpu_s
 from pdserve.server.engine import grammar_checker
@@ -211,8 +211,10 @@ async def test_calls_end_when_the_server_stops(checker: GrammarChecker) -> None:
     checking = asyncio.create_task(checker.check(HOSTILE))
     child = await child_of(checker)
     checker.close()
-    with pytest.raises(ServerError, match="the server has stopped"):
+    with pytest.raises(UnavailableError, match="the server has stopped"):
         await asyncio.wait_for(checking, 10)
+    with pytest.raises(UnavailableError, match="the server has stopped"):
+        await asyncio.wait_for(checker.check(GOOD), 10)
     wait_until(lambda: not Path(f"/proc/{child}").exists(), 5, "the compilation has ended")
 
 
@@ -256,6 +258,21 @@ async def test_full_queue_refuses_the_client_that_has_most(
     assert not any(one.done() for one in waiting[:3])
     for one in waiting:
         one.cancel()
+
+
+async def test_grammar_that_nobody_waits_for_any_more_is_not_compiled(checker: GrammarChecker) -> None:
+    running = [asyncio.create_task(checker.check(slow(name, 1600), name)) for name in "kj"]
+    await child_of(checker, beside=await child_of(checker))
+    left = [asyncio.create_task(checker.check(slow(name), client)) for name in "ab" for client in "cd"]
+    await asyncio.sleep(0.01)
+    for one in left[:3]:
+        one.cancel()
+    await asyncio.wait(left[:3])
+    assert [check.grammar for check in checker._checks.values()] == [slow("k", 1600), slow("j", 1600), slow("b")]
+    left[3].cancel()
+    assert await asyncio.gather(*running) == [None, None]
+    assert await checker.check(GOOD) is None
+    assert checker._number == 3
 
 
 async def test_equal_grammars_are_compiled_once(checker: GrammarChecker) -> None:

@@ -9,12 +9,17 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 log = logging.getLogger("pdserve.http")
 
 ACCEPTS_PER_TURN: Final = 32
 """Running streams are served between two turns: reading this many requests takes about as long as their tokens."""
+MOST_OPENING: Final = 1024
+"""TLS handshakes at once: for a further one, the oldest is given up. None of them has a place in max_connections."""
+HANDSHAKE_S: Final = 10.0
+"""Most time of a TLS handshake."""
 PAUSE_S: Final = 0.5
 """How long nothing is accepted after an error, such as a lack of descriptors."""
 UNSENT_BYTES: Final = 64 << 10
@@ -43,7 +48,8 @@ class Acceptor:
         self._new_protocol = new_protocol
         self._ssl = ssl_context
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: dict[asyncio.Task[None], None] = {}
+        """Oldest first."""
         self._paused: asyncio.TimerHandle | None = None
         listening.setblocking(False)
         listening.listen(backlog)
@@ -81,16 +87,27 @@ class Acceptor:
                 connection.close()
                 continue
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            if len(self._opening) >= MOST_OPENING:
+                oldest = next(iter(self._opening))
+                del self._opening[oldest]
+                oldest.cancel()
             task = self._loop.create_task(self._open(connection))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._opening[task] = None
+            task.add_done_callback(partial(self._opened, connection))
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._new_protocol, connection, ssl=self._ssl)
+            await self._loop.connect_accepted_socket(
+                self._new_protocol,
+                connection,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else HANDSHAKE_S,
+            )
         except (OSError, ssl.SSLError) as error:  # the client has left, or speaks no TLS
             log.debug("a connection could not be opened: %s", error)
             connection.close()
-        except asyncio.CancelledError:
+
+    def _opened(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._opening.pop(task, None)
+        if task.cancelled():  # maybe before it began
             connection.close()
-            raise

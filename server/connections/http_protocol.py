@@ -161,6 +161,11 @@ class PatientHttpProtocol(HttpToolsProtocol):
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the response waits for the client to read."""
+        return self.flow.write_paused
+
     def send_400_response(self, msg: str) -> None:
         if self._hanging_up is None:
             self._refuse(b"400 Bad Request", 400, "invalid_request", msg)
@@ -242,8 +247,9 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
 
 class ConnectionLimit:
-    """Makes room for new connections where `most` are open: closes those that answer no request, of the host that has
-    most of these, those that have been silent for longest.
+    """Makes room for new connections where `most` are open: closes those that answer no request or, if there are none,
+    those whose client does not read its response. Of the host that has most of these, those that have been silent for
+    longest.
 
     To look at all connections takes milliseconds on the event loop, so one look closes several, and where none is idle
     the next look is later.
@@ -277,14 +283,18 @@ class ConnectionLimit:
     def _close_idle(self, connections: Collection[PatientHttpProtocol]) -> int:
         """Returns how many connections were closed."""
         opened = len(connections)
-        idle = [one for one in connections if one.is_idle and not one.transport.is_closing()]
+        ours = [one for one in connections if not one.transport.is_closing()]
+        idle = [one for one in ours if one.is_idle] or [one for one in ours if one.is_unread]
         if not idle:
-            log.warning("connections are refused: %d are open (max_connections), and none is idle", opened)
+            log.warning("connections are refused: %d are open (max_connections), and all are in use", opened)
             return 0
         (host, _), *_ = Counter(_host(one) for one in idle).most_common(1)
         of_host = sorted((one for one in idle if _host(one) == host), key=lambda one: one.active_at)
         closed = of_host[: max(1, self._most // self.CLOSED_AT_ONCE)]
-        log.warning("%d idle connections of %s were closed: %d are open (max_connections)", len(closed), host, opened)
+        log.warning(
+            "%d connections of %s, idle or not read, were closed: %d are open (max_connections)",
+            *(len(closed), host, opened),
+        )
         for one in closed:
             one.transport.abort()
         return len(closed)

@@ -4,10 +4,12 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trustme
 import uvloop
 
 from pdserve.server.connections import acceptor
@@ -95,6 +97,32 @@ def test_connections_wait_while_there_are_no_descriptors(
     assert [record.getMessage() for record in caplog.records] == 2 * [
         "no connection is accepted for 0.05 s: [Errno 24] Too many open files"
     ]
+
+
+@pytest.mark.parametrize("limit", ["MOST_OPENING", "HANDSHAKE_S"])
+def test_tls_handshakes_that_do_not_end_are_given_up(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(acceptor, limit, {"MOST_OPENING": 2, "HANDSHAKE_S": 0.1}[limit])
+    authority = trustme.CA()
+    of_server, of_client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.issue_cert("127.0.0.1").configure_cert(of_server)
+    authority.configure_trust(of_client)
+
+    async def run() -> None:
+        listening = listen()
+        served = Acceptor(listening, lambda: Greeting(lambda: None), backlog=8, ssl_context=of_server)
+        mute = await asyncio.to_thread(connect, listening, 3)
+        mute[0].settimeout(30)
+        assert await asyncio.to_thread(mute[0].recv, 1) == b""
+        assert len(served._opening) <= 2
+        reader, writer = await asyncio.open_connection(*listening.getsockname(), ssl=of_client)
+        assert await reader.read() == b"hello"
+        writer.close()
+        served.close()
+        await served.wait_closed()
+        for one in mute:
+            one.close()
+
+    uvloop.run(run())
 
 
 def test_closed_acceptor_refuses_connections() -> None:

@@ -6,14 +6,19 @@ import asyncio
 import json
 import socket
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
 from pdserve.scheduler.messages.frontend import Submit, Tokens
 from pdserve.server.connections import http_protocol
-from pdserve.server.connections.http_protocol import MAX_PIPELINED, ConnectionLimit, without_upgrade
+from pdserve.server.connections.http_protocol import (
+    MAX_PIPELINED,
+    ConnectionLimit,
+    PatientHttpProtocol,
+    without_upgrade,
+)
 from pdserve.server.observability.metrics import Metrics
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
@@ -182,9 +187,32 @@ async def test_room_for_a_connection_is_made_by_the_host_with_most_idle_ones(dec
 
 
 def test_connection_is_refused_if_all_others_are_in_use() -> None:
-    busy = Mock(is_idle=False, client=("127.0.0.1", 1))
+    busy = Mock(is_idle=False, is_unread=False, client=("127.0.0.1", 1))
+    busy.transport.is_closing.return_value = False
     assert ConnectionLimit(2).make_room([busy], 0.0)
     assert not ConnectionLimit(1).make_room([busy], 0.0)
+
+
+async def test_room_is_made_by_clients_that_read_nothing(decode: RunningServer) -> None:
+    """Otherwise as many clients that ask and read nothing would lock out all others."""
+    decode.server._limit = ConnectionLimit(4)
+    unread = []
+    for _ in range(4):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(client.connect, ("127.0.0.1", decode.port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: a\r\n\r\n" * MAX_PIPELINED)
+        unread.append(client)
+    connections = cast("set[PatientHttpProtocol]", decode.server.server_state.connections)
+    async with asyncio.timeout(30):
+        while sum(one.is_unread for one in connections) < 4:
+            await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection("127.0.0.1", decode.port, local_addr=("127.0.0.2", 0))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    writer.close()
+    for client in unread:
+        client.close()
 
 
 def test_looks_at_all_connections_are_rare_while_many_clients_connect() -> None:
@@ -195,7 +223,7 @@ def test_looks_at_all_connections_are_rare_while_many_clients_connect() -> None:
         one.transport.is_closing.return_value = False
     assert [limit.make_room(connections, 0.0) for _ in range(2)] == [True, True]
     assert [port for port, one in enumerate(connections) if one.transport.abort.called] == [0, 1]
-    busy = [Mock(is_idle=False)] * 128
+    busy = [Mock(is_idle=False, is_unread=False)] * 128
     assert not limit.make_room(busy, 1.0)
     assert not limit.make_room(connections, 1.05), "looked again too soon"
     assert limit.make_room(connections, 1.2)

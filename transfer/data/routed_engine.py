@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 RETRY_S: Final = 10.0
 """How long after a trial a dropped RDMA route is tried again. A trial takes at most three seconds."""
+LOOK_S: Final = 1.0
+"""After a port was down, also for a moment, Mooncake does not use it for half a minute. The next request should not be
+the first to notice.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +85,16 @@ class RoutedEngine:
     def has_returned(self) -> bool:
         """Whether open() would change to a route that works again."""
         return self._returned is not None
+
+    @property
+    def look_s(self) -> float | None:
+        """How often look() is needed, besides after `on_returned`; None for never."""
+        return LOOK_S if self.transport == "rdma" else None
+
+    def look(self) -> None:
+        """Change the route if open() would, while nothing is sent. Raises what open() raises."""
+        if self.has_returned or (self._engine is not None and self.problem() is not None):
+            self.open()
 
     def open(self) -> SendEngine:
         """The engine of the first route that works. If none works, raises the error of the last one. No route is

@@ -320,16 +320,18 @@ class PeerSender:
         """The next job to send; None when closed and empty. Reports cancelled jobs."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing or self._routed.has_returned)
-                returned = not self._queue and not self._closing
+                self._changed.wait_for(
+                    lambda: self._queue or self._closing or self._routed.has_returned, self._routed.look_s
+                )
+                idle = not self._queue and not self._closing
                 cancelled = [pending for pending in self._queue if pending.cancelled]
                 for pending in cancelled:
                     self._queue.remove(pending)
-                if not cancelled and not returned:
+                if not cancelled and not idle:
                     return self._queue.popleft() if self._queue else None
-            if returned:
+            if idle:
                 with contextlib.suppress(PeerUnreachableError, StartupError):  # then the next job reports it
-                    self._routed.open()
+                    self._routed.look()
             for pending in cancelled:
                 self._finish(pending, None, False)
 

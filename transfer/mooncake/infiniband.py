@@ -1,5 +1,6 @@
 """The InfiniBand and RoCE devices (HCAs) of this machine, and which of them a rank uses (`--ib-device`)."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -19,10 +20,10 @@ def port_states(sysfs: Path = SYSFS) -> dict[str, str]:
 
 
 def _state(device: Path) -> str:
-    ports = [
-        (port / "state").read_text(encoding="ascii").rpartition(":")[2].strip()  # "4: ACTIVE"
-        for port in sorted((device / "ports").glob("[0-9]*"))
-    ]
+    ports: list[str] = []
+    for port in sorted((device / "ports").glob("[0-9]*")):
+        with contextlib.suppress(OSError):  # the device has just been removed
+            ports.append((port / "state").read_text(encoding="ascii").rpartition(":")[2].strip())  # "4: ACTIVE"
     return "ACTIVE" if "ACTIVE" in ports else next(iter(ports), "without ports")
 
 

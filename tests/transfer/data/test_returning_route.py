@@ -209,3 +209,31 @@ def test_a_slow_peer_is_not_stalled_over_rdma(network: Network, start: Callable[
         assert routed.send(8).ok
     network.write_s = 1.4
     assert routed.send(64).ok
+
+
+def test_an_idle_sender_notices_that_its_port_was_down(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake does not use the port for some time, so the next write would fail."""
+    monkeypatch.setattr(routed_engine, "LOOK_S", SOON_S)
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    network.port_problem = DOWN
+    assert routed.routes.get(timeout=5) == ("tcp", {"rdma": DOWN})
+    network.port_problem, network.broken = None, {"rdma"}
+    assert routed.send().ok
+    assert network.written == ["tcp"]
+
+
+def test_a_port_that_is_down_leaves_a_sender_without_other_routes_alive(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_engine, "LOOK_S", SOON_S)
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    network.broken, network.port_problem = {"tcp"}, DOWN
+    while network.open:
+        time.sleep(0.001)
+    assert "tcp is broken" in routed.send().reason
+    network.broken, network.port_problem = set(), None
+    assert routed.send().ok

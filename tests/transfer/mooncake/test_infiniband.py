@@ -26,11 +26,13 @@ def sysfs(tmp_path: Path) -> Path:
 
 def test_devices_and_their_states(sysfs: Path) -> None:
     (sysfs / "mlx5_9").mkdir()
+    (sysfs / "mlx5_8" / "ports" / "1").mkdir(parents=True)  # is being removed
     assert port_states(sysfs) == {
         "mlx5_0": "ACTIVE",
         "mlx5_1": "ACTIVE",
         "mlx5_2": "DOWN",
         "mlx5_3": "ACTIVE",
+        "mlx5_8": "without ports",
         "mlx5_9": "without ports",
     }
     assert port_states(sysfs / "nothing") == {}

@@ -46,7 +46,8 @@ STALL_BASE_S: Final = 1.0
 STALL_BYTES_PER_S: Final = 200e6
 """Writes in flight are stalled if, for STALL_BASE_S plus the time of their bytes at this rate, none has ended and no
 byte was delivered. The second term is there because the peer may be busy copying them. After a cancellation, writes
-must end within that time, even if bytes still move. Over RDMA the limit is that of `pace.py`.
+must end within that time, even if bytes still move. Over RDMA the limit is that of `pace.py`, but not longer than this
+one after a cancellation: the peer may be dead, and others wait for its handshakes.
 """
 DELIVERY_LOOK_S: Final = 0.1
 """How often a sender checks for delivered bytes while no write ends."""
@@ -434,9 +435,11 @@ class PeerSender:
         if still_s <= STALL_BASE_S or not pending.in_flight:
             return
         in_flight_bytes = sum(pending.in_flight.values())
-        rdma = self._routed.transport == "rdma"
         limit_s = STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S
-        if still_s > (self._pace.stalled_after_s(in_flight_bytes) if rdma else limit_s):
+        if self._routed.transport == "rdma":
+            paced_s = self._pace.stalled_after_s(in_flight_bytes)
+            limit_s = min(limit_s, paced_s) if pending.cancelled else paced_s
+        if still_s > limit_s:
             what = "have not ended" if pending.cancelled else "have made no progress"
             error = _SendError if pending.cancelled else _WriteError
             raise error(

@@ -237,3 +237,22 @@ def test_a_port_that_is_down_leaves_a_sender_without_other_routes_alive(
     assert "tcp is broken" in routed.send().reason
     network.broken, network.port_problem = set(), None
     assert routed.send().ok
+
+
+def test_a_cancelled_write_over_rdma_does_not_wait_as_long_as_a_slow_peer_may(
+    network: Network, start: Callable[[], Routed]
+) -> None:
+    """A small write that was held up made the peer look slow."""
+    routed = start()
+    network.write_s = 0.2
+    for _ in range(4):
+        assert routed.send(8).ok
+    network.holds = True
+    routed.submit()
+    while len(network.written) < 5:
+        time.sleep(0.001)
+    started = time.monotonic()
+    routed.sender.cancel(TransferKey(1, 1))
+    result = routed.results.get(timeout=30)
+    assert result.cancelled
+    assert time.monotonic() - started < 4, "as long as the writes of a slow peer: 6.4 s"

@@ -1,13 +1,16 @@
 """`make test-rdma`: runs the tests of this folder in a virtual machine with SoftRoCE, with a line for each step.
-`make test-rdma-all` also runs those between two machines, and kills a receiver twenty times.
+`make test-rdma-all` also runs those between two machines, and kills a receiver twenty times. With ARGS=--record the
+figures go into benchmarks/results if all tests have passed.
 
 Ends with 0 if all have passed, with 1 if not, and with 77 and one line if this host cannot run the machine.
 """
 
+import signal
 import subprocess
 import sys
 import time
 
+from .figures import Measured, keep, largest
 from .machine import CACHE, REPOSITORY, Machine, UnavailableError, build, two_machines
 
 TEST_TIMEOUT_S = 1800.0
@@ -27,10 +30,12 @@ TESTS = (
 
 BETWEEN_TWO = "tests/rdma/test_two_machines.py"
 KILLS = 20
+WANTED_MINUTES = 25.0
 
 
 def main(arguments: list[str]) -> int:
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the machines, too
 
     def step(text: str) -> None:
         print(f"test-rdma: {time.monotonic() - started:4.0f} s: {text}", flush=True)
@@ -44,25 +49,35 @@ def main(arguments: list[str]) -> int:
         print(f"test-rdma: not run: {error}", flush=True)
         return UNAVAILABLE
     full = "--all" in arguments
-    kills = f"export PDSERVE_RDMA_KILLS={KILLS if full else 1}"
-    wanted = [argument for argument in arguments if argument != "--all"]
-    failed = []
+    wanted = [argument for argument in arguments if not argument.startswith("--")]
+    failed: list[str] = []
+    outputs: list[str] = []
+
+    def run(machine: Machine, setting: str, tests: str) -> None:
+        step(f"run {tests}")
+        script = f"export {setting}\n{PYTEST} {tests}"
+        status, output = machine.run(script, TEST_TIMEOUT_S * (3 if full else 1), echo=True)
+        outputs.append(output)
+        if status:
+            failed.append(tests)
+
     with lock, machine:
         step("write a checkpoint and the answers of transformers")
         subprocess.run([sys.executable, "-m", "tests.rdma.checkpoint", MODEL], cwd=REPOSITORY, check=True)
         step(f"its RDMA port is {machine.wait_up()}")
         for tests in wanted or TESTS:
-            step(f"run {tests}")
-            status, _ = machine.run(f"{kills}\n{PYTEST} {tests}", TEST_TIMEOUT_S, echo=True)
-            if status:
-                failed.append(tests)
+            run(machine, f"PDSERVE_RDMA_KILLS={KILLS if full else 1}", tests)
     if full:
         step("boot two machines, joined by a socket")
         with two_machines() as (first, _):
-            step(f"run {BETWEEN_TWO}")
-            status, _ = first.run(f"export PDSERVE_RDMA_MACHINES=2\n{PYTEST} {BETWEEN_TWO}", TEST_TIMEOUT_S, echo=True)
-            if status:
-                failed.append(BETWEEN_TWO)
+            run(first, "PDSERVE_RDMA_MACHINES=2", BETWEEN_TWO)
+    command = f"make test-rdma{'-all' if full else ''}"
+    minutes = Measured(command, (time.monotonic() - started) / 60, None if full else WANTED_MINUTES, "min")
+    figures = [*largest("\n".join(outputs)), minutes]
+    for one in figures:
+        step(f"{one.figure}: {one.value:.2f} {one.unit}" + ("" if one.target is None else f", at most {one.target:g}"))
+    if "--record" in arguments and not wanted and not failed:
+        keep(figures, command)
     step(f"failed: {', '.join(failed)}" if failed else f"passed. {NOTE}")
     return 1 if failed else 0
 

@@ -1,5 +1,6 @@
 """A sender and its routes over real RDMA, in the virtual machine of `make test-rdma`."""
 
+import os
 import queue
 import subprocess
 import time
@@ -18,6 +19,7 @@ from pdserve.transfer.mooncake.transports import KvRoute, LocalTransport, open_r
 from pdserve.transfer.plan.copy_runs import CopyRuns
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Pool, TransferKey
+from tests.rdma.figures import report
 from tests.rdma.receiver import HOST, Receiver
 
 pytestmark = pytest.mark.skipif(not HOST, reason="needs an RDMA device: make test-rdma")
@@ -83,7 +85,8 @@ def test_all_bytes_of_a_job_arrive_over_rdma(receiver: Receiver, local: LocalTra
     peer.sender.close()
 
 
-def test_the_end_of_a_receiver_is_told_in_time(local: LocalTransport) -> None:
+@pytest.mark.parametrize("_turn", range(int(os.environ.get("PDSERVE_RDMA_KILLS", "1"))))
+def test_the_end_of_a_receiver_is_told_in_time(local: LocalTransport, _turn: int) -> None:
     assert any(kill_while_sending(local) for _ in range(ATTEMPTS)), "the fault always came too late"
 
 
@@ -101,7 +104,9 @@ def kill_while_sending(local: LocalTransport) -> bool:
         killed = time.monotonic()
         result = peer.results.get(timeout=60)
         told_s = time.monotonic() - killed
-        print(f"told after {told_s:.2f} s: {result.reason}")
+        print(result.reason)
+        if not result.ok:
+            report("receiver killed: told to the scheduler", told_s, TOLD_S)
         peer.sender.close()
         assert told_s < TOLD_S
         return not result.ok
@@ -124,9 +129,8 @@ def test_a_request_goes_another_way_while_the_port_is_down_and_rdma_comes_back(
     subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
     up = time.monotonic()
     assert peer.routes.get(timeout=BACK_S) == ("rdma", {})
-    print(
-        f"undisturbed {undisturbed_s:.2f} s, port down {down_s:.2f} s, rdma again {time.monotonic() - up:.1f} s after"
-    )
+    report("port down: a job over another route, more than undisturbed", down_s - undisturbed_s, MORE_S)
+    report("port down for 2 s: used again by a sender", time.monotonic() - up, BACK_S)
     receiver.pool[:] = 0
     assert peer.send()[0].ok
     assert (receiver.pool[:POOL_BYTES] == source[:POOL_BYTES].numpy()).all()

@@ -18,6 +18,7 @@ import pytest
 from pdserve.transfer.mooncake.engine import WriteId, WriteState
 from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region
+from tests.rdma.figures import report
 from tests.rdma.machine import REPOSITORY
 from tests.rdma.peer import BACK_S, WRITE_BYTES, Peer, undisturbed, wait_until_used_again
 from tests.rdma.receiver import HOST, Receiver
@@ -150,7 +151,7 @@ def test_writes_end_when_the_other_machine_is_cut_off_and_rdma_comes_back(
         seed += 1
         states = peer.ends(write_all_that_is_new(peer, seed), 3.0)
     ended_s = peer.destroy()
-    print(f"{states.count(WriteState.PENDING)} writes ended in {ended_s:.2f} s")
+    report("other machine cut off: writes to it have ended", ended_s, ENDED_S)
     back = time.monotonic() + 20 + BACK_S
     works = False
     while not works and time.monotonic() < back:
@@ -174,13 +175,14 @@ def test_the_port_of_the_other_machine_fails_while_its_tcp_works(
     assert idle.writes()
     run_there("ip link set eth0 down")
     down = time.monotonic()
-    with undisturbed(other):
+    fault = f"port of the other machine down for {down_s} s"
+    with undisturbed(other, fault):
         states = peer.ends(write_all_that_is_new(peer, 30 + down_s), 1.0)
         ended_s = peer.destroy()
-    print(f"{states.count(WriteState.PENDING)} writes ended in {ended_s:.2f} s")
+    report(f"{fault}: writes have ended", ended_s, ENDED_S)
     assert WriteState.DONE not in states
     assert ended_s < ENDED_S
     time.sleep(max(0.0, down + down_s - time.monotonic()))
     run_there("ip link set eth0 up")
-    wait_until_used_again(idle, connect)
+    wait_until_used_again(idle, connect, fault)
     idle.destroy()

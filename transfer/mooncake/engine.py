@@ -19,8 +19,9 @@ from functools import partial
 from typing import Final, NewType
 
 from ...configs.errors import PdserveError, StartupError
-from ...configs.schema import LOOPBACK_HOSTS, can_receive_kv
+from ...configs.schema import can_receive_kv
 from ...configs.stuck import RunningTime
+from .confinement import confine, confine_if_local
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
 from .rdma_engine import START_S, RdmaEngine, register
 from .sockets import (
@@ -28,7 +29,6 @@ from .sockets import (
     Region,
     acked_bytes,
     addresses_of,
-    confine_to_loopback,
     cut_connections,
     describe_engine,
     drop_unsent,
@@ -99,7 +99,7 @@ class ReceiveEngine:
             ignore_idle_connections(self._port)
         except OSError as error:
             log.warning("idle connections to %s will delay transfers: %s", self.session, error)
-        if _is_loopback(host) and (problem := confine(self._port)) is not None:
+        if (problem := confine_if_local(host, self._port)) is not None:
             log.warning("the KV ports of %s stay reachable from other machines: %s", self.session, problem)
 
     def register(self, address: int, size_bytes: int) -> None:
@@ -303,17 +303,3 @@ def _addresses(session: str) -> frozenset[str]:
         return frozenset(addresses_of(split_session(session)[0]))
     except OSError as error:
         raise PeerUnreachableError(f"decode {session} cannot be reached: {error}") from error
-
-
-def _is_loopback(host: str) -> bool:
-    return host in LOOPBACK_HOSTS or host.startswith("127.")
-
-
-def confine(port: int) -> Exception | None:
-    """Make our engine at `port` accept only local connections. Returns the error if that fails."""
-    try:
-        data_port = describe_engine(f"127.0.0.1:{port}", PREFLIGHT_TIMEOUT_S).tcp_data_port
-        confine_to_loopback({port, data_port} if data_port else {port})
-    except (OSError, PeerUnreachableError) as error:
-        return error
-    return None

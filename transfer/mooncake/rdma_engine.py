@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...configs.errors import StartupError
+from .confinement import confine_if_local
 from .library import MooncakeEngine, create_engine
 from .sockets import (
     EngineDescription,
@@ -32,7 +33,8 @@ _ANSWER_S: Final = 1.0
 
 class RdmaEngine:
     """An engine with source memory for all peers. `host` is the address at which peers reach us: they connect back to
-    get the addresses of our HCAs. May be used by several threads. Raises StartupError.
+    get the addresses of our HCAs. On a loopback host only this machine can connect: they could write into the
+    registered memory. May be used by several threads. Raises StartupError.
     """
 
     def __init__(self, host: str, *, devices: Sequence[str] = (), gid_index: int | None = None) -> None:
@@ -46,6 +48,8 @@ class RdmaEngine:
             self._description = describe_engine(self._session, START_S)
         except PeerUnreachableError as error:
             raise StartupError(f"the RDMA engine of this process does not answer: {error}") from error
+        if (problem := confine_if_local(host, self.mooncake.get_rpc_port())) is not None:
+            log.warning("the RDMA port of %s stays reachable from other machines: %s", self._session, problem)
 
     def hold(self, region: Region) -> None:
         """Register source memory, unless it is. The caller keeps it alive until release(). Raises StartupError."""

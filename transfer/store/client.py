@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from ...configs.errors import PdserveError
-from ...configs.schema import LOOPBACK_HOSTS
-from ..mooncake.engine import confine
+from ..mooncake.confinement import confine_if_local
 from ..mooncake.library import create_engine
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def connect(url: str, host: str, *, segment_bytes: int) -> Any:
     """
     _check_reachable(url)
     engine = create_engine(host)
-    if host in LOOPBACK_HOSTS and (problem := confine(engine.get_rpc_port())) is not None:
+    if (problem := confine_if_local(host, engine.get_rpc_port())) is not None:
         log.warning("the ports of the store client stay reachable from other machines: %s", problem)
     store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
     status = store.setup(

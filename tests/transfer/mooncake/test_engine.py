@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from pdserve.configs.errors import StartupError
+from pdserve.transfer.mooncake import rdma_engine
 from pdserve.transfer.mooncake.engine import (
     PREFLIGHT_TIMEOUT_S,
     ReceiveEngine,
@@ -25,13 +26,15 @@ from pdserve.transfer.mooncake.engine import (
     WriteState,
     _cut_late_handshake,
 )
-from pdserve.transfer.mooncake.library import TCP_LANES
+from pdserve.transfer.mooncake.library import TCP_LANES, create_engine
+from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import (
     PeerUnreachableError,
     Region,
     cut_connections,
     describe_engine,
     drop_unsent,
+    wake_listener,
 )
 from tests.cluster.servers import REPOSITORY
 from tests.transfer.data.kv_receiver import Receiver
@@ -99,6 +102,19 @@ def test_listeners_of_a_loopback_host_are_bound_to_the_loopback_device() -> None
     finally:
         engine.close()
     assert listening_devices(ports) == {}
+
+
+def test_the_listener_of_an_rdma_engine_for_this_machine_is_bound_to_the_loopback_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With an engine of TCP in its place: this machine need not have an HCA."""
+    monkeypatch.setattr(rdma_engine, "create_engine", lambda host, *_, **__: create_engine(host))
+    engines = {host: RdmaEngine(host) for host in ("127.0.0.1", "127.0.1.1", "0.0.0.0")}
+    ports = {host: engine.mooncake.get_rpc_port() for host, engine in engines.items()}
+    devices = listening_devices(set(ports.values()))
+    for port in ports.values():
+        wake_listener(port)
+    assert [devices[port] for port in ports.values()] == ["lo", "lo", ""]
 
 
 def test_registering_twice_is_refused() -> None:

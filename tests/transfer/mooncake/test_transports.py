@@ -27,6 +27,7 @@ from pdserve.transfer.data.local_pool import LocalPool
 from pdserve.transfer.data.receivers import Receivers
 from pdserve.transfer.data.routed_engine import PoolPair
 from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
+from pdserve.transfer.mooncake import confinement
 from pdserve.transfer.mooncake import engine as engine_module
 from pdserve.transfer.mooncake import library as mooncake_library
 from pdserve.transfer.mooncake import rdma_engine as rdma_engine_module
@@ -138,9 +139,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordingEngine]]:
     for name in (*mooncake_library.SETTINGS, "MC_GID_INDEX", "MC_FORCE_TCP", "MC_FORCE_HCA"):
         monkeypatch.setenv(name, "before")
     description = EngineDescription("", buffers=(Region(0, 1 << 62),), devices=(Hca("mlx5_0", "fe80::1"),))
-    for module in (engine_module, rdma_engine_module):
+    for module in (engine_module, rdma_engine_module, confinement):
         monkeypatch.setattr(module, "describe_engine", lambda *_: description)
-    monkeypatch.setattr(engine_module, "confine_to_loopback", lambda _: None)
+    monkeypatch.setattr(confinement, "confine_to_loopback", lambda _: None)
     monkeypatch.setattr(routed_engine, "port_problem", lambda _: None)
     yield RecordingEngine.made
     RecordingEngine.registers = 0

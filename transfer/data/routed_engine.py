@@ -138,11 +138,14 @@ class RoutedEngine:
             rdma=self._local.rdma if route.transport == "rdma" else None,
             sources=sorted(sources, key=lambda region: region.addr),
         )
-        for pair in self._pools:
-            problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
-            if problem is not None:
-                _destroy(engine)
-                raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
+        try:
+            for pair in self._pools:
+                problem = probe(engine, pair.probe, pair.destination) if pair.probe is not None else None
+                if problem is not None:
+                    raise PeerUnreachableError(f"decode {route.session} cannot be written to: {problem}")
+        except BaseException:
+            _destroy(engine)
+            raise
         return engine
 
     def drop_failed_route(self, reason: str) -> None:

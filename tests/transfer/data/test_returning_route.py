@@ -9,9 +9,10 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 
 from pdserve.transfer.data import routed_engine
-from pdserve.transfer.data.routed_engine import PoolPair
+from pdserve.transfer.data.routed_engine import PoolPair, RoutedEngine
 from pdserve.transfer.data.sender import PeerSender, SendJob, SendResult
 from pdserve.transfer.mooncake.engine import WriteId, WriteState
 from pdserve.transfer.mooncake.library import Transport
@@ -256,3 +257,16 @@ def test_a_cancelled_write_over_rdma_does_not_wait_as_long_as_a_slow_peer_may(
     result = routed.results.get(timeout=30)
     assert result.cancelled
     assert time.monotonic() - started < 4, "as long as the writes of a slow peer: 6.4 s"
+
+
+def test_a_probe_that_raises_leaves_no_engine(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        assert network.open == 1
+        raise RuntimeError("the GPU does not answer")
+
+    monkeypatch.setattr(routed_engine, "probe", fail)
+    pools = PoolPair(POOLS.source, POOLS.destination, torch.zeros(64, dtype=torch.uint8))
+    routed = RoutedEngine(ROUTES[1:], [pools], LocalTransport("auto", "127.0.0.1"), lambda *_: None)
+    with pytest.raises(RuntimeError, match="the GPU does not answer"):
+        routed.open()
+    assert network.open == 0

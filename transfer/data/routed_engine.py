@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +25,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S: Final = 10.0
 """How long after a trial a dropped RDMA route is tried again. A trial takes at most three seconds."""
+TRUSTED_S: Final = 60.0
+MOST_TRIALS: Final = 64
+"""A route that fails within TRUSTED_S after it was used again passes trials, which are small, but not KV: a switch may
+drop large packets. From then on it has to pass twice as many trials in a row as the last time.
+"""
 LOOK_S: Final = 1.0
 """After a port was down, also for a moment, Mooncake does not use it for half a minute. The next request should not be
 the first to notice.
@@ -44,9 +51,9 @@ class RoutedEngine:
     """Opens an engine when needed. Used by one thread, but `transport` and `session` may be read by others.
 
     A route that does not work, or fails later, is dropped if another route works. A dropped RDMA route is tried again,
-    on a thread of its own: at most RETRY_S apart while our port is active, and at once by try_again(). When it works,
-    `on_returned` is called on that thread, and the next open() changes to it. `on_routed` is called with the transport
-    in use, and with the reasons why others are not used.
+    on a thread of its own: at most RETRY_S apart while our port is active, and at once by try_again(). When it works
+    (for longer if it failed soon after its last return), `on_returned` is called on that thread, and the next open()
+    changes to it. `on_routed` is called with the transport in use, and with the reasons why others are not used.
     """
 
     def __init__(
@@ -72,6 +79,9 @@ class RoutedEngine:
         self._retrier: threading.Thread | None = None
         self._returned: SendEngine | None = None
         """An engine of the first route, which works again."""
+        self._returned_at = -math.inf
+        self._trials = 1
+        """How many trials in a row it must pass."""
 
     @property
     def transport(self) -> Transport:
@@ -155,6 +165,9 @@ class RoutedEngine:
         if self._used + 1 < len(self._routes):
             with contextlib.suppress(PeerUnreachableError):
                 describe_engine(self._routes[self._used + 1].session, PREFLIGHT_TIMEOUT_S)
+                if self.problem() is None:
+                    soon = time.monotonic() < self._returned_at + TRUSTED_S
+                    self._trials = min(2 * self._trials, MOST_TRIALS) if soon else 1
                 self._drop_routes(self._used + 1, reason)
 
     def _drop_routes(self, used: int, reason: str) -> None:
@@ -183,6 +196,7 @@ class RoutedEngine:
         for pair in self._pools[:1]:
             if pair.probe is not None:
                 use_own_stream(pair.probe.device)
+        passed = 0
         while True:
             self._wanted.wait(RETRY_S)
             self._wanted.clear()
@@ -192,9 +206,14 @@ class RoutedEngine:
                 engine = self._try_route(self._routes[0])
             except (PeerUnreachableError, StartupError) as error:
                 log.debug("%s to %s still does not work: %s", self._routes[0].transport, self.session, error)
+                passed = 0
                 continue
             except Exception:
                 log.exception("error while trying %s again", self._routes[0].session)
+                continue
+            passed += 1
+            if passed < self._trials:
+                _destroy(engine)
                 continue
             with self._lock:
                 self._returned, self._retrier = engine, None
@@ -207,7 +226,7 @@ class RoutedEngine:
         if engine is None:
             return
         self.close()
-        self._engine, self._used, self._dropped = engine, 0, {}
+        self._engine, self._used, self._dropped, self._returned_at = engine, 0, {}, time.monotonic()
         log.info("KV for decode %s goes over %s again", self.session, self.transport)
         self._on_routed(self.transport, self._dropped)
 

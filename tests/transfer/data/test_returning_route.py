@@ -37,6 +37,8 @@ class Network:
     port_problem: str | None = None
     holds: bool = False
     """Writes do not end."""
+    failing: set[Transport] = field(default_factory=set)
+    """Writes of KV fail."""
     write_s: float = 0.0
     """How long a write takes."""
     tried: "queue.SimpleQueue[Transport]" = field(default_factory=queue.SimpleQueue)
@@ -64,6 +66,8 @@ class StubEngine:
 
     def poll(self, _write: WriteId) -> WriteState:
         ended = not self.network.holds and time.monotonic() >= self.submitted_at + self.network.write_s
+        if self.transport in self.network.failing:
+            return WriteState.FAILED
         return WriteState.DONE if ended else WriteState.PENDING
 
     def delivered_bytes(self) -> int | None:
@@ -270,3 +274,25 @@ def test_a_probe_that_raises_leaves_no_engine(network: Network, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="the GPU does not answer"):
         routed.open()
     assert network.open == 0
+
+
+def test_a_route_that_fails_after_each_return_has_to_pass_more_trials(
+    network: Network, start: Callable[[], Routed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_engine, "RETRY_S", SOON_S)
+    network.failing = {"rdma"}
+    routed = start()
+    assert routed.routes.get(timeout=5) == ("rdma", {})
+    for trials in (1, 2, 4):
+        while not network.tried.empty():
+            network.tried.get_nowait()
+        assert not routed.send().ok
+        assert routed.routes.get(timeout=5)[0] == "rdma"
+        tried = [network.tried.get_nowait() for _ in range(network.tried.qsize())]
+        assert tried.count("rdma") == trials
+    network.failing, network.port_problem = set(), DOWN
+    assert routed.send().ok
+    network.port_problem = None
+    while routed.routes.get(timeout=5)[0] != "rdma":
+        pass
+    assert routed.send().transport == "rdma"

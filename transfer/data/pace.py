@@ -24,10 +24,10 @@ class Pace:
         """Writes of `size_bytes` have ended together, so long after the previous end or after their start."""
         self._bytes_per_s.append(size_bytes / max(seconds, 1e-6))
 
-    def stalled_after_s(self, in_flight_bytes: int) -> float:
-        """How long no write may end while so many bytes are in flight: several times what they take at the lowest of
-        the last rates.
+    def stalled_after_s(self, size_bytes: int) -> float:
+        """How long no write may end if the largest in flight has so many bytes: several times what they take at the
+        lowest of the last rates. All writes in flight together would take longer, but one of them ends first.
         """
         known = len(self._bytes_per_s) >= KNOWN_AFTER
         lowest = min(self._bytes_per_s) if known else UNKNOWN_BYTES_PER_S
-        return min(max(LEAST_S, TIMES * in_flight_bytes / lowest), MOST_S)
+        return min(max(LEAST_S, TIMES * size_bytes / lowest), MOST_S)

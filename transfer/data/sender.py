@@ -437,7 +437,7 @@ class PeerSender:
         in_flight_bytes = sum(pending.in_flight.values())
         limit_s = STALL_BASE_S + in_flight_bytes / STALL_BYTES_PER_S
         if self._routed.transport == "rdma":
-            paced_s = self._pace.stalled_after_s(in_flight_bytes)
+            paced_s = self._pace.stalled_after_s(max(pending.in_flight.values()))
             limit_s = min(limit_s, paced_s) if pending.cancelled else paced_s
         if still_s > limit_s:
             what = "have not ended" if pending.cancelled else "have made no progress"

@@ -13,7 +13,7 @@ def pace_of(*bytes_per_s: float) -> Pace:
 
 
 @pytest.mark.parametrize(
-    ("rates", "in_flight_bytes", "expected_s"),
+    ("rates", "size_bytes", "expected_s"),
     [
         ((), 1000, 1.0),
         ((), 100 << 20, 4 * (100 << 20) / 200e6),
@@ -26,6 +26,6 @@ def pace_of(*bytes_per_s: float) -> Pace:
     ],
 )
 def test_the_limit_follows_the_lowest_of_the_last_rates(
-    rates: tuple[float, ...], in_flight_bytes: int, expected_s: float
+    rates: tuple[float, ...], size_bytes: int, expected_s: float
 ) -> None:
-    assert pace_of(*rates).stalled_after_s(in_flight_bytes) == pytest.approx(expected_s)
+    assert pace_of(*rates).stalled_after_s(size_bytes) == pytest.approx(expected_s)

@@ -62,7 +62,7 @@ class StubEngine:
     def submit(self, *_: int) -> WriteId | None:
         self.network.written.append(self.transport)
         self.submitted_at = time.monotonic()
-        return WriteId(1)
+        return WriteId(len(self.network.written))
 
     def poll(self, _write: WriteId) -> WriteState:
         ended = not self.network.holds and time.monotonic() >= self.submitted_at + self.network.write_s
@@ -83,8 +83,8 @@ class Routed:
     routes: "queue.SimpleQueue[tuple[Transport, dict[Transport, str]]]"
     results: "queue.SimpleQueue[SendResult]"
 
-    def submit(self, size_bytes: int = 64) -> None:
-        runs = CopyRuns(*(np.array([part]) for part in (0, 0, size_bytes)))
+    def submit(self, size_bytes: int = 64, writes: int = 1) -> None:
+        runs = CopyRuns(np.zeros(writes, int), np.zeros(writes, int), np.full(writes, size_bytes))
         self.sender.submit(SendJob(TransferKey(1, 1), runs, POOLS))
 
     def send(self, size_bytes: int = 64) -> SendResult:
@@ -296,3 +296,19 @@ def test_a_route_that_fails_after_each_return_has_to_pass_more_trials(
     while routed.routes.get(timeout=5)[0] != "rdma":
         pass
     assert routed.send().transport == "rdma"
+
+
+def test_a_peer_is_stalled_when_one_write_takes_too_long_however_many_are_in_flight(
+    network: Network, start: Callable[[], Routed]
+) -> None:
+    routed = start()
+    network.write_s = 0.4
+    for _ in range(4):
+        assert routed.send(8).ok
+    network.holds = True
+    routed.submit(8, writes=4)
+    while len(network.written) < 8:
+        time.sleep(0.001)
+    started = time.monotonic()
+    assert "made no progress" in routed.results.get(timeout=30).reason
+    assert time.monotonic() - started < 4, "as long as four writes may take: 6.4 s"

@@ -36,6 +36,7 @@ KV_TOKENS = 512
 COMMON = (
     *("--host", HOST, "--cpu-kernels", "torch", "--page-size", str(PAGE), "--kv-tokens", str(KV_TOKENS)),
     *("--no-prefix-cache", "--heartbeat-interval-s", "1", "--peer-timeout-s", "30"),
+    *("--ib-device", "rxe0"),  # other tests have added one that stays up
 )
 HOT_ROWS, HOT_PAGES = 16, 8
 """As many rows as the model selects, and fewer pages than the longest prompt has."""

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CORPUS = Path(__file__).parent / "corpus"
-CHECKS = 29
+CHECKS = 30
 """Number of tests that call `fuzz` or `search_until`. They share the time of `make fuzz`."""
 SHARE_S = 60 * float(os.environ.get("PDSERVE_FUZZ_MINUTES", "0")) / CHECKS
 EXAMPLES = 30 if SHARE_S == 0 else 100 if SHARE_S < 60 else 500

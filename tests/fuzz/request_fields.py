@@ -27,6 +27,7 @@ from pdserve.server.api.native.models import GenerateBody, NativeSampling
 from pdserve.server.api.native.requests import parse_generate
 from pdserve.server.api.openai.chat_requests import parse_chat
 from pdserve.server.api.openai.models import ChatBody, CompletionBody
+from pdserve.server.api.openai.replies import CompletionRendering
 from pdserve.server.api.openai.requests import parse_completion
 from pdserve.server.api.responses.models import ResponsesBody
 from pdserve.server.api.responses.replies import ResponsesRendering
@@ -248,6 +249,38 @@ def begin_prompts(case: Case) -> float:
         msgspec.msgpack.encode(submit)
     return time.thread_time() - began_s
 
+
+REPEATED: dict[str, Callable[[int], Case]] = {
+    "echo": lambda size: {"prompt": '"' * size, "echo": True},
+    "return_token_ids": lambda size: {"prompt": [7] * (size // 3), "return_token_ids": True},
+}
+
+
+def repeat_prompts(case: Case) -> float:
+    """CPU time of writing what an answer repeats of its prompts, for each sample."""
+    fields = REPEATED[case["field"]](min(case["characters"], MAX_BODY_BYTES // (3 * case["prompts"])))
+    body = {**fields, "prompt": [fields["prompt"]] * case["prompts"], "n": case["samples"], "max_tokens": 1}
+    try:
+        call = parse_completion(json.dumps(body).encode(), limits(), tokenizer())
+    except ClientError:
+        return 0.0
+    outputs, rendering = begin_outputs(call, tokenizer()), CompletionRendering(call, "m", tokenizer())
+    for output in outputs:
+        end = Finished(output.rid, FinishReason("length", length=0), output.prompt_tokens, 0, 0, timeline={})
+        output.advance(Progress(output.rid, terminal=end))
+    began_s = time.thread_time()
+    msgspec.json.encode(rendering.result(outputs))
+    return time.thread_time() - began_s
+
+
+REPETITIONS = st.fixed_dictionaries(
+    {
+        "prompts": st.integers(1, 16),
+        "samples": st.integers(1, 16),
+        "characters": st.integers(1, 390_000),
+        "field": st.sampled_from(sorted(REPEATED)),
+    }
+)
 
 PROMPTS = st.fixed_dictionaries(
     {

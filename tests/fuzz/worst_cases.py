@@ -45,7 +45,16 @@ from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes
 from pdserve.server.text.unfinished_json import ends_inside_json
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
-from tests.fuzz.request_fields import FIELDS, MAX_BODY_BYTES, PROMPTS, Case, begin_prompts, parse_field
+from tests.fuzz.request_fields import (
+    FIELDS,
+    MAX_BODY_BYTES,
+    PROMPTS,
+    REPETITIONS,
+    Case,
+    begin_prompts,
+    parse_field,
+    repeat_prompts,
+)
 
 WORK_S = 0.15
 """The rule is 50 ms of CPU time (docs/architecture.md). A test machine may be three times slower."""
@@ -433,6 +442,7 @@ KINDS = {
     "body_memory": Kind(BODIES, memory_per_byte(partial(decode, most_bytes=MAX_BODY_BYTES // 8)), 16),
     "field": Kind(FIELDS, parse_field, WORK_S),
     "prompts": Kind(PROMPTS, begin_prompts, WORK_S),
+    "repeated": Kind(REPETITIONS, repeat_prompts, WORK_S),
     "prompt_logprobs": Kind(PROMPT_LOGPROBS, receive_prompt_logprobs, WORK_S),
     "samples": Kind(SAMPLES, schedule_samples, WORK_S),
     "gzip": Kind(GZIP_BODIES, read_gzip, float(2 << 20)),

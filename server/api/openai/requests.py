@@ -13,6 +13,10 @@ from ..common.limits import Limits
 from ..native.requests import Call, check_prompt_logprobs, make_call, read_prompts
 from .models import CompletionBody, OpenAiBody, is_prompt_batch
 
+MOST_ECHOED = 1 << 22
+MOST_RETURNED_IDS = 1 << 21
+"""Characters and token ids of the prompts that the answer to a call may repeat: they are written at once, in 25 ms."""
+
 BodyT = TypeVar("BodyT", bound=OpenAiBody)
 
 
@@ -24,9 +28,19 @@ def parse_completion(body: bytes, limits: Limits, tokenizer: Tokenizer) -> Call[
     if not fields.echo:
         return call
     given = fields.prompt if batched else [fields.prompt]
-    return replace(
-        call, echoes=tuple(make_echo(item, ids, tokenizer) for item, ids in zip(given, prompts, strict=True))
-    )
+    echoes = tuple(make_echo(item, ids, tokenizer) for item, ids in zip(given, prompts, strict=True))
+    _check_repeated("echo", sum(len(echo.text) for echo in echoes), fields.samples, MOST_ECHOED, "characters")
+    return replace(call, echoes=echoes)
+
+
+def _check_repeated(name: str, of_prompts: int, samples: int, most: int, unit: str) -> None:
+    """Raises FieldError if too much of the prompts is repeated in the answer: in each sample, and at once."""
+    if of_prompts * samples > most:
+        raise FieldError(
+            name,
+            f"asks for {of_prompts} {unit} of prompts in each of {samples} samples = {of_prompts * samples}; at most "
+            f"{most} are allowed",
+        )
 
 
 def make_openai_call(
@@ -48,6 +62,8 @@ def make_openai_call(
         )
     if fields.prompt_logprobs is not None and fields.stream:
         raise FieldError("prompt_logprobs", f"is not available in a stream, got {fields.prompt_logprobs}")
+    if fields.return_token_ids:
+        _check_repeated("return_token_ids", sum(map(len, prompts)), samples, MOST_RETURNED_IDS, "token ids")
     params, logprobs = [(fields, "")] * len(prompts), [_logprobs(fields, echo)] * len(prompts)
     asking = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
     check_prompt_logprobs(prompts, logprobs, samples, asking)

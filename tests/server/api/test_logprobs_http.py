@@ -202,3 +202,15 @@ async def test_log_probabilities_of_prompts_are_limited(decode: RunningServer) -
     ):
         answer = await decode.http.post(path, json=asked)
         assert answer.json()["error"]["message"].startswith(f"{field} {problem}"), answer.text
+
+
+@pytest.mark.parametrize(("field", "unit"), [("echo", "characters"), ("return_token_ids", "token ids")])
+async def test_prompts_repeated_in_an_answer_are_limited(
+    decode: RunningServer, monkeypatch: pytest.MonkeyPatch, field: str, unit: str
+) -> None:
+    monkeypatch.setattr("pdserve.server.api.openai.requests.MOST_ECHOED", 15)
+    monkeypatch.setattr("pdserve.server.api.openai.requests.MOST_RETURNED_IDS", 15)
+    asked = {"prompt": ["abcd", "efgh"], "n": 2, field: True}
+    answer = await decode.http.post("/v1/completions", json=asked)
+    problem = f"{field} asks for 8 {unit} of prompts in each of 2 samples = 16; at most 15 are allowed"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, problem)

@@ -1,6 +1,7 @@
-"""The kernel's counters of a TCP connection: bytes that the peer has acknowledged and bytes received from it.
+"""What the kernel knows of a TCP connection: whether the peer has ended it, and how many bytes it has acknowledged and
+sent.
 
-Both count from the start of the connection (`struct tcp_info` of <linux/tcp.h>, since Linux 4.1).
+Both numbers count from the start of the connection (`struct tcp_info` of <linux/tcp.h>, since Linux 4.1).
 """
 
 import os
@@ -13,6 +14,8 @@ from typing import Final, NamedTuple
 _BYTES_ACKED_OFFSET: Final = 120
 _COUNTERS: Final = struct.Struct("=QQ")  # tcpi_bytes_acked, tcpi_bytes_received
 _SIZE: Final = _BYTES_ACKED_OFFSET + _COUNTERS.size
+
+_ENDED: Final = (7, 8)  # TCP_CLOSE (reset), TCP_CLOSE_WAIT
 
 NO_LINGER: Final = struct.pack("ii", 1, 0)
 """SO_LINGER: on, for 0 s. Closing then resets the connection."""
@@ -39,6 +42,17 @@ def received_bytes(fd: int) -> int:
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
     try:
         return tcp_counters(connection).received
+    finally:
+        connection.detach()
+
+
+def has_ended(fd: int) -> bool:
+    """Whether the peer has closed or reset the connection of a descriptor with another owner. Raises OSError if it is
+    not TCP.
+    """
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _ENDED
     finally:
         connection.detach()
 

@@ -1,10 +1,11 @@
 """uvicorn's HTTP protocol with timeouts for incomplete requests and unread responses.
 
-It works around three defects of uvicorn:
+It works around four defects of uvicorn:
 
 - It loses the body of a request that offers an upgrade to HTTP/2, as those of Java's client do.
 - It sends chunked responses to HTTP/1.0 clients, which cannot read them.
 - It resets a connection whose request was refused before its body had arrived.
+- It does not notice that a client with pipelined requests disconnects.
 """
 
 import array
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from ...transfer.tcp_info import has_ended
 from ..api.common.errors import error_object
 
 log = logging.getLogger("pdserve.http")
@@ -39,6 +41,8 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 MAX_PIPELINED = 16
 """Most requests of a connection that wait for the response to an earlier one."""
+PEER_CHECK_S = 1.0
+"""How often a connection with such requests is looked at: it is not read, so that its end is not reported."""
 
 
 class RefusedError(Exception):
@@ -107,8 +111,11 @@ class PatientHttpProtocol(HttpToolsProtocol):
     _headers_due: asyncio.TimerHandle | None = None
     _hanging_up: asyncio.TimerHandle | None = None
     _lingering: asyncio.TimerHandle | None = None
+    _peer_check: asyncio.TimerHandle | None = None
     _header_bytes = 0
     _in_body = False
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
+    """The last request, and those before it that are not answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
@@ -144,6 +151,9 @@ class PatientHttpProtocol(HttpToolsProtocol):
             raise RefusedError
         self._in_body = True
         super().on_headers_complete()
+        self._unanswered = (*(one for one in self._unanswered if not one.response_complete), self.cycle)
+        if self.pipeline and self._peer_check is None:
+            self._peer_check = self.loop.call_later(PEER_CHECK_S, self._check_peer)
         if self.scope["http_version"] == "1.0":
             # patched here, because uvicorn has no hook for the class of the cycle
             self.cycle.send = unframed_send(self.cycle)  # type: ignore[assignment, method-assign]
@@ -180,11 +190,22 @@ class PatientHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
-        for timer in (self._hanging_up, self._lingering):
+        for timer in (self._hanging_up, self._lingering, self._peer_check):
             if timer is not None:
                 timer.cancel()
         self._stop_expecting_headers()
+        for cycle in self._unanswered:  # uvicorn tells only the last one
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
+
+    def _check_peer(self) -> None:
+        self._peer_check = None
+        if self.pipeline and not self.transport.is_closing():
+            if has_ended(self.transport.get_extra_info("socket").fileno()):
+                self.transport.abort()
+            else:
+                self._peer_check = self.loop.call_later(PEER_CHECK_S, self._check_peer)
 
     def _expect_headers(self) -> None:
         self._header_bytes = 0

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pdserve.scheduler.messages.frontend import Submit, Tokens
+from pdserve.scheduler.messages.frontend import Cancel, Submit, Tokens
 from pdserve.server.connections import http_protocol
 from pdserve.server.connections.http_protocol import (
     MAX_PIPELINED,
@@ -20,6 +20,7 @@ from pdserve.server.connections.http_protocol import (
     without_upgrade,
 )
 from pdserve.server.observability.metrics import Metrics
+from pdserve.transfer.tcp_info import NO_LINGER
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import make_finished
 
@@ -138,6 +139,24 @@ async def test_client_with_too_many_requests_at_once_is_disconnected(decode: Run
         answers = await reader.read()
     assert answers.count(b"HTTP/1.1 200") < MAX_PIPELINED
     writer.close()
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+async def test_client_that_leaves_pipelined_requests_ends_all_of_them(
+    decode: RunningServer, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """uvicorn did not notice it: the first request ran to its end, and its response was a traceback."""
+    body = json.dumps({"text": "a"}).encode()
+    head = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    _, writer = await asyncio.open_connection("127.0.0.1", decode.port)
+    writer.write((head + body) * 2)
+    rid = (await decode.leader.expect(Submit)).rid
+    if how == "resets":
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+    writer.close()
+    assert (await decode.leader.expect(Cancel)).rid == rid
+    await decode.leader.expect_nothing()
+    assert not caplog.records
 
 
 async def test_a_client_that_reads_nothing_costs_little_work(decode: RunningServer) -> None:

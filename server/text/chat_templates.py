@@ -1,13 +1,13 @@
 """The Jinja environment that chat templates expect. Templates come with the weights: they are sandboxed, and one that
-loops or grows ends with an error. A template that hides its growth in nested lists still can take memory.
+loops or grows ends with an error, also if it hides its growth in nested lists.
 """
 
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -24,6 +24,8 @@ MOST_STEPS: Final = 1 << 19
 """Turns of loops and calls of one rendering: five for each message that a body may have (docs/http.md)."""
 MOST_CHARACTERS: Final = 1 << 25
 """Of a text that a rendering makes, and elements of a list."""
+WRITING_FILTERS: Final = ("format", "join", "pprint", "string", "tojson")
+"""Filters that make a text of a list. Others make one of a text."""
 
 
 class _Rendering(threading.local):
@@ -36,7 +38,7 @@ _rendering = _Rendering()
 
 
 class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("*", "**", "+"))
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         tree: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
@@ -45,6 +47,9 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, *arguments: Any, **named: Any) -> Any:
         self.step()
+        function = getattr(arguments[1], "__wrapped__", arguments[1])  # the sandbox wraps str.format
+        if isinstance(getattr(function, "__self__", None), str):
+            _check_written((*arguments[2:], *named.values()))
         return super().call(*arguments, **named)
 
     def step(self) -> str:
@@ -59,6 +64,8 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             size = _size(left) * right if isinstance(right, int) else 0
         elif operator == "*" and isinstance(left, int) != isinstance(right, int):
             size = _size(left) * right if isinstance(right, int) else _size(right) * left
+        elif operator == "%" and isinstance(left, str):
+            size = _written_size(right)
         _check_size(size)
         return super().call_binop(context, operator, left, right)
 
@@ -73,7 +80,7 @@ class _BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(found)
 
     def concatenated(self, *parts: Any) -> str:
-        return self.concat(map(str, parts))
+        return self.concat(str(_printed(part)) for part in parts)
 
 
 class _Bounds(jinja2.visitor.NodeTransformer):
@@ -95,6 +102,60 @@ def _size(value: object) -> int:
     if isinstance(value, int):
         return value.bit_length() << 10  # a number of 32,768 bits is the largest
     return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+def _written_size(value: object) -> int:
+    """At least the characters of a value and all that is in it, as often as it is written. A list that is in it
+    several times is looked at once: a list of two references to the next one, and so on, is small.
+    """
+    sizes: dict[int, int] = {}
+    stack = [value]
+    while stack:
+        one = stack[-1]
+        parts = _parts(one)
+        unknown = [part for part in parts if id(part) not in sizes and _parts(part)]
+        if unknown and id(one) not in sizes:
+            stack += unknown
+            continue
+        stack.pop()
+        sizes[id(one)] = _characters(one) + sum(sizes.get(id(part)) or _characters(part) for part in parts)
+    return sizes[id(value)]
+
+
+def _characters(value: object) -> int:
+    """At least those of a value without its parts, and one."""
+    if isinstance(value, int):
+        return 1 + value.bit_length() // 4
+    return max(1, len(value)) if isinstance(value, str) else 1
+
+
+def _parts(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _check_written(values: Iterable[object]) -> None:
+    for value in values:
+        if isinstance(value, list | tuple | dict):
+            _check_size(_written_size(value))
+
+
+def _printed(value: object) -> object:
+    """Called for each value that a template prints."""
+    _check_written((value,))
+    return value
+
+
+def _checked(write: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, for values that do not become too long."""
+
+    @wraps(write)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        _check_written((*arguments, *named.values()))
+        return write(*arguments, **named)
+
+    return checked
 
 
 def _check_size(size: int) -> None:
@@ -127,9 +188,13 @@ class _GenerationBlock(jinja2.ext.Extension):
 @cache
 def _environment() -> _BoundedEnvironment:
     environment = _BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+        finalize=_printed,
     )
     environment.filters["tojson"] = _to_json
+    environment.filters |= {name: _checked(environment.filters[name]) for name in WRITING_FILTERS}
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

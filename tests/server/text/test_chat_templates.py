@@ -6,10 +6,23 @@ from typing import Any
 import jinja2
 import pytest
 
-from pdserve.server.text.chat_templates import MOST_CHARACTERS, MOST_STEPS, compile_template, limited_rendering
+from pdserve.server.text.chat_templates import (
+    MOST_CHARACTERS,
+    MOST_STEPS,
+    _written_size,
+    compile_template,
+    limited_rendering,
+)
 
 STEPS = f"it takes more than {MOST_STEPS} turns of loops and calls"
 CHARACTERS = f"it makes a text of more than {MOST_CHARACTERS} characters"
+
+
+WRITTEN = (
+    *("{{ ns.x }}", "{{ ns.x ~ '' }}", "{{ ns.x | tojson }}", "{{ ns.x | join }}", "{{ ns.x | string | length }}"),
+    *("{{ '%s' % ns.x[0] }}", "{{ '{}'.format(ns.x) }}", "{{ '%s' | format(ns.x) }}", "{{ ', '.join(ns.x) }}"),
+)
+"""Ways to write a list."""
 
 
 def grown_by(change: str) -> str:
@@ -30,6 +43,8 @@ def render(template: str, **variables: Any) -> str:
         (grown_by("{% set ns.x = ns.x + ns.x %}"), CHARACTERS),
         (grown_by("{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}"), CHARACTERS),
         ("{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", CHARACTERS),
+        *((grown_by("{% set ns.x = [ns.x, ns.x] %}") + written, CHARACTERS) for written in WRITTEN),
+        (grown_by("{% set ns.x = {'a': ns.x, 'b': (ns.x, 1)} %}") + "{{ ns.x }}", CHARACTERS),
         ("{{ 'a' * 10 ** 12 }}", CHARACTERS),
         ("{{ 10 ** 12 * [1] }}", CHARACTERS),
         ("{{ 9 ** 999999999 }}", CHARACTERS),
@@ -49,6 +64,20 @@ def test_limits_change_no_other_template() -> None:
     assert render("{% for m in x %}{{ m.a }}{% else %}empty{% endfor %}", x=[]) == "empty"
     assert render("{% for m in x recursive %}{{ m.a }}{{ loop(m.c) }}{% endfor %}", x=messages) == "bzd"
     assert render("{{ 'a' * 3 + 'b' }}{{ [1] + [2] }}{{ 2 ** 10 * 3 }}") == "aaab[1, 2]3072"
+    assert render("{{ '%s %d' % ('a', 5 % 3) }}{{ [x, {'a': x}] }}{{ x | join }}", x=[1, 2]) == (
+        "a 2[[1, 2], {'a': [1, 2]}]12"
+    )
+
+
+def test_size_of_what_is_written_counts_each_element() -> None:
+    shared = ["abc", 1]
+    values: tuple[object, ...] = ([], [[]], {}, "abc", 10**9, shared, [shared, shared], {"a": (shared, {"c": []})})
+    for value in values:
+        assert len(str(value)) / 4 <= _written_size(value) <= len(str(value)), value
+    nested: object = "x"
+    for _ in range(10):
+        nested = [nested, nested]
+    assert 2**10 <= _written_size(nested) <= len(str(nested))
 
 
 def test_each_rendering_has_its_own_steps() -> None:

@@ -111,3 +111,22 @@ def test_token_outside_the_vocabulary_is_refused(token: int) -> None:
     params = SamplingParams(logit_bias=((token, 1.0),))
     with pytest.raises(ValueError, match="outside the vocabulary of 64"):
         Penalties(EOS).apply(torch.zeros(1, VOCAB_SIZE), [Choice(0, params, 0)])
+
+
+def test_remembered_biases_are_bounded_and_never_those_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new tuple may have the address of one that is gone."""
+    monkeypatch.setattr("pdserve.models.sampling.penalties._REMEMBERED_BIASES", 3)
+    penalties = Penalties(EOS)
+    for step in range(200):
+        choices = [
+            Choice(row, SamplingParams(logit_bias=((step % VOCAB_SIZE, float(step)), (row, -1.0))), 0)
+            for row in (32, 33)
+            if row != step % VOCAB_SIZE
+        ]
+        logits = torch.zeros(len(choices), VOCAB_SIZE)
+        for _ in range(2):
+            wanted = [reference([0.0] * VOCAB_SIZE, choice) for choice in choices]
+            assert penalties.apply(logits, choices).tolist() == wanted
+    held = [id(bias) for bias, *_ in penalties._biases.values()]
+    assert list(penalties._biases) == held  # so no other tuple gets the address
+    assert len(held) == 3

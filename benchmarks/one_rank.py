@@ -11,10 +11,10 @@ dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 
@@ -22,18 +22,19 @@ from benchmarks.dsa_engine import Forward, SteppedEngine
 from benchmarks.gpu_timing import DEVICE
 from pdserve.configs.setting_types import KvDtypeSetting
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
+from pdserve.kernels.linear.rms_norm import add_rms_norm
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.sharding import Shard
-from pdserve.models.decoders import latent as decoder_module
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.graphs.capture import StepGraphs
 from pdserve.models.graphs.dsa import DsaStep
+from pdserve.models.layers import stage_mlps
 from pdserve.models.layers.batch import SequenceSlice
-from pdserve.models.layers.moe import MoeParameters
+from pdserve.models.layers.moe import MlpParameters, MoeParameters, feed_forward
 from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import ModelSource
 from pdserve.models.loading.fp8_weights import fp8_tensors, kept_in_fp8
@@ -241,20 +242,26 @@ def _rows_of_all_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
     elements, shifts = (torch.arange(count, device=device) for count in (hidden, RANKS))
     order = ((elements + shifts.unsqueeze(1) * (hidden // RANKS)) % hidden).flatten()
 
-    name = "feed_forward"
-    compute: Callable[..., torch.Tensor] = getattr(decoder_module, name)
-
-    # Any: the parameters of an MLP or a mixture, and the configuration of the latter
-    def over_all_ranks(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def over_all_ranks(
+        x: torch.Tensor,
+        y: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        parameters: MlpParameters | MoeParameters,
+        moe: MoeConfig | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, rows = add_rms_norm(x, y, norm, eps)
         gathered = rows.index_select(1, order).view(len(rows), RANKS, hidden).transpose(0, 1)
-        parts = compute(gathered.reshape(RANKS * len(rows), hidden), *arguments)
-        return parts.view(RANKS, len(rows), hidden).sum(dim=0)
+        parts = feed_forward(gathered.reshape(RANKS * len(rows), hidden), parameters, moe)
+        return total, parts.view(RANKS, len(rows), hidden).sum(dim=0)
 
-    setattr(decoder_module, name, over_all_ranks)
+    name = "add_feed_forward"
+    compute = getattr(stage_mlps, name)
+    setattr(stage_mlps, name, over_all_ranks)
     try:
         yield
     finally:
-        setattr(decoder_module, name, compute)
+        setattr(stage_mlps, name, compute)
 
 
 def exchanging(layout: Layout, device: torch.device = DEVICE) -> AbstractContextManager[None]:

@@ -5,6 +5,8 @@ are in float32 with the weight applied after the cast back, cos and sin are roun
 ranks, each rounds its part before the parts are summed; in float32 this changes only the last digits.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from ...kernels.attention.gather_plan import GatherPlan
@@ -12,10 +14,11 @@ from ...kernels.attention.rope_attention import rope_attention
 from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
+from ..config.sharding import RankTokens
 from ..layers.batch import ForwardBatch
-from ..layers.moe import add_feed_forward, all_capturable
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
+from ..layers.stage_mlps import StageMlps
 from ..layers.vocabulary import Vocabulary
 from .dense_parameters import DecoderParameters
 from .layer_stack import make_layer_stack
@@ -35,10 +38,11 @@ class Decoder:
         self.parameters = parameters
         self.config = parameters.config
         self._kv_dtype = kv_dtype or parameters.dtype
-        self._sum_over_ranks = parallel.all_reduce
+        self._parallel = parallel
         self._vocabulary = Vocabulary(
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
         )
+        self._mlps = StageMlps([layer.mlp for layer in parameters.layers], self.config, parallel)
         self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
         self._local_rotary: Rotary | None = None
         if (local := self.config.local_rope) is not None:
@@ -57,7 +61,11 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can capture a step."""
-        return all_capturable(layer.mlp for layer in self.parameters.layers)
+        return self._mlps.capturable
+
+    def assist(self, ranks: Sequence[RankTokens]) -> None:
+        """Take part in a step in which this rank has no tokens."""
+        self._mlps.assist(ranks, self.parameters.no_rows())
 
     def make_cache(self, num_pages: int, page_size: int) -> KvCache:
         """A KV cache of this rank's layers and heads: a single pool."""
@@ -93,7 +101,7 @@ class Decoder:
         nothing, and their results are undefined.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
-        (pool,), sum_over_ranks = cache.pools, self._sum_over_ranks
+        (pool,) = cache.pools
         if hidden is None:
             hidden = self._vocabulary.embed(batch.token_ids)
         angles = local_angles = self._rotary.cos_sin(batch.positions)
@@ -132,11 +140,10 @@ class Decoder:
             if at_end:
                 assert batch.last_rows is not None
                 attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
-            attended = sum_over_ranks(linear(attended.flatten(1), layer.o, layer.o_bias))
+            attended = self._parallel.all_reduce(linear(attended.flatten(1), layer.o, layer.o_bias))
             if layer.attention_post_norm is not None:
                 attended = rms_norm(attended, layer.attention_post_norm, eps)
-            hidden, update = add_feed_forward(hidden, attended, layer.mlp_norm, eps, layer.mlp, self.config.moe)
-            update = sum_over_ranks(update)
+            hidden, update = self._mlps.add(index, hidden, attended, layer.mlp_norm, batch.ranks)
             if layer.mlp_post_norm is not None:
                 update = rms_norm(update, layer.mlp_post_norm, eps)
             if index + 1 < len(layers):

@@ -8,10 +8,9 @@ from ...kernels.linear.rms_norm import add_rms_norm
 from ..config.sharding import RankTokens
 from ..layers.batch import ForwardBatch
 from ..layers.mla import project_output
-from ..layers.moe import all_capturable, feed_forward
 from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary, score_factor
-from ..layers.token_exchange import over_all_ranks
+from ..layers.stage_mlps import StageMlps
 from ..layers.vocabulary import Vocabulary
 from .latent_parameters import LatentParameters
 
@@ -29,22 +28,18 @@ class LatentDecoder:
         self._vocabulary = Vocabulary(
             self.config, parallel, embedding=parameters.embedding, norm=parameters.norm, head=parameters.head
         )
+        self._mlps = StageMlps([layer.mlp for layer in parameters.layers], self.config, parallel)
         self._rotary = Rotary(self.config, parameters.device, parameters.dtype)
         self._scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * score_factor(self.config.rope)
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture a step. With data-parallel attention, the tokens of other ranks differ
-        between steps.
-        """
-        mlps = (layer.mlp for layer in self.parameters.layers)
-        return all_capturable(mlps) and not self.parameters.shard.dp_attention
+        """Whether a CUDA graph can capture a step."""
+        return self._mlps.capturable
 
     def assist(self, ranks: Sequence[RankTokens]) -> None:
-        """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`."""
-        nothing = torch.empty(0, self.config.hidden_size, dtype=self.parameters.dtype, device=self.parameters.device)
-        for index in range(len(self.parameters.layers)):
-            self._feed_forward(index, nothing, ranks)
+        """Take part in a step in which this rank has no tokens."""
+        self._mlps.assist(ranks, self.parameters.no_rows())
 
     def _finish_layer(
         self, index: int, attended: torch.Tensor, hidden: torch.Tensor, batch: ForwardBatch, *, last_only: bool
@@ -58,24 +53,11 @@ class LatentDecoder:
             assert batch.last_rows is not None
             attended, hidden = (part.index_select(0, batch.last_rows) for part in (attended, hidden))
         attended = self._parallel.all_reduce(project_output(attended, layer.attention, self._mla))
-        hidden, normed = add_rms_norm(hidden, attended, layer.mlp_norm, eps)
-        update = self._feed_forward(index, normed, batch.ranks)
+        hidden, update = self._mlps.add(index, hidden, attended, layer.mlp_norm, batch.ranks)
         if last:
             hidden = hidden + update
             return hidden, hidden
         return add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
-
-    def _feed_forward(self, index: int, normed: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
-        """The MLP or the mixture of a layer, summed over the ranks of the stage. `ranks`: see ForwardBatch."""
-
-        def compute(rows: torch.Tensor) -> torch.Tensor:
-            return feed_forward(rows, self.parameters.layers[index].mlp, self.config.moe)
-
-        if ranks is None:
-            return self._parallel.all_reduce(compute(normed))
-        outputs_only = self.parameters.shard.last and index + 1 == len(self.parameters.layers)
-        counts = [rank.outputs if outputs_only else rank.tokens for rank in ranks]
-        return over_all_ranks(compute, normed, counts, self._parallel)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Float32 logits [N, vocab] of any rows of `hidden`; see vocabulary.py."""

@@ -104,6 +104,10 @@ class RankParameters(ABC, Generic[LayerT]):
     def device(self) -> torch.device:
         return self.layers[0].input_norm.device
 
+    def no_rows(self) -> torch.Tensor:
+        """The hidden state of no tokens, [0, hidden]."""
+        return torch.empty(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+
     def slots(self) -> dict[str, Slot]:
         """Maps Hugging Face tensor names to the slots that they fill. Together the slots cover every used element once;
         the padding rows of the vocabulary are not used.

@@ -9,7 +9,7 @@ device, so a CUDA graph can capture the computation. For other dtypes, torch's f
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,11 +61,6 @@ class MoeParameters:
         """Whether a CUDA graph can capture it: experts that are not quantised use torch's grouped product."""
         gate_up = self.gate_up
         return not isinstance(gate_up, torch.Tensor) or grouped_without_wait(gate_up.dtype, gate_up.device)
-
-
-def all_capturable(mlps: Iterable[MlpParameters | MoeParameters]) -> bool:
-    """Whether a CUDA graph can capture these MLPs and mixtures."""
-    return all(mlp.capturable for mlp in mlps if isinstance(mlp, MoeParameters))
 
 
 def feed_forward(x: torch.Tensor, parameters: MlpParameters | MoeParameters, moe: MoeConfig | None) -> torch.Tensor:

@@ -229,7 +229,7 @@ class Leader:
             PageAllocator[KvPage](self._num_pages),
             self._source.config.eos_token_ids,
             self._hot_limits(config),
-            self._rank_rings(),
+            self._rank_rings(number),
             self._store_limits(),
         )
         self._publish_events(scheduler, number)
@@ -275,11 +275,11 @@ class Leader:
             lookup_timeout_s=config.kv_store_lookup_timeout_ms / 1000,
         )
 
-    def _rank_rings(self) -> list[RankRing]:
-        """The staging ring of each rank; empty where staging is off."""
+    def _rank_rings(self, engine: int) -> list[RankRing]:
+        """The staging ring of each rank of an engine; empty where staging is off."""
         return [
             RankRing(StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch), cell_bytes(rank.pools[0].layout))
-            for rank in self._peer_infos
+            for rank in self._ranks_of(engine)
             if rank.ring is not None
         ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from ...transfer.control.events import LoadReported, MessageReceived, PeerClosed, PeerLost, PeerUp
-from ...transfer.protocol.messages import Abort, KvDestination
+from ...transfer.protocol.messages import Abort, KvDestination, StageFree, StageGrant
 from ..decode.balancer import choose_for_submit, rebalance
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import Cancel, FlushCache, Submit
@@ -82,8 +82,8 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     """Events of the frontend and of the control thread of a prefill server."""
 
     def route(self, event: object) -> Sequence[int]:
-        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort, it has ended: the first
-        engine answers.
+        """Decode servers pair with all engines. If no scheduler has the transfer of an Abort or the staged part of a
+        grant, it has ended: the first engine answers.
         """
         if len(self._all) == 1:
             return self._all
@@ -94,6 +94,9 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
             case MessageReceived(message=Abort(key=key), instance=instance):
                 holder = self._holder((instance, key))
                 return (holder or 0,)
+            case MessageReceived(message=StageGrant(part=part) | StageFree(part=part), instance=instance):
+                sends = (scheduler.staging for scheduler in self._schedulers)
+                return (next((number for number, staged in enumerate(sends) if staged.holds(instance, part)), 0),)
             case PeerUp() | PeerLost() | PeerClosed() | LoadReported() | FlushCache():
                 return self._all
             case _:

@@ -122,6 +122,10 @@ class StagedSends:
         """Parts that wait for their region or their KV, or are being written."""
         return sum(len(chunk.unfinished) for chunk in self._chunks.values())
 
+    def holds(self, instance: InstanceId, part: StagePart) -> bool:
+        """Whether a part for this decode server is ours, and decode is not done with it."""
+        return (instance, part) in self._parts
+
     def stages(self, instance: InstanceId) -> bool:
         """Whether some regions for this decode server are staged."""
         return instance in self._peers

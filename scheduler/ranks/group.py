@@ -93,9 +93,8 @@ class Ranks:
             threading.Thread(target=self._watch, args=(process,), name=f"watch-{rank}", daemon=True).start()
 
     def tell(self, command: ComputeCommand | TransferCommand, to: Sequence[int] | None = None) -> None:
-        """Send a command to every rank, to those of `to`, or to the only rank that it is for."""
-        only = _only_for(command)
-        self._link.tell(command, to if only is None else (only,))
+        """Send a command to every rank, or to those of `to`."""
+        self._link.tell(command, to)
 
     def problems(self) -> list[str]:
         """What is wrong with the transfers of the ranks, as text. Called from another thread."""
@@ -160,8 +159,11 @@ class RankGroup:
         return len(self.numbers)
 
     def tell(self, command: ComputeCommand | TransferCommand) -> None:
-        """Send a command to all ranks of this scheduler. Commands that name a rank go to that rank only."""
-        self._ranks.tell(command, self.numbers)
+        """Send a command to all ranks of this scheduler. Commands that name a rank go to that rank only; peers count
+        the ranks of each scheduler from 0, as those of a server of its own.
+        """
+        only = _only_for(command)
+        self._ranks.tell(command, self.numbers if only is None else (self.numbers[only],))
 
 
 class _LocalRank:
@@ -377,7 +379,7 @@ class _Hub:
 
 
 def _only_for(command: ComputeCommand | TransferCommand) -> int | None:
-    """The rank that a command is for; None for all ranks."""
+    """The rank that a command is for, as peers count the ranks of its scheduler; None for all ranks."""
     match command:
         case PartWrite(part=part):
             return part.writer

@@ -23,6 +23,8 @@ from pdserve.scheduler.messages.ranks import (
 from pdserve.scheduler.messages.step import StepRow
 from pdserve.scheduler.ranks.group import RankGroup, _Hub
 from pdserve.transfer.control.curve import ClusterKeys
+from pdserve.transfer.data.chunks import PartScatter, PartWrite
+from pdserve.transfer.protocol.messages import HeadSlice, InstanceId, StagePart, TransferKey
 from tests.cluster.servers import wait_until
 from tests.transfer.control.zmtp_peer import ZmtpPeer
 
@@ -160,6 +162,19 @@ def test_steps_of_data_parallel_ranks_reach_only_their_rank(connect: Connect) ->
     while sockets[2].poll(100):
         assert b"LeaderAlive" in sockets[2].recv()
     hub.close()
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_staged_parts_go_to_the_rank_of_their_scheduler(dp_rank: int) -> None:
+    """Peers count the stages of a data-parallel rank from 0."""
+    sent: list[tuple[int, ...]] = []
+    ranks: Any = SimpleNamespace(tell=lambda _, to: sent.append(to))
+    group = RankGroup(ranks, [dp_rank, 2 + dp_rank])
+    for stage in range(2):
+        part = StagePart(5, TransferKey(1, 1), stage, stage, HeadSlice(0, 1, 0, 1), 0, 4)
+        group.tell(PartScatter(part, 0, 64, [0], 0))
+        group.tell(PartWrite(InstanceId("decode"), part, 0, 64, [0], 0))
+    assert sent == [(dp_rank,), (dp_rank,), (2 + dp_rank,), (2 + dp_rank,)]
 
 
 def next_step(socket: "zmq.Socket[bytes]") -> SentStep:

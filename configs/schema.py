@@ -91,9 +91,8 @@ class ServerConfig(BaseModel):
     )
     dp_attention: bool = Field(
         False,
-        description="models with latent attention (MLA) and experts: each of the tp ranks computes attention of its "
-        "own requests and holds only their KV; experts are divided as with expert_parallel; sizes of pools and batches "
-        "are per rank",
+        description="mixture-of-experts models: each of the tp ranks computes attention of its own requests and holds "
+        "only their KV; experts are divided as with expert_parallel; sizes of pools and batches are per rank",
     )
     nnodes: int = Field(1, ge=1, le=64, description="number of machines for the tp x pp ranks")
     node_rank: int = Field(

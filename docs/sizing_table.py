@@ -27,6 +27,7 @@ SERVERS: tuple[tuple[str, dict[str, object]], ...] = (
     ("glm-5", {"tp": 8, "page_size": 64, "kv_dtype": "fp8_e4m3"}),
     ("glm-5", {"tp": 8, "page_size": 64, "dp_attention": True}),
     ("qwen3-235b-a22b", {"tp": 8}),
+    ("qwen3-235b-a22b", {"tp": 8, "dp_attention": True}),
     ("qwen3-30b-a3b", {"tp": 1}),
     ("qwen3-32b", {"tp": 8}),
     ("qwen3-32b", {"tp": 2}),

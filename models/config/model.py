@@ -170,14 +170,9 @@ class ModelConfig:
         """Raise StartupError unless tensor-parallel ranks can divide this model like this."""
         if shard.dp_attention and not any(self.mixed):
             raise StartupError(f"dp_attention needs a model with experts, and {self.architecture} has none")
-        if shard.dp_attention and self.mla is None:
-            raise StartupError(
-                f"dp_attention needs latent attention (MLA), whose rows ranks cannot divide; the KV heads of "
-                f"{self.architecture} are divided by tp"
-            )
         shard.attention.part("num_attention_heads", self.num_heads)
         if self.mla is None:
-            shard.kv_heads(self.num_kv_heads)
+            shard.attention.kv_heads(self.num_kv_heads)
         if self.moe is not None and any(self.mixed):
             self.moe.share(shard, self.hidden_size)
             self.moe.shared_share(shard)

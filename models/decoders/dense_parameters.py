@@ -57,7 +57,8 @@ class _Memory(LayerMemory[LayerParameters]):
         return self.in_blocks([(EMBEDDING, rows)], hidden) or self.tensor(rows, hidden)
 
     def layer(self, index: int) -> LayerParameters:
-        config, shard, hidden, head_dim = self.config, self.shard, self.config.hidden_size, self.config.head_dim
+        config, shard, head_dim = self.config, self.shard.attention, self.config.head_dim
+        hidden = config.hidden_size
         heads, kv_heads = shard.part("num_attention_heads", config.num_heads), shard.kv_heads(config.num_kv_heads)
         q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
         prefix, moe = f"model.layers.{index}", config.moe_of(index)
@@ -124,12 +125,12 @@ class DecoderParameters(RankParameters[LayerParameters]):
     @property
     def heads(self) -> range:
         """The global query heads of this rank."""
-        return self.shard.part("num_attention_heads", self.config.num_heads)
+        return self.shard.attention.part("num_attention_heads", self.config.num_heads)
 
     @property
     def kv_heads(self) -> range:
         """The global KV heads of this rank."""
-        return self.shard.kv_heads(self.config.num_kv_heads)
+        return self.shard.attention.kv_heads(self.config.num_kv_heads)
 
     def layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
         config, shard, head_dim = self.config, self.shard, self.config.head_dim

@@ -100,13 +100,19 @@ def _kv_memory(config: ServerConfig, source: ModelSource) -> Iterator[str]:
 
 def _least_token_bytes(config: ServerConfig, model: ModelConfig) -> int:
     """Bytes of KV per token on the rank with the fewest heads and layers: a lower bound for all. 0 if unknown."""
-    shard = Shard(tp_size=config.tp, stages=config.pp, stage=config.pp - 1)
+    shard = Shard(
+        tp_size=config.tp,
+        stages=config.pp,
+        stage=config.pp - 1,
+        whole_experts=config.whole_experts,
+        dp_attention=config.dp_attention,
+    )
     attempts = (lambda: model.check_shares(shard), lambda: model.stage_layers(shard))
     if model.mla is not None or any(_problem_of(attempt) is not None for attempt in attempts):
         return 0
     in_32_bits = config.dtype == "float32" or (config.dtype == "auto" and config.device == "cpu")
     value_bytes = 1 if config.kv_dtype == "fp8_e4m3" else 4 if in_32_bits else 2
-    heads, layers = shard.kv_heads(model.num_kv_heads), model.stage_layers(shard)
+    heads, layers = shard.attention.kv_heads(model.num_kv_heads), model.stage_layers(shard)
     return 2 * len(layers) * len(heads) * model.head_dim * value_bytes
 
 

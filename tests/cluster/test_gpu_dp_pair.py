@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.checkpoints import load_reference, make_dsa_checkpoint, reference_greedy
+from tests.checkpoints import TinyArchitecture, load_reference, make_dsa_checkpoint, reference_greedy
 from tests.cluster.servers import Cluster, Server, cluster
 from tests.cluster.test_dp_pair import DP2, HISPARSE, HISPARSE_TOKENS, LAYERS, PAGE
+from tests.cluster.test_mixture_dp_pair import Case, make_model, start
 
 pytestmark = pytest.mark.gpu
 
@@ -55,3 +56,23 @@ def test_tokens_equal_transformers(source: Source, hisparse: bool) -> None:
     assert (decode.count("hot_misses") > 0) == hisparse
     decode.check_clean()
     assert decode.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "prefill", "decode"),
+    [("qwen3_moe", "tp2", "dp2"), ("gpt_oss", "tp2", "dp2"), ("gpt_oss", "dp2", "tp2"), ("mixtral", "dp2", "dp2")],
+)
+def test_mixture_with_kv_heads(
+    servers: Cluster, tmp_path: Path, family: TinyArchitecture, prefill: str, decode: str
+) -> None:
+    """Tokens are those of transformers, staged where the sides hold different heads."""
+    model = make_model(tmp_path / "model", family)
+    source, target = start(servers, model, Case(family, prefill, decode), "--kv-tokens", "2048", common=FLAGS)
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda prompt: target.generate(prompt, len(model.expected[0])), model.prompts))
+    assert found == model.expected
+    assert target.count("chunks_verified") > 0
+    assert (source.count("staged_parts") > 0) == (prefill != decode)
+    for server in (source, target):
+        server.check_clean()
+    assert target.stop() == 0

@@ -16,6 +16,7 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import load_reference, make_checkpoint, make_dsa_checkpoint, reference_logits
+from tests.family_checkpoints import write_checkpoint
 from tests.models.ranks import NUM_PAGES, Pass, RankProcesses
 
 CPU = torch.device("cpu")
@@ -26,7 +27,17 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {}),
     "deepseek": ("deepseek_v32", {}),
     "glm": ("glm_moe_dsa", {"index_topk_pattern": "FSSF", "vocab_size": 321}),
+    "mixtral": ("mixtral", {"sliding_window": 6}),
+    "qwen3-moe": ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True, "vocab_size": 321}),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 6, "tie_word_embeddings": True}),
 }
+QUANTISED = {
+    "qwen3-moe": "fp8-blocks",
+    "mixtral": "fp8-matrices",
+    "kimi-k2": "int4-experts",
+    "gpt-oss": "mxfp4",
+}
+"""Families with experts, and a format of their weights."""
 
 # Steps of the sequences, as {sequence: tokens}. A rank without a sequence in a step has no tokens.
 STEPS: list[dict[int, int]] = [
@@ -45,11 +56,18 @@ SCORED = 4
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]], list[torch.Tensor]]]:
     """Per model: the checkpoint, the sequences, and transformers' logits of each."""
     found = {}
-    for name, (architecture, overrides) in MODELS.items():
-        directory = make_dsa_checkpoint(tmp_path_factory.mktemp(name), architecture, **overrides)
-        reference = load_reference(directory)
-        texts = [random.Random(seed).choices(range(256), k=length) for seed, length in enumerate(LENGTHS)]
+    texts = [random.Random(seed).choices(range(256), k=length) for seed, length in enumerate(LENGTHS)]
+
+    def add(name: str, directory: Path, reference: Any) -> None:
         found[name] = (directory, texts, [reference_logits(reference, text) for text in texts])
+
+    for name, (architecture, overrides) in MODELS.items():
+        make = make_checkpoint if name in ("mixtral", "qwen3-moe", "gpt-oss") else make_dsa_checkpoint
+        directory = make(tmp_path_factory.mktemp(name), architecture, **overrides)
+        add(name, directory, load_reference(directory))
+    for family, format_name in QUANTISED.items():
+        checkpoint = write_checkpoint(tmp_path_factory.mktemp(format_name), family, format_name, "float32")
+        add(f"{family} in {format_name}", checkpoint.directory, checkpoint.load_reference())
     return found
 
 
@@ -126,6 +144,27 @@ def test_rank_has_whole_attention_and_its_share_of_experts(tmp_path: Path) -> No
     shared = mixtures * 3 * config.hidden_size * config.moe.shared_size * 4
     dense = (len(config.mixed) - mixtures) * 3 * config.hidden_size * config.intermediate_size * 4
     assert whole - own == (experts + shared + dense) * 3 // 4
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_rank_has_all_heads_and_its_share_of_mlps(tmp_path: Path, architecture: Any) -> None:
+    """The second of three layers of qwen3_moe has no experts: ranks divide the width of its MLP."""
+    overrides: dict[str, Any] = {"mlp_only_layers": [1]} if architecture == "qwen3_moe" else {}
+    source = locate_model(str(make_checkpoint(tmp_path, architecture, **overrides)))
+    config = source.config
+    shards = [Shard.of(rank, tp_size=4, stages=1, whole_experts=True, dp_attention=True) for rank in range(4)]
+    runners = [ModelRunner.outline(config, shard, dtype=torch.float32) for shard in shards]
+    whole = ModelRunner.outline(config, dtype=torch.float32)
+    for runner in runners:
+        assert runner.kv_token_bytes == whole.kv_token_bytes
+        (pool,) = runner.make_cache(1, 4).pools
+        assert pool.heads == range(config.num_kv_heads)
+    assert config.moe is not None
+    mixtures, hidden = sum(config.mixed), config.hidden_size
+    per_expert = 3 * hidden * config.moe.expert_size + (2 * config.moe.expert_size + hidden) * config.moe.biases
+    divided = mixtures * config.moe.num_experts * per_expert
+    divided += (config.num_layers - mixtures) * 3 * hidden * config.intermediate_size
+    assert {whole.held_weight_bytes - runner.held_weight_bytes for runner in runners} == {4 * divided * 3 // 4}
 
 
 def test_models_without_experts_are_refused_by_name(tmp_path: Path) -> None:

@@ -126,6 +126,18 @@ def test_dp_attention_divides_experts_and_not_heads(dense: ModelSource, sparse: 
     assert problem == f"dp_attention needs a model with experts, and {dense.config.architecture} has none"
 
 
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_dp_attention_takes_more_ranks_than_heads(tmp_path: Path, architecture: Any) -> None:
+    """4 query and 2 KV heads, 8 experts."""
+    source = locate_model(str(make_checkpoint(tmp_path, architecture)))
+    assert problems(DecodeConfig(tp=8, dp_attention=True), source) == []
+    (problem,) = problems(DecodeConfig(tp=8), source)
+    assert problem.startswith("tp = 8 does not divide num_attention_heads = 4")
+    token_bytes = 2 * 3 * 2 * source.config.head_dim * 4  # of all KV heads
+    (problem,) = problems(DecodeConfig(tp=8, dp_attention=True, kv_memory_gib=1e-9, device="cpu"), source)
+    assert f"a page of 16 tokens takes {16 * token_bytes} bytes" in problem
+
+
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_startup_checks_agree_with_the_ranks(
     dense: ModelSource, sparse: ModelSource, tmp_path: Path, whole_experts: bool

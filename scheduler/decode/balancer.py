@@ -1,7 +1,11 @@
 """Chooses the data-parallel rank of a new prompt. Each rank has pages, a prefix cache and a queue of its own.
 
-A step takes as long as its slowest rank, so ranks should have equally many requests. A rank that has the prefix of a
-prompt in its cache is preferred as long as it has few more requests than the others.
+A step takes as long as its slowest rank. Experts compute the tokens of all ranks, so ranks differ by their attention,
+which reads the KV of their requests: ranks should have equally many tokens of KV. A rank that has the prefix of a
+prompt in its cache is preferred as long as it has little more KV than the others.
+
+A prompt for which its best rank has no pages takes another rank that has; if none has, it waits where the fewest tokens
+wait, and moves to the first rank that has enough (the counter `prompts_moved`).
 """
 
 from collections.abc import Sequence
@@ -11,28 +15,29 @@ from ..messages.frontend import Submit
 from .requests.reservation import pages_needed
 from .scheduler import DecodeScheduler
 
-MORE_SHARE, MORE_REQUESTS = 0.25, 1
-"""A rank with a cached prefix is preferred while its requests are at most 1 + MORE_SHARE times those of the rank with
-the fewest, plus MORE_REQUESTS.
+MORE_SHARE = 0.25
+"""A rank with a cached prefix is preferred while its KV is at most 1 + MORE_SHARE times that of the rank with the
+least, plus that of the prompt.
 """
 
 
 def choose_for_submit(schedulers: Sequence[DecodeScheduler], submit: Submit) -> int:
     """The number of the scheduler for a prompt. Among schedulers with enough pages: the one with the longest cached
-    prefix that is not crowded, then the one with the fewest requests. If none has enough pages: the one with the
-    shortest queue.
+    prefix that is not crowded, then the one with the least KV. Those with a place in the batch come first. If none has
+    enough pages: the one with the shortest queue.
     """
-    counts = [len(scheduler.requests) for scheduler in schedulers]
-    fewest = min(counts)
-    samples = 1 + len(submit.more_rids)
+    loads = [_kv_tokens(scheduler) for scheduler in schedulers]
+    limits = schedulers[0].limits
+    own = pages_for(len(submit.prompt_ids), limits.page_size) * limits.page_size
+    most, samples = min(loads) * (1 + MORE_SHARE) + own, 1 + len(submit.more_rids)
 
     def key(number: int) -> tuple[float, ...]:
         scheduler = schedulers[number]
         cached = len(scheduler.cache.match(submit.prompt_ids, len(submit.prompt_ids)))
-        queued, requests = scheduler.waiting_tokens, counts[number]
+        queued, requests = scheduler.waiting_tokens, len(scheduler.requests)
         fits = _fits(scheduler, len(submit.prompt_ids), samples, cached)
-        crowded = requests > fewest * (1 + MORE_SHARE) + MORE_REQUESTS
-        return (not fits, 0 if fits else queued, crowded, -cached, requests, queued, scheduler.pages.held)
+        full = requests + samples > limits.max_running_requests
+        return (not fits, 0 if fits else queued, full, loads[number] > most, -cached, loads[number], requests, queued)
 
     return min(range(len(schedulers)), key=key)
 
@@ -51,10 +56,16 @@ def rebalance(schedulers: Sequence[DecodeScheduler], now: float) -> set[int]:
             ]
             if not able:
                 break
-            number = min(able, key=lambda number: len(schedulers[number].requests))
+            number = min(able, key=lambda number: _kv_tokens(schedulers[number]))
             source.hand_over(prompt, schedulers[number], now)
             changed.add(number)
     return changed
+
+
+def _kv_tokens(scheduler: DecodeScheduler) -> int:
+    """Tokens of KV that the requests of a scheduler have, and that the prompts will have that wait."""
+    compiling = sum(prompt.tokens for prompt in scheduler.compiling)
+    return scheduler.pages.held * scheduler.limits.page_size + scheduler.waiting_tokens + compiling
 
 
 def _fits(scheduler: DecodeScheduler, tokens: int, samples: int, cached: int = 0) -> bool:

@@ -202,6 +202,7 @@ class DecodeScheduler:
     def hand_over(self, prompt: Prompt, to: "DecodeScheduler", now: float) -> None:
         """Move a queued prompt and its requests to the scheduler of another data-parallel rank."""
         self.dispatcher.release(prompt, now)
+        self.counters["prompts_moved"] += 1
         for request in prompt.waiting:
             to.requests[request.rid] = self.requests.pop(request.rid)
             to._deadlines.watch(request)

@@ -66,6 +66,7 @@ DECODE_COUNTERS = (
     "retractions",
     "retractions_recomputed",
     "overtakes",
+    "prompts_moved",
     "transfers",
     "transfers_failed",
     "kv_path_device_resident",

@@ -101,6 +101,7 @@ COUNTERS: Mapping[str, Exported] = (
             "retractions": "Times that a request was retracted: it gave up its KV memory to others.",
             "retractions_recomputed": "Retractions whose KV is computed again instead of copied.",
             "overtakes": "Prompts that were dispatched before an earlier one that waits for memory.",
+            "prompts_moved": "Queued prompts that a data-parallel rank without pages has given to another one.",
             "transfers": "Transfers of KV that have completed.",
             "transfers_failed": "Transfers of KV that have failed, been refused or been given up by prefill.",
             "transfer_bytes": "Bytes of KV transferred.",

@@ -45,6 +45,7 @@ async def read_body(request: Request, max_body_bytes: int, arriving: ArrivingBod
         raise UnsupportedEncodingError(f"Content-Encoding {shown(encoding)} is not supported: send gzip or no encoding")
     body, counted = bytearray(), None
     host = request.client.host if request.client is not None else ""
+    problem: ClientError | None = None
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S) as timeout:
             with arriving.begin(host, timeout) as counted:
@@ -53,13 +54,17 @@ async def read_body(request: Request, max_body_bytes: int, arriving: ArrivingBod
                     if len(body) > max_body_bytes:
                         raise TooLargeError(f"the {what} is over {max_body_bytes} bytes (max_body_bytes)")
                     arriving.grow(counted, len(body))
+        return bytes(body)
     except TimeoutError:
         if counted is not None and counted.refusal is not None:
-            raise OverloadedError(counted.refusal) from None
-        raise BodyTimeoutError(
-            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes"
-        ) from None
-    return bytes(body)
+            problem = OverloadedError(counted.refusal)
+        else:
+            problem = BodyTimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s; got {len(body)} bytes")
+    finally:  # an error has a traceback, which may keep what is here for long
+        body, piece = bytearray(), b""
+        await pieces.aclose()
+    assert problem is not None
+    raise problem
 
 
 async def _limited(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncGenerator[bytes, None]:

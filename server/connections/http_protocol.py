@@ -166,6 +166,12 @@ class PatientHttpProtocol(HttpToolsProtocol):
         if self._lingering is not None:
             self.transport.close()
 
+    def on_response_complete(self) -> None:
+        for cycle in self._unanswered:
+            if cycle.response_complete:
+                cycle.body = bytearray()  # what nobody has read; the connection may stay open for long
+        super().on_response_complete()
+
     @property
     def is_idle(self) -> bool:
         """Whether no request is being answered."""

@@ -6,6 +6,7 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from pdserve.server.api.arriving_bodies import LEAST_BYTES, ArrivingBodies
 from pdserve.server.api.common.fields import BodyError, decode_object
 from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
 from pdserve.server.api.tokenize import MOST_DETOKENIZED
+from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.text.chat_format import Arguments
 from pdserve.server.text.json_parts import find_excess
 from pdserve.server.text.tokenizer import Tokenizer
@@ -279,3 +281,17 @@ async def test_body_that_arrives_for_longest_is_refused_with_429(
             assert await asyncio.wait_for(reader.readline(), 30) == expected
             writer.close()
         assert arriving._bytes == 0
+
+
+@pytest.mark.parametrize("path", ["/health", "/tokenize"])
+async def test_body_that_nobody_reads_is_dropped_with_the_response(tokenizer: Tokenizer, path: str) -> None:
+    """The connection may stay open for long."""
+    async with running_server(tokenizer, DecodeConfig(max_body_bytes=1024)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        method = "GET" if path == "/health" else "POST"
+        writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n".encode() + bytes(40_000))
+        assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 ")
+        (connection,) = cast("set[PatientHttpProtocol]", server.server.server_state.connections)
+        assert connection.is_idle
+        assert not connection.cycle.body
+        writer.close()

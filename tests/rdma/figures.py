@@ -5,9 +5,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from benchmarks.results import RESULTS, figure_of_this_run, record
+from benchmarks.results import RESULTS, figure_of_this_run, read_results, record
 
-TITLE: Final = "RDMA with SoftRoCE in virtual machines without KVM"
 _MARK: Final = "figure of this run: "
 
 
@@ -39,6 +38,13 @@ def largest(output: str) -> list[Measured]:
 
 
 def keep(figures: list[Measured], command: str) -> None:
-    """Put them into benchmarks/results."""
-    rows = [figure_of_this_run(one.figure, one.value, one.unit, target=one.target) for one in figures]
-    record(RESULTS / "rdma.json", TITLE, [msgspec.structs.replace(row, command=command) for row in rows])
+    """Put those that have a row into benchmarks/results."""
+    path = RESULTS / "scheduling.json"
+    targets = {row.figure: row.target for row in read_results(path).rows}
+    named = {f"SoftRoCE: {one.figure}": one for one in figures}
+    rows = [
+        figure_of_this_run(figure, one.value, one.unit, target=targets[figure])
+        for figure, one in named.items()
+        if figure in targets
+    ]
+    record(path, "", [msgspec.structs.replace(row, command=command) for row in rows])

@@ -10,19 +10,19 @@ A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING
 in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED.
 
 Three invariants:
-- `Admission.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
-- `Endings.end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
+- `Transitions.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
+- `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
   (`quarantine.py`) until the writer has stopped.
 
 Memory is over-committed: a request reserves its prompt and some growth, not its `max_new_tokens`. When the pool is
-empty, a request is retracted (`retraction.py`) and continues later with the same tokens.
+empty, a request is retracted and continues later with the same tokens.
 """
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...configs.errors import AbortedError, RequestError, UnavailableError
+from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import InsertedPrefix, PrefixCache
@@ -48,23 +48,20 @@ from ..messages.lifecycle import State
 from ..messages.ranks import KvVerified, MaskReady, StoreLoaded
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
-from .admission import Admission
-from .arrivals import Arrivals
 from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
 from .dispatch.prefill_peers import PrefillPeer
 from .dispatch.staging import RankRing
-from .endings import Endings
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .memory.resources import Resources
 from .requests.limits import DecodeLimits
-from .requests.request import Attempt, LocalPrompt, Prompt, Request
-from .retraction import Retractions
+from .requests.request import LocalPrompt, Prompt, Request
+from .responses import grammar_failure
 from .run_queue import DecodeStep, RunQueue
 from .slow_masks import SlowMasks
-from .steps import Steps
 from .submissions import Submissions
+from .transitions import Transitions
 
 _COUNTED_STATES = tuple(state.value for state in State if state is not State.FREED)
 
@@ -100,48 +97,27 @@ class DecodeScheduler:
         self.compiling: GrammarQueue[Prompt] = GrammarQueue(self._outbox)
         self.dispatcher = PrefillDispatcher(resources, rings)
         self.run_queue = RunQueue(limits, SlowMasks(self._outbox))
-        self.retracted = Retractions(resources, self.run_queue, self.dispatcher)
         self._deadlines = Deadlines(self.dispatcher)
-        self.endings = Endings(
+        self.transitions = Transitions(
             resources,
             frozenset(eos_token_ids),
-            run_queue=self.run_queue,
-            retracted=self.retracted,
-            dispatcher=self.dispatcher,
             compiling=self.compiling,
-        )
-        self.requests = self.endings.requests
-        self.admission = Admission(
-            memory=self.memory,
-            run_queue=self.run_queue,
-            retracted=self.retracted,
-            dispatcher=self.dispatcher,
-            requests=self.requests,
-        )
-        self.arrivals = Arrivals(
-            resources,
             dispatcher=self.dispatcher,
             run_queue=self.run_queue,
-            endings=self.endings,
             deadlines=self._deadlines,
         )
-        self._steps = Steps(
-            resources,
-            dispatcher=self.dispatcher,
-            run_queue=self.run_queue,
-            retracted=self.retracted,
-            admission=self.admission,
-            arrivals=self.arrivals,
-            endings=self.endings,
-        )
+        self.requests = self.transitions.requests
         self._submissions = Submissions(
             resources,
+            compiling=self.compiling,
             dispatcher=self.dispatcher,
             run_queue=self.run_queue,
-            endings=self.endings,
-            deadlines=self._deadlines,
-            compiling=self.compiling,
+            transitions=self.transitions,
         )
+        self._rows_waited = False
+        """The last step had only chunks, so the next one has only requests. A step that fetches rows for an evicting
+        request cannot compute chunks, so the two kinds of step alternate.
+        """
         self._peers_changed = False
         """Prefill servers have changed since the last turn: queued prompts may be too long for the present ones."""
 
@@ -157,13 +133,15 @@ class DecodeScheduler:
 
     def mask_ready(self, ready: MaskReady, now: float) -> None:
         """The rank that samples has computed a mask beside the steps."""
-        self._steps.mask_ready(ready, now)
+        request = self.run_queue.slow_masks.ready(ready.number, slow=ready.slow)
+        if request is not None and ready.problem is not None:
+            self.transitions.end(request, grammar_failure(ready.problem, ready.too_complex), now)
 
     def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
         """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
         request = self.requests.get(rid)
         if request is not None:
-            self.endings.end(
+            self.transitions.end(
                 request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now
             )
 
@@ -171,14 +149,14 @@ class DecodeScheduler:
         """Fail a request. Returns False if it has ended."""
         request = self.requests.get(rid)
         if request is not None:
-            self.endings.end(request, error, now)
+            self.transitions.end(request, error, now)
         return request is not None
 
     def fail_prompt(self, key: TransferKey, error: RequestError, now: float) -> None:
         """Fail the requests of this transfer. Unknown transfers have ended."""
         prompt = self.prompt_of(key)
         if prompt is not None:
-            self.endings.end_all(prompt, error, now)
+            self.transitions.end_all(prompt, error, now)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on (shutdown)."""
@@ -187,7 +165,7 @@ class DecodeScheduler:
     def fail_all(self, reason: str, now: float) -> None:
         """Fail every open request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self.endings.end(request, UnavailableError(reason), now)
+            self.transitions.end(request, UnavailableError(reason), now)
 
     @property
     def first_without_memory(self) -> Prompt | None:
@@ -246,7 +224,7 @@ class DecodeScheduler:
         """A prefill server is silent or gone. Retry what it has not finished; it may still be writing."""
         self.dispatcher.peers.lost(instance, now)
         self.counters["peers_lost"] += 1
-        self.arrivals.peer_lost(instance, reason, now)
+        self.transitions.peer_lost(instance, reason, now)
         self._peers_changed = True
 
     def peer_closed(self, instance: InstanceId, now: float) -> None:
@@ -266,24 +244,21 @@ class DecodeScheduler:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """Prefill has written everything, and sends the first token of every sample."""
-        self._admit_arrived(self.arrivals.prefill_done(done, now), now)
+        self.transitions.prefill_done(done, now)
 
     def part_scattered(self, part: StagePart, now: float) -> None:
         """A rank has scattered a staged part."""
-        self._admit_arrived(self.arrivals.part_scattered(part, now), now)
+        done = self.dispatcher.remote.staging.scattered(part)
+        if done is not None:
+            self.transitions.landed(done, now)
 
     def kv_verified(self, report: KvVerified, now: float) -> None:
         """A rank has compared the KV of a transfer with what was sent."""
-        self._admit_arrived(self.arrivals.kv_verified(report, now), now)
-
-    def _admit_arrived(self, received: Request | None, now: float) -> None:
-        """Admit what has arrived; first the request whose hot buffer prefill has written, if there is one."""
-        self.admission.admit_received(received, now)
-        self.admission.admit_arrived(now)
+        self.transitions.kv_verified(report, now)
 
     def transfer_failed(self, failed: TransferFailed, now: float) -> None:
         """The writer has stopped before the end, or has refused to begin."""
-        self.arrivals.transfer_failed(failed, now)
+        self.transitions.transfer_failed(failed, now)
 
     def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
         self.dispatcher.remote.writer_stopped(key, late_writes=late_writes, now=now)
@@ -292,7 +267,9 @@ class DecodeScheduler:
         self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
     ) -> None:
         """Prefill requests a region of a staging ring, has written it, or will not write it."""
-        self.arrivals.stage_message(instance, message, now)
+        problem = self.dispatcher.remote.staging.receive(instance, message, now)
+        if problem is not None:
+            self.transitions.break_off(message.part.key, instance, problem, now)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -302,13 +279,13 @@ class DecodeScheduler:
             self._peers_changed = False
             self._submissions.peers_changed(now)
         for request, error in self._deadlines.passed(self.requests, now):
-            self.endings.end(request, error, now)
+            self.transitions.end(request, error, now)
         for quarantined in self.dispatcher.remote.take_released(now):
             self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
-            self.endings.free_drained(quarantined.prompt, now)
-        self.admission.advance(now)
+            self.transitions.free_drained(quarantined.prompt, now)
+        self.transitions.give_memory(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
 
@@ -322,10 +299,35 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._steps.next_step(now)
+        step = self._next_step(now) if self.run_queue.may_start_step() else None
         if step is None:
             self.use_waiting_time()
         return step
+
+    def _next_step(self, now: float) -> DecodeStep | None:
+        self.transitions.fill_batch(now)
+        self._ask_for_masks()
+        able: list[Request] = []
+        lacking: list[Request] = []
+        for request in self.run_queue.next_batch():
+            if request.state is State.RUNNING:  # make_room() for another request may have retracted it
+                (able if self.transitions.make_room(request, now) else lacking).append(request)
+        self.transitions.starving = any(request.state is State.RUNNING for request in lacking)
+        paused = self.run_queue.paused
+        batch = [request for request in able if request.state is State.RUNNING and request is not paused]
+        apart = self.memory.fetches(batch)
+        rows_next = apart and self._rows_waited
+        chunks = []
+        if not rows_next:  # without rows, other requests may wait for the end of this step: their rows are in flight
+            beside = batch or self.run_queue.continuing
+            chunks = self.dispatcher.local.next_chunks(beside, now, apart=apart or not batch)
+        self._rows_waited = apart and bool(chunks)
+        if self._rows_waited:
+            batch = []
+        if not batch and not chunks:
+            return None
+        self.dispatcher.local.times.started(len(batch), sum(chunk.end - chunk.start for chunk in chunks), now)
+        return self.run_queue.start_step(batch, self.memory.next_command(), self.memory.hot_slot, chunks)
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""
@@ -334,15 +336,51 @@ class DecodeScheduler:
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""
         self.memory.send_write_backs()
-        self.arrivals.insert_some()
+        self.transitions.insert_some()
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
-        """Take the results of a step."""
-        self._steps.step_done(command_id, results, now)
+        """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the
+        step are dropped.
+        """
+        step, seconds = self._finish_step(command_id, now)
+        self.counters["decode_steps"] += bool(step.rows)
+        self.transitions.lateness.step_ended(prompts=bool(step.chunks))
+        for row, result in zip(step.rows, results, strict=False):
+            if row.request.state is not State.RUNNING:
+                continue
+            if result.problem is None:
+                self.transitions.accept_token(row.request, result.drawn[0], now)
+                if result.slow_mask and row.request.state is State.RUNNING:
+                    self.run_queue.slow_masks.add(row.request)
+            else:
+                self.transitions.end(row.request, grammar_failure(result.problem, result.too_complex), now)
+        self._ask_for_masks()
+        for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
+            if result.problem is not None and chunk.prompt in self.dispatcher.local.queue:
+                error = grammar_failure(result.problem, result.too_complex)
+                self.transitions.end_all(chunk.prompt.prompt, error, now)
+            self.transitions.computed(chunk, result, seconds, now)
+        if step.chunks:
+            self.transitions.admit_arrived(now)
+
+    def _ask_for_masks(self) -> None:
+        self.counters["masks_prepared"] += self.run_queue.slow_masks.ask()
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
-        self._steps.step_failed(command_id, reason, now)
+        self.counters["steps_failed"] += 1
+        step, _ = self._finish_step(command_id, now)
+        for row in step.rows:
+            if row.request.state is State.RUNNING:
+                self.transitions.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
+        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.dispatcher.local.queue}:
+            self.transitions.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
+
+    def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:
+        """The step that has ended, and how long it took."""
+        step = self.run_queue.finish_step(command_id)
+        self.memory.command_done(command_id)
+        return step, self.dispatcher.local.times.ended(now)
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed a CopyPage."""
@@ -352,37 +390,18 @@ class DecodeScheduler:
         """All ranks have completed a background copy, which took `seconds`. Its owner may have ended meanwhile."""
         copy = self.memory.copies.end(number)
         if copy.tokens and copy.grant is not None:
-            self.endings.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
+            self.transitions.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self.memory.release_copy(copy)
         if copy.kind == "save":
             self.rates.copied_pages.measured(copy.pages, seconds)
-        request = copy.owner
-        if isinstance(request, LocalPrompt):
-            if request.prompt.local is request:
-                self.dispatcher.local.loaded(request)
-            return
-        if isinstance(request, Attempt):
-            self._admit_arrived(self.arrivals.prefix_loaded(request, now), now)
-            return
-        if self.requests.get(request.rid) is not request:
-            return
-        match copy.kind:
-            case "load":
-                self.retracted.loaded(request, now)
-                self.admission.admit_arrived(now)
-            case "open":
-                self.admission.admit(request, now)
-            case "write_back":
-                self.arrivals.written_back(request)
-            case _:
-                pass  # a saved request waits for pages
+        self.transitions.copied(copy, now)
 
     def store_loaded(self, report: StoreLoaded, now: float) -> None:
         """A rank has ended its load from the KV store for a prompt. When all ranks have, the rest is computed."""
         assert self.kv_store is not None, "a load ended without a KV store"
         loaded = self.kv_store.loaded(report, now)
         if loaded is not None and loaded.owner.prompt.local is loaded.owner:  # a request still needs the prompt
-            self.arrivals.prefix_stored(loaded.owner, loaded.tokens, now)
+            self.transitions.prefix_stored(loaded.owner, loaded.tokens, now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -393,7 +412,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or self.endings.draining or len(self.dispatcher.remote.quarantine)
+        busy = self.requests or self.transitions.draining or len(self.dispatcher.remote.quarantine)
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
@@ -411,13 +430,13 @@ class DecodeScheduler:
             "quarantined_pages": self.dispatcher.remote.quarantine.pages,
             "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
             "cached_pages": len(self.cache),
-            "saved_requests": len(self.retracted.queue),
+            "saved_requests": len(self.transitions.retracted),
             **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
 
     def state_counts(self) -> dict[str, int]:
         counts = dict.fromkeys(_COUNTED_STATES, 0)
-        for request in [*self.requests.values(), *self.endings.draining]:
+        for request in [*self.requests.values(), *self.transitions.draining]:
             counts[request.state] += 1
         return counts
 
@@ -444,7 +463,7 @@ class DecodeScheduler:
                 (State.ARRIVED, request in self.run_queue.arrived or self.memory.copies.is_in(request, "open")),
                 (State.READY, request in self.run_queue.ready),
                 (State.RUNNING, request in self.run_queue.running),
-                (State.RETRACTED, request in self.retracted.queue or self.memory.copies.is_in(request, "load")),
+                (State.RETRACTED, request in self.transitions.retracted or self.memory.copies.is_in(request, "load")),
             )
             found = [state for state, is_queued in queued_as if is_queued]
             assert found == [request.state], (request.rid, request.state)

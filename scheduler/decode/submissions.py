@@ -10,14 +10,12 @@ from ...memory.page_hashes import unpack_hashes
 from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
-from ..messages.lifecycle import State
-from .deadlines import Deadlines
 from .dispatch.dispatcher import PrefillDispatcher
-from .endings import Endings
 from .memory.resources import Resources
 from .requests.request import Prompt, Request
 from .responses import failed, refusal, too_long
 from .run_queue import RunQueue
+from .transitions import Transitions
 
 MOST_CALLS = 256
 """Most calls to remember: further prompts of a call may arrive after its first one."""
@@ -32,8 +30,7 @@ class Submissions:
         *,
         dispatcher: PrefillDispatcher,
         run_queue: RunQueue,
-        endings: Endings,
-        deadlines: Deadlines,
+        transitions: Transitions,
         compiling: GrammarQueue[Prompt],
     ) -> None:
         self._limits = resources.limits
@@ -42,8 +39,7 @@ class Submissions:
         self._outbox = resources.outbox
         self._dispatcher = dispatcher
         self._run_queue = run_queue
-        self._endings = endings
-        self._deadlines = deadlines
+        self._transitions = transitions
         self._compiling = compiling
         self.accepting = True
         self.calls: collections.OrderedDict[str, bool] = collections.OrderedDict()
@@ -68,25 +64,21 @@ class Submissions:
             now=now,
         )
         prompt.traceparent = submit.traceparent
-        for index, rid in enumerate(rids):
-            sampling = msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index)
-            self._endings.requests[rid] = request = Request(
+        requests = [
+            Request(
                 rid,
                 prompt,
-                sampling,
+                msgspec.structs.replace(submit.sampling, seed=submit.sampling.seed + index),
                 deadline=deadline,
                 now=now,
                 sample=index,
                 logprobs=submit.logprobs,
                 slo_itl_s=_seconds(submit.slo_itl_ms),
             )
-            prompt.members.append(request)
-            self._deadlines.watch(request)
+            for index, rid in enumerate(rids)
+        ]
         self._counters["requests"] += len(rids)
-        if submit.sampling.grammar is None:
-            self._dispatcher.enqueue(prompt, now)
-        else:
-            self._compiling.push(prompt, submit.sampling.grammar)
+        self._transitions.submit(requests, now)
         if prompt.endpoint is not None:
             self._outbox.append(ConnectPeer(prompt.endpoint, submit.client))
 
@@ -97,11 +89,9 @@ class Submissions:
             return
         for request in prompt.waiting:
             request.slow_masks = slow
-            request.lifecycle.advance(State.QUEUED, now)
-            self._deadlines.watch(request)
-        self._dispatcher.enqueue(prompt, now)
+        self._transitions.compiled(prompt, now)
         if problem is not None:
-            self._endings.end_all(prompt, ClientError(f"the grammar {problem}"), now)
+            self._transitions.end_all(prompt, ClientError(f"the grammar {problem}"), now)
         else:
             self._check_peers(prompt, now)
 
@@ -120,13 +110,13 @@ class Submissions:
 
     def _check_peers(self, prompt: Prompt, now: float) -> None:
         if (several := self._several_servers(prompt.endpoint)) is not None:
-            self._endings.end_all(prompt, several, now)
+            self._transitions.end_all(prompt, several, now)
             return
         most_tokens = self._dispatcher.largest_prompt(prompt.endpoint)
         if prompt.tokens > most_tokens:
             local = most_tokens == self._dispatcher.largest_local
             error = too_long(prompt.tokens, prompt.output_tokens, most_tokens, local=local, window=self._limits.window)
-            self._endings.end_all(prompt, error, now)
+            self._transitions.end_all(prompt, error, now)
 
     def _several_servers(self, endpoint: str | None) -> RequestError | None:
         """The error of a request that names an endpoint which stands for several servers. A router that gives a name
@@ -151,7 +141,7 @@ class Submissions:
         prefill_tokens = self._dispatcher.largest_prompt(submit.endpoint)
         error = refusal(
             submit,
-            self._endings.requests,
+            self._transitions.requests,
             self._pages.num_pages,
             prefill_tokens,
             self._limits,

@@ -1,6 +1,6 @@
 """The states of a request on each server, the legal transitions, and the time spent in each state.
 
-A transition that is not in the table raises. On decode, `Admission.admit()` is the only transition into READY.
+A transition that is not in the table raises. On decode, only `decode/transitions.py` changes the state.
 """
 
 import enum

@@ -4,12 +4,12 @@ It ends no request: the scheduler decides what to do after a failed attempt.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from ....transfer.plan.staged_regions import StagedRegion
 from ...chunking.fair_queue import MAX_MISFITS, MAX_OVERTAKES
 from ...messages.effects import ConnectPeer
-from ...messages.lifecycle import State
 from ..memory.resources import Resources
 from ..requests.request import LocalPrompt, Prompt, Request
 from ..requests.reservation import Reservation, fits_to_compute, pages_needed, reserve
@@ -21,6 +21,14 @@ from .prompt_queue import PromptQueue
 from .queue_pace import QueuePace
 from .remote_prefill import RemotePrefill
 from .staging import RankRing
+
+
+class Placed(NamedTuple):
+    """A prompt to send, and its pages. Without a `selection`, this server computes it."""
+
+    prompt: Prompt
+    reservation: Reservation
+    selection: Selection | None
 
 
 class PrefillDispatcher:
@@ -97,15 +105,14 @@ class PrefillDispatcher:
         """Expected time in the queue of a prompt that arrives now; at most `queue_timeout_s`."""
         return self.pace.wait_s(len(self.queue), now, most_s=self.limits.queue_timeout_s)
 
-    def dispatch(self, now: float, *, above: int | None = None, keep: int = 0) -> list[int]:
-        """Dispatch prompts in the order of the queue; with `above`, only those of a higher priority. `keep` pages stay
-        free. Returns the priorities of the dispatched prompts.
+    def placed(self, now: float, *, above: int | None = None, keep: int = 0) -> Iterator[Placed]:
+        """Yield the prompts that can be sent, in the order of the queue; with `above`, only those of a higher priority.
+        `keep` pages stay free. The caller sends each prompt before it asks for the next one.
 
         Smaller prompts may overtake one that does not fit, MAX_OVERTAKES times; then free memory is kept for it. A
         prompt whose prefill server is absent or busy does not delay others.
         """
         blocked: list[Prompt] = []
-        sent: list[int] = []
         busy: set[str | None] = set()
         places: dict[Prompt, tuple[Placement, Selection | None]] = {}
 
@@ -157,19 +164,16 @@ class PrefillDispatcher:
             for other in blocked:
                 other.overtaken += 1
             self._counters[f"{placement.where}_prefill_{placement.reason}"] += 1
-            if is_local:
-                self._leave_queue(prompt, reservation, State.COMPUTING, now)
-                local = self.local.start(prompt, reservation.prefix_tokens, now)
-                self._memory.allocate_for_prompt(local)
-                if not self._load_stored(local):
-                    self.start_local(local)
-            else:
-                assert selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
-                self._leave_queue(prompt, reservation, State.PREFILLING, now)
-                self.remote.send(prompt, reservation, selection, now)
-            sent.append(prompt.priority)
+            assert is_local or selection is not None, f"prompt {prompt.prompt_id} has no prefill server"
+            yield Placed(prompt, reservation, None if is_local else selection)
         self.pace.note(len(self.queue), busy, now)
-        return sent
+
+    def compute(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
+        """Compute a prompt that has its pages on this server, after a load from the KV store if it has a part of it."""
+        local = self.local.start(prompt, reservation.prefix_tokens, now)
+        self._memory.allocate_for_prompt(local)
+        if not self._load_stored(local):
+            self.start_local(local)
 
     def start_local(self, local: LocalPrompt) -> None:
         """Start to compute a prompt: now or, with HiSparse, when its cached prefix is in its hot buffer."""
@@ -226,7 +230,7 @@ class PrefillDispatcher:
         most_tokens = prompt.tokens + self.limits.growth_tokens
         return pages_needed(prompt.tokens, samples, most_tokens, page_size, self.limits.window)
 
-    def _leave_queue(self, prompt: Prompt, reservation: Reservation, state: State, now: float) -> None:
+    def leave_queue(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
         """A prompt has its pages, and leaves the queue."""
         self.queue.take(prompt)
         prompt.grant = reservation.prompt
@@ -234,7 +238,6 @@ class PrefillDispatcher:
         for request, grant in zip(prompt.waiting, reservation.members, strict=True):
             request.grant = grant
             request.prefill_wait_s += busy_s
-            request.lifecycle.advance(state, now)
 
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """No request needs this prompt any more: remove it from the queue, or stop its writer."""

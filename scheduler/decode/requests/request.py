@@ -358,9 +358,8 @@ class Request:
         """Whether the tokens in flight leave it below its `max_new_tokens`."""
         return len(self.output_ids) + self.in_flight < self.sampling.max_new_tokens
 
-    def arrived(self, done: PrefillDone, now: float) -> None:
-        """Its KV is here: for the first time or, after a retraction, computed again."""
-        self.lifecycle.advance(State.ARRIVED, now)
+    def received(self, done: PrefillDone, now: float) -> None:
+        """Its KV has arrived: for the first time or, after a retraction, computed again."""
         if self.done is None:
             self.done = done
             self._before_first_arrival = self._spent_before_arrival(now)

@@ -10,9 +10,9 @@ import pytest
 
 from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
-from pdserve.scheduler.decode.admission import Admission
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.transitions import Transitions
 from pdserve.scheduler.messages.effects import SendToFrontend
 from pdserve.scheduler.messages.frontend import Failed, Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
@@ -43,14 +43,14 @@ def test_every_admission_calls_admit_and_opens_a_hot_buffer(stages: int, monkeyp
     """After a transfer, a retry, and every kind of retraction; with and without a pipeline."""
     admitted: list[str] = []
     seen: set[str] = set()
-    admit = Admission.admit
+    admit = Transitions.admit
 
-    def spy(admission: Admission, request: Request, now: float) -> None:
+    def spy(transitions: Transitions, request: Request, now: float) -> None:
         admitted.append(request.rid)
         seen.add(admitted_after(request, now))
-        admit(admission, request, now)
+        admit(transitions, request, now)
 
-    monkeypatch.setattr(Admission, "admit", spy)
+    monkeypatch.setattr(Transitions, "admit", spy)
     simulator = Simulator(stages=stages, hot_pages=7)
     kill_at = 50
     for turn in range(400):

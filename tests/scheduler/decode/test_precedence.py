@@ -136,14 +136,14 @@ def test_large_prompt_is_overtaken_at_most_sixteen_times() -> None:
     large = push(28)
     for _ in range(MAX_OVERTAKES):
         small = push(1)
-        dispatcher.dispatch(0.0)
+        decode.transitions.dispatch(0.0, above=None)
         assert small not in dispatcher.queue
         for grant in (small.grant, small.members[0].grant):
             assert grant is not None
             decode.pages.release(grant)
         sent += 1
     larger, small = push(40, priority=1), push(1)
-    dispatcher.dispatch(0.0)
+    decode.transitions.dispatch(0.0, above=None)
     assert [prompt in dispatcher.queue for prompt in (larger, large, small)] == [True, True, True]
     assert decode.counters["overtakes"] == sent == large.overtaken == MAX_OVERTAKES
     assert larger.overtaken == 0

@@ -9,7 +9,7 @@ import pytest
 from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode import arrivals
+from pdserve.scheduler.decode import transitions
 from pdserve.scheduler.decode.dispatch.placement import Costs
 from pdserve.scheduler.decode.dispatch.placer import Placer
 from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
@@ -220,16 +220,16 @@ def test_random_workloads_with_an_unreliable_store(monkeypatch: pytest.MonkeyPat
 def test_random_workloads_with_prefill_servers_and_an_unreliable_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts go to prefill, are computed here, or go to prefill after the store has lost what was expected."""
     monkeypatch.setattr(kv_store, "BLOCK_TOKENS", BLOCK)
-    for module in (kv_store, arrivals):
+    for module in (kv_store, transitions):
         monkeypatch.setattr(module, "LEAST_TOKENS", BLOCK)
     seen: collections.Counter[str] = collections.Counter()
-    requeue = arrivals.Arrivals._requeue
+    requeue = transitions.Transitions._requeue
 
-    def count(self: arrivals.Arrivals, prompt: Prompt, now: float) -> None:
+    def count(self: transitions.Transitions, prompt: Prompt, now: float) -> None:
         seen["load_failed"] += prompt.load_failed
         requeue(self, prompt, now)
 
-    monkeypatch.setattr(arrivals.Arrivals, "_requeue", count)
+    monkeypatch.setattr(transitions.Transitions, "_requeue", count)
     costs = Costs(local_tokens_per_s=400, remote_tokens_per_s=800, overhead_s=0.05)  # 40 tokens take as long here
     monkeypatch.setattr(Placer, "costs", lambda *_: costs)
     actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 40}

@@ -240,7 +240,7 @@ def test_growing_request_never_waits_for_lent_pages(stages: int) -> None:
     assert simulator.decode.pages.lent > 0
     while simulator.decode.requests:
         turn(simulator)
-        starved += simulator.decode.admission.starving
+        starved += simulator.decode.transitions.starving
     assert starved == 0
     assert simulator.hot_seen["shrunk"] > 0
     simulator.finish()

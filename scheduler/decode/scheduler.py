@@ -20,21 +20,33 @@ empty, a request is retracted and continues later with the same tokens.
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 
 from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
-from ...memory.prefix_cache import InsertedPrefix, PrefixCache
+from ...memory.prefix_cache import PrefixCache
+from ...transfer.control.events import (
+    LoadReported,
+    MessageReceived,
+    PeerAlias,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    PeersUnreachable,
+    SendFailed,
+)
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
+    AbortAck,
     CachedPrefixes,
     ChunkArrived,
     InstanceId,
+    KvDestination,
     Load,
     PrefillDone,
     StageArrived,
-    StagePart,
     StageRequest,
     StageStopped,
     TransferFailed,
@@ -43,9 +55,21 @@ from ...transfer.protocol.messages import (
 from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import DECODE_COUNTERS
 from ..messages.effects import Effect, Outbox
-from ..messages.frontend import FinishReason, Submit
+from ..messages.frontend import Cancel, FinishReason, Submit
 from ..messages.lifecycle import State
-from ..messages.ranks import KvVerified, MaskReady, StoreLoaded
+from ..messages.ranks import (
+    CommandDone,
+    CopyDone,
+    GrammarReady,
+    HotCounters,
+    KvVerified,
+    MaskReady,
+    PartScattered,
+    StoreLoaded,
+    StorePinged,
+    StoreWritten,
+)
+from ..messages.reports import Reports, first_problem
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .deadlines import Deadlines
@@ -62,6 +86,8 @@ from .run_queue import DecodeStep, RunQueue
 from .slow_masks import SlowMasks
 from .submissions import Submissions
 from .transitions import Transitions
+
+log = logging.getLogger(__name__)
 
 _COUNTED_STATES = tuple(state.value for state in State if state is not State.FREED)
 
@@ -118,43 +144,112 @@ class DecodeScheduler:
         """The last step had only chunks, so the next one has only requests. A step that fetches rows for an evicting
         request cannot compute chunks, so the two kinds of step alternate.
         """
+        self._reports = Reports(limits.ranks)
+        self._hot_counters: dict[int, dict[str, float]] = {}
+        """Totals of the hot buffers of each stage, by its first rank, which reports them."""
         self._peers_changed = False
         """Prefill servers have changed since the last turn: queued prompts may be too long for the present ones."""
 
-    # -- events: clients ---------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, now: float) -> None:
-        """Queue a prompt with all its samples, now or when its grammar is compiled; or refuse it at once."""
-        self._submissions.submit(submit, now)
+    def handle(self, event: object, now: float) -> None:
+        """Take an event: of a client, of a rank, or of the control thread. Unknown rids and keys have ended."""
+        remote, peers, transitions = self.dispatcher.remote, self.dispatcher.peers, self.transitions
+        match event:
+            case Submit():
+                self._submissions.submit(event, now)
+            case Cancel(rid=rid, stopped=stopped):
+                self.fail(rid, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now)
+            case GrammarReady(number=number, problem=problem, slow=slow):
+                self._submissions.grammar_ready(number, problem, now, slow=slow)
+            case MaskReady(number=number, problem=problem):
+                request = self.run_queue.slow_masks.ready(number, slow=event.slow)
+                if request is not None and problem is not None:
+                    transitions.end(request, grammar_failure(problem, event.too_complex), now)
+            case CommandDone(command_id=command_id):
+                if self._reports.add("command", command_id, event) is not None:
+                    self.memory.command_done(command_id)
+            case CopyDone(copy=number, seconds=seconds):
+                if self._reports.add("copy", number, event) is not None:
+                    transitions.copied(self.memory.copies.end(number), seconds, now)
+            case KvVerified(key=key, chunks=chunks):
+                self.counters["chunks_verified"] += chunks
+                if (reports := self._reports.add("verification", key, event)) is not None:
+                    transitions.verified(key, first_problem(reports), now)
+            case PartScattered(part=part):
+                if (done := remote.staging.scattered(part)) is not None:
+                    transitions.landed(done, now)
+            case HotCounters(rank=rank, counters=counters):
+                self._hot_counters[rank] = counters
+                for name in counters:
+                    self.counters[f"hot_{name}"] = int(sum(of_rank[name] for of_rank in self._hot_counters.values()))
+            case StoreLoaded() | StoreWritten() | StorePinged() if self.kv_store is not None:
+                loaded = self.kv_store.handle(event, now)
+                if loaded is not None and loaded.owner.prompt.local is loaded.owner:  # a request still needs the prompt
+                    transitions.prefix_stored(loaded.owner, loaded.tokens, now)
+            case MessageReceived(instance=instance, message=message):
+                self._handle_message(instance, message, now)
+            case LoadReported(instance=instance, load=load):
+                peers.report(instance, load)
+                if not load.accepting:
+                    peers.leaving(instance, now)
+            case PeerAlias(endpoint=endpoint, instance=instance):
+                peers.alias(instance, endpoint)
+                self._peers_changed = True
+            case PeerLost(instance=instance, reason=reason):
+                peers.lost(instance, now)
+                self.counters["peers_lost"] += 1
+                transitions.peer_lost(instance, reason, now)
+                self._peers_changed = True
+            case PeerClosed(instance=instance):
+                remote.peer_closed(instance, now)
+            case PeersUnreachable(reasons=reasons):
+                peers.unreachable = reasons
+            case SendFailed(message=KvDestination() as message, reason=reason):
+                transitions.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
+            case PeerRefused() | SendFailed():
+                pass  # logged by the control plane
+            case _:
+                raise TypeError(f"unexpected event: {event!r}")
 
-    def grammar_ready(self, number: int, problem: str | None, now: float, *, slow: bool = False) -> None:
-        """The rank that samples has compiled a grammar, or cannot."""
-        self._submissions.grammar_ready(number, problem, now, slow=slow)
+    def _handle_message(self, instance: InstanceId, message: object, now: float) -> None:
+        remote = self.dispatcher.remote
+        match message:
+            case ChunkArrived():
+                self.counters["chunks" if remote.chunk_arrived(message) else "stale_messages"] += 1
+            case PrefillDone():
+                self.transitions.prefill_done(message, now)
+            case TransferFailed(key=key, reason=reason):
+                log.log(logging.DEBUG if message.full else logging.WARNING, "transfer %s failed: %s", key, reason)
+                if message.leaving:
+                    self.dispatcher.peers.leaving(instance, now)
+                self.transitions.transfer_failed(message, now)
+            case AbortAck(key=key, late_writes=late_writes):
+                remote.writer_stopped(key, late_writes=late_writes, now=now)
+            case StageRequest() | StageArrived() | StageStopped():
+                problem = remote.staging.receive(instance, message, now)
+                if problem is not None:
+                    self.transitions.break_off(message.part.key, instance, problem, now)
+            case CachedPrefixes():
+                self.dispatcher.peers.take_cache_report(instance, message)
+            case _:
+                raise TypeError(f"unexpected message from prefill: {message!r}")
 
-    def mask_ready(self, ready: MaskReady, now: float) -> None:
-        """The rank that samples has computed a mask beside the steps."""
-        request = self.run_queue.slow_masks.ready(ready.number, slow=ready.slow)
-        if request is not None and ready.problem is not None:
-            self.transitions.end(request, grammar_failure(ready.problem, ready.too_complex), now)
+    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion] = ()) -> None:
+        """A prefill server paired. `staged` are the regions that go through the staging rings."""
+        self.dispatcher.peer_up(peer, staged)
+        self._peers_changed = True
 
-    def cancel(self, rid: str, now: float, *, stopped: bool = False) -> None:
-        """The client disconnected or, with `stopped`, the frontend found a stop string. Unknown rids have ended."""
+    def fail(self, rid: str, outcome: FinishReason | RequestError, now: float) -> bool:
+        """End a request before its last token. Returns False if it has ended."""
         request = self.requests.get(rid)
         if request is not None:
-            self.transitions.end(
-                request, FinishReason("stop") if stopped else AbortedError("the client aborted the request"), now
-            )
-
-    def fail(self, rid: str, error: RequestError, now: float) -> bool:
-        """Fail a request. Returns False if it has ended."""
-        request = self.requests.get(rid)
-        if request is not None:
-            self.transitions.end(request, error, now)
+            self.transitions.end(request, outcome, now)
         return request is not None
 
     def fail_prompt(self, key: TransferKey, error: RequestError, now: float) -> None:
         """Fail the requests of this transfer. Unknown transfers have ended."""
-        prompt = self.prompt_of(key)
+        prompt = self.dispatcher.remote.prompts.get(key)
         if prompt is not None:
             self.transitions.end_all(prompt, error, now)
 
@@ -197,79 +292,6 @@ class DecodeScheduler:
         if self.kv_store is not None:
             self.kv_store.stored.withdraw()
         return self.cache.flush()
-
-    # -- events: prefill servers -------------------------------------------------------------------------------
-
-    def peer_up(self, peer: PrefillPeer, staged: Iterable[StagedRegion] = ()) -> None:
-        """A prefill server paired. `staged` are the regions that go through the staging rings."""
-        self.dispatcher.peer_up(peer, staged)
-        self._peers_changed = True
-
-    def peer_alias(self, instance: InstanceId, endpoint: str) -> None:
-        self.dispatcher.peers.alias(instance, endpoint)
-        self._peers_changed = True
-
-    def peer_load(self, instance: InstanceId, load: Load) -> None:
-        self.dispatcher.peers.report(instance, load)
-
-    def cache_report(self, instance: InstanceId, report: CachedPrefixes) -> None:
-        """A prefill server has reported what it has cached."""
-        self.dispatcher.peers.take_cache_report(instance, report)
-
-    def peer_leaving(self, instance: InstanceId, now: float) -> None:
-        """A prefill server gets no more prompts. It may finish those that it has."""
-        self.dispatcher.peers.leaving(instance, now)
-
-    def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """A prefill server is silent or gone. Retry what it has not finished; it may still be writing."""
-        self.dispatcher.peers.lost(instance, now)
-        self.counters["peers_lost"] += 1
-        self.transitions.peer_lost(instance, reason, now)
-        self._peers_changed = True
-
-    def peer_closed(self, instance: InstanceId, now: float) -> None:
-        """The connection to a prefill server is closed."""
-        self.dispatcher.remote.peer_closed(instance, now)
-
-    def peers_unreachable(self, reasons: Mapping[str, str]) -> None:
-        """Why no server is paired, by endpoint."""
-        self.dispatcher.peers.unreachable = reasons
-
-    def chunk_arrived(self, chunk: ChunkArrived) -> None:
-        self.counters["chunks" if self.dispatcher.remote.chunk_arrived(chunk) else "stale_messages"] += 1
-
-    def prompt_of(self, key: TransferKey) -> Prompt | None:
-        """The prompt of this transfer; None for a stale or unknown key."""
-        return self.dispatcher.remote.prompts.get(key)
-
-    def prefill_done(self, done: PrefillDone, now: float) -> None:
-        """Prefill has written everything, and sends the first token of every sample."""
-        self.transitions.prefill_done(done, now)
-
-    def part_scattered(self, part: StagePart, now: float) -> None:
-        """A rank has scattered a staged part."""
-        done = self.dispatcher.remote.staging.scattered(part)
-        if done is not None:
-            self.transitions.landed(done, now)
-
-    def kv_verified(self, report: KvVerified, now: float) -> None:
-        """A rank has compared the KV of a transfer with what was sent."""
-        self.transitions.kv_verified(report, now)
-
-    def transfer_failed(self, failed: TransferFailed, now: float) -> None:
-        """The writer has stopped before the end, or has refused to begin."""
-        self.transitions.transfer_failed(failed, now)
-
-    def abort_acked(self, key: TransferKey, late_writes: bool, now: float) -> None:
-        self.dispatcher.remote.writer_stopped(key, late_writes=late_writes, now=now)
-
-    def stage_message(
-        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
-    ) -> None:
-        """Prefill requests a region of a staging ring, has written it, or will not write it."""
-        problem = self.dispatcher.remote.staging.receive(instance, message, now)
-        if problem is not None:
-            self.transitions.break_off(message.part.key, instance, problem, now)
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
@@ -381,27 +403,6 @@ class DecodeScheduler:
         step = self.run_queue.finish_step(command_id)
         self.memory.command_done(command_id)
         return step, self.dispatcher.local.times.ended(now)
-
-    def command_done(self, command_id: int) -> None:
-        """All ranks have completed a CopyPage."""
-        self.memory.command_done(command_id)
-
-    def copy_done(self, number: int, seconds: float, now: float) -> None:
-        """All ranks have completed a background copy, which took `seconds`. Its owner may have ended meanwhile."""
-        copy = self.memory.copies.end(number)
-        if copy.tokens and copy.grant is not None:
-            self.transitions.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
-        self.memory.release_copy(copy)
-        if copy.kind == "save":
-            self.rates.copied_pages.measured(copy.pages, seconds)
-        self.transitions.copied(copy, now)
-
-    def store_loaded(self, report: StoreLoaded, now: float) -> None:
-        """A rank has ended its load from the KV store for a prompt. When all ranks have, the rest is computed."""
-        assert self.kv_store is not None, "a load ended without a KV store"
-        loaded = self.kv_store.loaded(report, now)
-        if loaded is not None and loaded.owner.prompt.local is loaded.owner:  # a request still needs the prompt
-            self.transitions.prefix_stored(loaded.owner, loaded.tokens, now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""

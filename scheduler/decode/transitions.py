@@ -27,7 +27,7 @@ from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import SendToFrontend
 from ..messages.frontend import FinishReason, Prefilled, Tokens
 from ..messages.lifecycle import State
-from ..messages.ranks import KvVerified, VerifyKv
+from ..messages.ranks import VerifyKv
 from ..messages.step import StepResult
 from ..store.kv_store import LEAST_TOKENS
 from .deadlines import Deadlines
@@ -40,7 +40,6 @@ from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .requests.waiting_queue import WaitingQueue
 from .responses import failed, finished, grammar_failure
 from .run_queue import RunQueue
-from .verification import Verifications
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
@@ -84,7 +83,8 @@ class Transitions:
         self._remote = dispatcher.remote
         self._run_queue = run_queue
         self._deadlines = deadlines
-        self._verifications = Verifications(resources.limits.ranks)
+        self._verifying: dict[TransferKey, PrefillDone] = {}
+        """Transfers that the ranks verify, also those that were given up meanwhile."""
         self._uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
@@ -145,7 +145,7 @@ class Transitions:
 
     def prefill_done(self, done: PrefillDone, now: float) -> None:
         """Prefill has written everything. When that is in its pages, and verified if it has to be, its requests are
-        ARRIVED: now, after the last scatter, after `kv_verified`, or after the copy of the cached prefix.
+        ARRIVED: now, after the last scatter, when it is `verified`, or after the copy of the cached prefix.
         """
         if self._remote.written(done):
             self.landed(done, now)
@@ -156,19 +156,15 @@ class Transitions:
         if prompt is None or prompt.attempt is None or prompt.grant is None:
             self._received(done, now)
             return
-        self._verifications.begin(done)
+        self._verifying[done.key] = done
         attempt = prompt.attempt
         self._outbox.append(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
         for request in prompt.waiting:
             request.lifecycle.advance(State.VERIFYING, now)
 
-    def kv_verified(self, report: KvVerified, now: float) -> None:
-        """A rank has compared the KV of a transfer with what was sent."""
-        self._counters["chunks_verified"] += report.chunks
-        ended = self._verifications.reported(report)
-        if ended is None:
-            return
-        done, problem = ended
+    def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
+        """All ranks have compared the KV of a transfer with what was sent."""
+        done = self._verifying.pop(key)
         # the pages of a transfer that was given up may have a new owner: then a difference means nothing
         if problem is None or done.key not in self._remote.prompts:
             self._received(done, now)
@@ -326,8 +322,13 @@ class Transitions:
             self._counters["store_tokens_loaded"] += local.stored
         dispatcher.start_local(local)
 
-    def copied(self, copy: Copy, now: float) -> None:
-        """A background copy has ended. Its owner may have ended meanwhile."""
+    def copied(self, copy: Copy, seconds: float, now: float) -> None:
+        """All ranks have made a background copy, which took `seconds`. Its owner may have ended meanwhile."""
+        if copy.tokens and copy.grant is not None:
+            self.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
+        self._memory.release_copy(copy)
+        if copy.kind == "save":
+            self._rates.copied_pages.measured(copy.pages, seconds)
         request = copy.owner
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:

@@ -14,7 +14,6 @@ import numpy as np
 
 from ...configs.words import counted
 from ...models.config.sharding import RankTokens
-from ...transfer.control.events import LoadReported, PeerRefused, SendFailed
 from ...transfer.protocol.messages import (
     AnyMessage,
     ChunkArrived,
@@ -33,7 +32,7 @@ from ...transfer.protocol.wire import IntArray
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from ..messages.frontend import FlushCache
-from ..messages.ranks import AssistStep, RunStep, StepDone, StoreLoaded, StorePinged, StoreWritten
+from ..messages.ranks import AssistStep, RunStep, StepDone
 from ..messages.step import tokens_of
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
@@ -57,23 +56,11 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Sent to peers with heartbeats; replaced as a whole."""
 
     def handle(self, event: object, now: float) -> None:
-        """Pass one event to the scheduler. This method handles the events that are the same for both roles."""
-        scheduler = self.scheduler
-        match event:
-            case FlushCache():
-                log.info("prefix cache flushed: %s", counted(scheduler.flush_cache(), "page"))
-            case LoadReported(instance=instance, load=load):
-                scheduler.peer_load(instance, load)
-            case StoreLoaded():
-                scheduler.store_loaded(event, now)
-            case StoreWritten() if scheduler.kv_store is not None:
-                scheduler.kv_store.written(event, now)
-            case StorePinged() if scheduler.kv_store is not None:
-                scheduler.kv_store.pinged(event, now)
-            case PeerRefused() | SendFailed():
-                pass  # logged by the control plane
-            case _:
-                raise TypeError(f"unexpected event: {event!r}")
+        """Pass one event to the scheduler."""
+        if isinstance(event, FlushCache):
+            log.info("prefix cache flushed: %s", counted(self.scheduler.flush_cache(), "page"))
+        else:
+            self.scheduler.handle(event, now)
 
     def perform(self, effect: Effect) -> None:
         """Perform one effect that is not for the frontend. Raises if it cannot be performed."""

@@ -26,7 +26,7 @@ from ...transfer.protocol.messages import (
     Welcome,
 )
 from ...transfer.protocol.wire import IntArray, WireError
-from ..messages.ranks import ChunkReport, ClosePeer, GrammarReady, OpenPeer, PartReport, PeerRoutes, RunStep
+from ..messages.ranks import ChunkReport, ClosePeer, OpenPeer, PartReport, PeerRoutes, RunStep
 from ..prefill.request import PageSpace, PrefillRequest
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
@@ -77,8 +77,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
         match event:
             case MessageReceived(message=KvDestination()):
                 self._receive(event, now)
-            case GrammarReady(number=number, problem=problem):
-                scheduler.grammar_ready(number, problem, now)
             case MessageReceived(instance=instance, message=Abort() as message):
                 scheduler.abort(instance, message, now)
             case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
 from ...memory.prefix_cache import PrefixCache
+from ...transfer.control.events import LoadReported, PeerRefused, SendFailed
 from ...transfer.data.chunks import ChunkWritten, PartWritten
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
@@ -35,7 +36,7 @@ from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.ranks import StoreLoaded
+from ..messages.ranks import GrammarReady, StoreLoaded, StorePinged, StoreWritten
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
@@ -86,6 +87,22 @@ class PrefillScheduler:
             self.stored = StoredPrefixes(self.kv_store, self.cache, self.counters)
 
     # -- events ------------------------------------------------------------------------------------------------
+
+    def handle(self, event: object, now: float) -> None:
+        """Take an event that is not one of the methods below."""
+        match event:
+            case GrammarReady(number=number, problem=problem):
+                self.grammar_ready(number, problem, now)
+            case StoreLoaded() | StoreWritten() | StorePinged() if self.stored is not None:
+                request = self.stored.handle(event, now)
+                if request is not None and request.state is PrefillState.LOADING:
+                    self._compute(request, now)
+            case LoadReported(instance=instance, load=load):
+                self.peer_load(instance, load)
+            case PeerRefused() | SendFailed():
+                pass  # logged by the control plane
+            case _:
+                raise TypeError(f"unexpected event: {event!r}")
 
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
@@ -261,13 +278,6 @@ class PrefillScheduler:
         for request, _, _ in self._computing.take(command_id, now):
             if request.state is PrefillState.COMPUTING:
                 self._transfers.close(request, f"the prefill step failed: {reason}", now)
-
-    def store_loaded(self, report: StoreLoaded, now: float) -> None:
-        """A rank has ended its load from the KV store for a prompt. When all ranks have, the rest is computed."""
-        assert self.stored is not None, "a load ended without a KV store"
-        request = self.stored.loaded(report, now)
-        if request is not None and request.state is PrefillState.LOADING:
-            self._compute(request, now)
 
     def chunk_written(self, written: ChunkWritten, now: float) -> None:
         """The direct writes of a chunk have ended on all ranks, or failed."""

@@ -4,7 +4,7 @@ import collections
 
 from ...memory.prefix_cache import PrefixCache
 from ..messages.lifecycle import PrefillState
-from ..messages.ranks import StoreLoaded
+from ..messages.ranks import StoreLoaded, StorePinged, StoreWritten
 from ..store.kv_store import KvStore
 from .request import PrefillRequest
 
@@ -43,9 +43,9 @@ class StoredPrefixes:
             request.lifecycle.advance(PrefillState.LOADING, now)
         return begun
 
-    def loaded(self, report: StoreLoaded, now: float) -> PrefillRequest | None:
-        """A rank has ended a load. Returns the request if this was the last rank."""
-        loaded = self.store.loaded(report, now)
+    def handle(self, report: StoreLoaded | StoreWritten | StorePinged, now: float) -> PrefillRequest | None:
+        """Take the report of a rank. Returns the request if the last rank has ended its load."""
+        loaded = self.store.handle(report, now)
         if loaded is None:
             return None
         request = loaded.owner

@@ -13,17 +13,13 @@ from ...configs.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import pack_short_hashes, page_hashes
 from ...memory.pages import PageAllocator
+from ...transfer.control.events import LoadReported, MessageReceived
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import (
     Abort,
-    AbortAck,
     AnyMessage,
-    CachedPrefixes,
-    ChunkArrived,
     InstanceId,
     KvDestination,
-    PrefillDone,
-    TransferFailed,
 )
 from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.requests.limits import DecodeLimits
@@ -31,7 +27,7 @@ from ..decode.run_queue import DecodeStep
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import SendToFrontend, SendToPeer
 from ..messages.frontend import Failed, Finished, Submit, Tokens
-from ..messages.ranks import CancelChunks, CopyPage, DropPages, LoadPages, SavePages
+from ..messages.ranks import CancelChunks, CommandDone, CopyDone, CopyPage, DropPages, LoadPages, SavePages
 from ..messages.step import StepResult
 from ..prefill.limits import PrefillLimits
 from ..prefill.request import PageSpace, PrefillRequest, PrefillStep
@@ -165,13 +161,13 @@ class Cluster:
         sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
         hashes = {size: pack_short_hashes(page_hashes(arrival.prompt, size)) for size in sizes}
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True)
-        decode.scheduler.submit(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)
+        decode.scheduler.handle(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)
         self._turn_decode(decode)
 
     def _heartbeat(self) -> None:
         for prefill in self._prefills:
             for decode in self._decodes:
-                decode.scheduler.peer_load(prefill.instance, prefill.scheduler.load())
+                decode.scheduler.handle(LoadReported(prefill.instance, prefill.scheduler.load()), self._clock.now)
                 prefill.scheduler.peer_load(decode.instance, decode.scheduler.load())
         for prefill in self._prefills:
             self._turn_prefill(prefill)
@@ -218,10 +214,10 @@ class Cluster:
                     return
                 case CopyPage(command_id=command_id):
                     server.commands.popleft()
-                    server.scheduler.command_done(command_id)
+                    server.scheduler.handle(CommandDone(0, command_id), self._clock.now)
                 case SavePages(copy=copy) | LoadPages(copy=copy):
                     server.commands.popleft()
-                    server.scheduler.copy_done(copy, 0.0, self._clock.now)
+                    server.scheduler.handle(CopyDone(0, copy, 0.0), self._clock.now)
             self._perform_decode(server)
 
     def _end_decode_step(self, server: _Decode) -> None:
@@ -258,20 +254,7 @@ class Cluster:
             self._clock.after(0.0, following)
 
     def _receive_at_decode(self, source: _Prefill, target: _Decode, message: AnyMessage) -> None:
-        now, scheduler = self._clock.now, target.scheduler
-        match message:
-            case ChunkArrived():
-                scheduler.chunk_arrived(message)
-            case PrefillDone():
-                scheduler.prefill_done(message, now)
-            case TransferFailed():
-                scheduler.transfer_failed(message, now)
-            case AbortAck(key=key, late_writes=late_writes):
-                scheduler.abort_acked(key, late_writes, now)
-            case CachedPrefixes():
-                scheduler.cache_report(source.instance, message)
-            case other:
-                raise TypeError(f"not simulated: {other!r}")
+        target.scheduler.handle(MessageReceived(source.instance, message, ()), self._clock.now)
         self._turn_decode(target)
 
     # -- prefill -----------------------------------------------------------------------------------------------

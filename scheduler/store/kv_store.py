@@ -19,6 +19,7 @@ from ...transfer.store.blocks import BLOCK_TOKENS
 from ..messages.counters import STORE_COUNTERS
 from ..messages.effects import Outbox
 from ..messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
+from ..messages.reports import Reports, first_problem
 from ..rates import Rate
 from .breaker import Breaker
 from .stored_blocks import StoredBlocks
@@ -102,7 +103,6 @@ class _Write:
     command: StoreWrite
     grant: PageGrant[KvPage]
     offer: _Offer
-    reports: list[StoreWritten]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -114,7 +114,6 @@ class _Load(Generic[OwnerT]):
     """Tokens from here on are computed in any case."""
     grant: PageGrant[KvPage]
     """Holds the pages of the load, and those before them, until all ranks are done, even if the owner releases them."""
-    reports: list[StoreLoaded]
 
 
 class Loaded(NamedTuple, Generic[OwnerT]):
@@ -150,7 +149,7 @@ class KvStore(Generic[OwnerT]):
         self._offers: collections.deque[_Offer] = collections.deque()
         self._queued = 0
         self._writing: _Write | None = None
-        self._pings: list[StorePinged] = []
+        self._reports = Reports(limits.ranks)
         self._skipped = 0
         self._most_held = max(1, pages.num_pages * limits.page_size // (MOST_SHARE * BLOCK_TOKENS))
         for name in STORE_COUNTERS:
@@ -172,6 +171,17 @@ class KvStore(Generic[OwnerT]):
             "kv_store_queued_blocks": self._queued + writing,
         }
 
+    def handle(self, report: StoreLoaded | StoreWritten | StorePinged, now: float) -> Loaded[OwnerT] | None:
+        """Take the report of a rank. Returns the result of a load when all ranks have reported."""
+        match report:
+            case StoreLoaded():
+                return self._loaded(report, now)
+            case StoreWritten():
+                self._written(report, now)
+            case StorePinged():
+                self._pinged(report, now)
+        return None
+
     # -- loads -------------------------------------------------------------------------------------------------
 
     def load(
@@ -186,7 +196,7 @@ class KvStore(Generic[OwnerT]):
         tokens_per_s: float | None,
         freed: int = 0,
     ) -> bool:
-        """Start to load what the store has of tokens [cached, most) into `pages`; `loaded` returns the result. The
+        """Start to load what the store has of tokens [cached, most) into `pages`; `handle` returns the result. The
         owner holds `pages`, except for the first `freed`. Returns False, without a load, if it is better to compute the
         tokens; `tokens_per_s` is how fast the model computes them, if that was measured.
         """
@@ -202,7 +212,7 @@ class KvStore(Generic[OwnerT]):
         grant = self._pages.grant("a load from the KV store", 0, shared=path)
         assert grant is not None, "the owner holds these pages"
         self._numbers += 1
-        self._loads[self._numbers] = _Load(owner, blocks, first, end, grant, [])
+        self._loads[self._numbers] = _Load(owner, blocks, first, end, grant)
         self._outbox.append(
             StoreLoad(
                 self._numbers,
@@ -217,26 +227,24 @@ class KvStore(Generic[OwnerT]):
         self._counters["store_lookups"] += 1
         return True
 
-    def loaded(self, report: StoreLoaded, now: float) -> Loaded[OwnerT] | None:
+    def _loaded(self, report: StoreLoaded, now: float) -> Loaded[OwnerT] | None:
         """A rank has ended a load. Returns the result when all ranks have: the blocks that every rank has loaded."""
-        load = self._loads[report.number]
-        load.reports.append(report)
         self._counters["store_corrupt_cells"] += report.corrupt
         self._counters["store_bytes_loaded"] += report.size_bytes
         self._counters["store_loads_late"] += report.late
         if report.problem is not None:
             self._failed(report.problem, now)
-        if len(load.reports) < self._limits.ranks:
+        if (reports := self._reports.add("load", report.number, report)) is None:
             return None
-        del self._loads[report.number]
+        load = self._loads.pop(report.number)
         self._pages.release(load.grant)
-        blocks = min(part.blocks for part in load.reports)
-        if all(part.problem is None for part in load.reports):
+        blocks = min(part.blocks for part in reports)
+        if first_problem(reports) is None:
             self.stored.found(load.blocks[:blocks])
-            if any(part.blocks == blocks and not part.late for part in load.reports):
+            if any(part.blocks == blocks and not part.late for part in reports):
                 self.stored.lost(load.blocks[blocks:])
         if blocks:
-            self.loaded_tokens_rate.measured(blocks * BLOCK_TOKENS, max(part.seconds for part in load.reports))
+            self.loaded_tokens_rate.measured(blocks * BLOCK_TOKENS, max(part.seconds for part in reports))
         tokens = min((load.first_block + blocks) * BLOCK_TOKENS, load.end) if blocks else 0
         return Loaded(load.owner, tokens // self._limits.page_size * self._limits.page_size)
 
@@ -324,7 +332,7 @@ class KvStore(Generic[OwnerT]):
         self._numbers += 1
         pages, offset = pages_holding(path, page_size, offer.first * BLOCK_TOKENS, last * BLOCK_TOKENS)
         command = StoreWrite(self._numbers, tuple(offer.blocks[:count]), tuple(map(KvPage, pages)), offset)
-        self._writing = _Write(command, grant, offer, [])
+        self._writing = _Write(command, grant, offer)
         self._outbox.append(command)
 
     def _drop(self, blocks: int) -> None:
@@ -332,36 +340,31 @@ class KvStore(Generic[OwnerT]):
         self._queued -= blocks
         self._counters["store_blocks_dropped"] += blocks
 
-    def written(self, report: StoreWritten, now: float) -> None:
+    def _written(self, report: StoreWritten, now: float) -> None:
         """A rank has ended a write. When all have, its pages are released."""
         write = self._writing
         assert write is not None, "a write ended that was not begun"
         command = write.command
         assert command.number == report.number, f"write {report.number} ended before write {command.number}"
-        write.reports.append(report)
         self._counters["store_blocks_written"] += report.blocks
         self._counters["store_bytes_written"] += report.size_bytes
         self._counters["store_blocks_refused"] += report.refused
         if report.problem is not None:
             self._failed(report.problem, now)
-        if len(write.reports) < self._limits.ranks:
+        if (reports := self._reports.add("write", report.number, report)) is None:
             return
         self._writing = None
         self._pages.release(write.grant)
-        if all(part.problem is None and not part.refused for part in write.reports):
+        if all(part.problem is None and not part.refused for part in reports):
             offer, last = write.offer, write.offer.first + len(command.blocks)
             self.stored.written(offer.chain.hashed(last), offer.first, offer.path)
 
     # -- availability ------------------------------------------------------------------------------------------
 
-    def pinged(self, report: StorePinged, now: float) -> None:
+    def _pinged(self, report: StorePinged, now: float) -> None:
         """A rank has ended a ping."""
-        self._pings.append(report)
-        if len(self._pings) < self._limits.ranks:
-            return
-        problem = next((ping.problem for ping in self._pings if ping.problem is not None), None)
-        self._pings.clear()
-        if self.breaker.pinged(problem, now):
+        pings = self._reports.add("ping", None, report)
+        if pings is not None and self.breaker.pinged(first_problem(pings), now):
             log.info("the KV store is available")
 
     def _failed(self, problem: str, now: float) -> None:

@@ -44,6 +44,7 @@ from pdserve.server.text.parsers.call_grammars import FunctionSchema, Unwritable
 from pdserve.server.text.parsers.families import FAMILIES
 from pdserve.server.text.stop_regexes import StopRegexes
 from pdserve.server.text.unfinished_json import ends_inside_json
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, PrefillDone, TransferKey
 from tests.fuzz.request_fields import (
     FIELDS,
@@ -328,13 +329,14 @@ def schedule_samples(case: Case) -> float:
     rids = [f"r{at}" for at in range(case["samples"])]
     firsts = tuple(TokenLogprob(5, None) for _ in rids)
     sampling = SamplingParams(max_new_tokens=case["new_tokens"])
-    scheduler.submit(Submit(rids[0], tuple(range(tokens)), sampling, more_rids=tuple(rids[1:])), 0.0)
+    scheduler.handle(Submit(rids[0], tuple(range(tokens)), sampling, more_rids=tuple(rids[1:])), 0.0)
 
     def receive() -> None:
         prompt = scheduler.requests["r0"].prompt
         key = TransferKey(prompt.prompt_id, prompt.attempts)
-        scheduler.chunk_arrived(ChunkArrived(key, 0, tokens, ()))
-        scheduler.prefill_done(PrefillDone(key, firsts, tokens, 1, 1, 8, 0, 0, 0), 0.0)
+        scheduler.handle(MessageReceived(peer, ChunkArrived(key, 0, tokens, ()), ()), 0.0)
+        done = PrefillDone(key, firsts, tokens, 1, 1, 8, 0, 0, 0)
+        scheduler.handle(MessageReceived(peer, done, ()), 0.0)
 
     def turn() -> None:
         scheduler.advance(0.0)

@@ -4,10 +4,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from pdserve.scheduler.engine.decode_engine import DecodeEngine
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
+from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.ranks import CopyDone
 from pdserve.scheduler.rates import SAMPLES, Rate, RateBySize, Rates
 from tests.scheduler.simulation.simulator import Simulator
+from tests.scheduler.simulation.timed_simulator import decode_limits
 
 
 def rate(*samples: tuple[int, float]) -> Rate:
@@ -77,13 +80,12 @@ def test_prefill_rate_counts_computed_and_not_cached_tokens() -> None:
 
 
 def test_copy_rate_is_measured_when_all_ranks_have_reported() -> None:
-    scheduler = Simulator().decode
-    engine = DecodeEngine(scheduler, Mock(size=2), control=Mock(), hello=Mock())
+    scheduler = DecodeScheduler(decode_limits(ranks=2), PageAllocator[KvPage](9), ())
     copy = scheduler.memory.copies.begin("save", Mock())
     copy.pages = 3
-    engine.handle(CopyDone(1, copy.number, 0.25), 0.0)
+    scheduler.handle(CopyDone(1, copy.number, 0.25), 0.0)
     assert scheduler.rates.copied_pages.per_s is None
-    engine.handle(CopyDone(0, copy.number, 0.5), 0.0)
+    scheduler.handle(CopyDone(0, copy.number, 0.5), 0.0)
     assert scheduler.rates.copied_pages.per_s == 6
 
 

@@ -5,6 +5,7 @@ import pytest
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
 from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import PrefillState
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits
 
@@ -181,7 +182,7 @@ def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted
     for number in range(3):
         simulator.submit_prompt(f"r{number}", tuple(range(SHARED)) + (number,) * OWN, 1)
     simulator.run_for(0.01)
-    simulator.decode.cancel("r0", simulator.now)
+    simulator.decode.handle(Cancel("r0"), simulator.now)
     simulator.run(lambda: {"r1", "r2"} <= simulator.ended_at.keys())
     assert simulator.decode.counters["prefix_waits"] == 3
     assert simulator.tokens_here == SHARED + OWN + SHARED + 2 * OWN, "the first prompt was already in a step"

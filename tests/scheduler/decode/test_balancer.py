@@ -12,7 +12,7 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.balancer import choose_for_submit
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
-from pdserve.scheduler.messages.frontend import Submit
+from pdserve.scheduler.messages.frontend import Cancel, Submit
 
 PAGE, RANKS = 16, 4
 MEAN_LOG, SIGMA, MOST = 6.0, 1.0, 6000
@@ -62,7 +62,7 @@ def imbalance(choose: Choose, seed: int) -> float:
             length = min(MOST, max(1, round(draw.lognormvariate(MEAN_LOG, SIGMA))))
             submit = prompt(next(numbers), length)
             number = choose(ranks, submit)
-            ranks[number].submit(submit, float(turn))
+            ranks[number].handle(submit, float(turn))
             open_requests.append((number, submit))
         tokens = [0] * RANKS
         for number, submit in open_requests:
@@ -71,7 +71,7 @@ def imbalance(choose: Choose, seed: int) -> float:
         if turn >= OPEN:
             found.append(max(abs(count - mean) for count in tokens) / mean)
         number, submit = open_requests.pop(draw.randrange(len(open_requests)))
-        ranks[number].cancel(submit.rid, float(turn))
+        ranks[number].handle(Cancel(submit.rid), float(turn))
     return sorted(found)[len(found) * 95 // 100]
 
 
@@ -85,11 +85,11 @@ def test_rank_without_a_place_in_its_batch_is_chosen_last() -> None:
     """Rank 0 has many short requests, the others a long one each."""
     ranks = make_ranks(running=8)
     for rid in range(8):
-        ranks[0].submit(prompt(rid, 1), 0.0)
+        ranks[0].handle(prompt(rid, 1), 0.0)
     for number in range(1, RANKS):
-        ranks[number].submit(prompt(10 + number, 1000 + 100 * number), 0.0)
+        ranks[number].handle(prompt(10 + number, 1000 + 100 * number), 0.0)
     assert choose_for_submit(ranks, prompt(20, 1)) == 1
-    ranks[0].cancel("0", 0.0)
+    ranks[0].handle(Cancel("0"), 0.0)
     assert choose_for_submit(ranks, prompt(21, 1)) == 0
 
 
@@ -98,6 +98,6 @@ def test_prompts_that_wait_count_as_their_kv() -> None:
     chosen = []
     for rid, tokens in enumerate((900, 600, 300, 200, 200, 200)):
         number = choose_for_submit(ranks, submit := prompt(rid, tokens))
-        ranks[number].submit(submit, 0.0)
+        ranks[number].handle(submit, 0.0)
         chosen.append(number)
     assert chosen == [0, 1, 2, 3, 3, 2]

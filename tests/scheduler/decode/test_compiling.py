@@ -8,8 +8,8 @@ from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
-from pdserve.scheduler.messages.frontend import Failed, Submit
-from pdserve.scheduler.messages.ranks import DropGrammar, PrepareGrammar
+from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit
+from pdserve.scheduler.messages.ranks import DropGrammar, GrammarReady, PrepareGrammar
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
@@ -31,7 +31,7 @@ class Server:
 
     def submit(self, rid: str, *more: str, now: float = 0.0, timeout_s: float | None = None) -> None:
         sampling = SamplingParams(max_new_tokens=4, grammar=GRAMMAR)
-        self.scheduler.submit(Submit(rid, (1, 2, 3), sampling, timeout_s=timeout_s, more_rids=more), now)
+        self.scheduler.handle(Submit(rid, (1, 2, 3), sampling, timeout_s=timeout_s, more_rids=more), now)
         self.turn(now)
 
     def turn(self, now: float) -> None:
@@ -42,7 +42,7 @@ class Server:
 
     def compiled(self, problem: str | None = None, *, now: float = 0.0) -> None:
         """The rank has compiled its first grammar."""
-        self.scheduler.grammar_ready(self.compiling.pop(0), problem, now)
+        self.scheduler.handle(GrammarReady(0, self.compiling.pop(0), problem), now)
         self.turn(now)
 
     def _perform(self, effect: Effect) -> None:
@@ -109,7 +109,7 @@ def test_requests_that_wait_for_their_grammar_count_as_queued() -> None:
 def test_other_samples_wait_for_their_grammar_when_one_is_cancelled() -> None:
     server = Server()
     server.submit("r0", "r1", "r2")
-    server.scheduler.cancel("r1", 0.5)
+    server.scheduler.handle(Cancel("r1"), 0.5)
     server.turn(0.5)
     assert (server.sent, server.compiling) == ([], [0])
     assert server.scheduler.state_counts()["compiling"] == 2
@@ -121,11 +121,11 @@ def test_other_samples_wait_for_their_grammar_when_one_is_cancelled() -> None:
 def test_grammar_is_dropped_when_its_last_sample_is_cancelled() -> None:
     server = Server()
     server.submit("r0", "r1")
-    server.scheduler.cancel("r0", 0.5)
-    server.scheduler.cancel("r1", 0.5)
+    server.scheduler.handle(Cancel("r0"), 0.5)
+    server.scheduler.handle(Cancel("r1"), 0.5)
     server.turn(0.5)
     assert server.compiling == []
-    server.scheduler.grammar_ready(0, None, 1.0)  # the rank had compiled it already
+    server.scheduler.handle(GrammarReady(0, 0), 1.0)  # the rank had compiled it already
     server.turn(1.0)
     assert server.sent == []
 

@@ -10,6 +10,7 @@ from pdserve.scheduler.messages.frontend import Failed, Submit
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import DEADLINE_GRACE_S, PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.control.events import PeerAlias, PeersUnreachable
 from pdserve.transfer.protocol.messages import KvDestination, TransferFailed, TransferKey
 from tests.scheduler.simulation.simulator import DECODE, ENDPOINTS, Simulator
 
@@ -30,7 +31,7 @@ def submit(
 ) -> None:
     simulator.submitted.add(rid)
     sampling = SamplingParams(max_new_tokens=20)
-    simulator.decode.submit(Submit(rid, tuple(range(tokens)), sampling, endpoint, timeout_s=timeout_s), simulator.now)
+    simulator.decode.handle(Submit(rid, tuple(range(tokens)), sampling, endpoint, timeout_s=timeout_s), simulator.now)
     simulator.act()
 
 
@@ -135,7 +136,7 @@ def test_error_has_the_reason_why_no_server_is_paired(endpoint: str | None, why:
     simulator = Simulator()
     for _ in ENDPOINTS:
         simulator.kill(0)
-    simulator.decode.peers_unreachable({"a:1": "connection refused", "b:1": "wrong key"})
+    simulator.decode.handle(PeersUnreachable({"a:1": "connection refused", "b:1": "wrong key"}), simulator.now)
     submit(simulator, "r", endpoint=endpoint)
     (failed,) = turn_at(simulator, PREFILL_WAIT_S)
     where = f" at {endpoint}" if endpoint else ""
@@ -149,7 +150,7 @@ def test_alias_of_a_server_counts_as_paired() -> None:
     (instance, _) = simulator.servers
     submit(simulator, "r", endpoint="alias:1")
     assert not turn_at(simulator, PREFILL_WAIT_S - 0.01)
-    simulator.decode.peer_alias(instance, "alias:1")
+    simulator.decode.handle(PeerAlias("alias:1", instance), simulator.now)
     assert not turn_at(simulator, PREFILL_WAIT_S)
     assert simulator.decode.state_counts()["prefilling"] == 1
     simulator.finish()
@@ -162,7 +163,7 @@ def test_request_that_names_several_servers_fails_and_its_error_names_them(queue
     if queued:
         submit(simulator, "r", endpoint="prefill:1")
     for instance in simulator.servers:
-        simulator.decode.peer_alias(instance, "prefill:1")
+        simulator.decode.handle(PeerAlias("prefill:1", instance), simulator.now)
     if not queued:
         submit(simulator, "r", endpoint="prefill:1")
     (failed,) = turn_at(simulator, 0.0)

@@ -14,7 +14,7 @@ from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.decode.transitions import Transitions
 from pdserve.scheduler.messages.effects import SendToFrontend
-from pdserve.scheduler.messages.frontend import Failed, Submit
+from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit
 from pdserve.scheduler.messages.lifecycle import DECODE_TRANSITIONS, State
 from pdserve.scheduler.messages.ranks import MaskReady
 from pdserve.scheduler.messages.step import StepResult
@@ -118,7 +118,7 @@ def running_steps(simulator: Simulator, requests: int, **sampling: Any) -> list[
     """The steps that start at once when `requests` requests run."""
     for index in range(requests):
         params = SamplingParams(max_new_tokens=9, **sampling)
-        simulator.decode.submit(Submit(f"x{index}", (1, 2 + index, 3), params), simulator.now)
+        simulator.decode.handle(Submit(f"x{index}", (1, 2 + index, 3), params), simulator.now)
         simulator.submitted.add(f"x{index}")
     simulator.act()
     for _ in range(30):
@@ -188,7 +188,7 @@ def test_request_with_a_slow_mask_sits_out_until_it_is_computed(problem: str | N
     assert [step_of(simulator, slow=False) for _ in range(3)] == [["x1"]] * 3
     (command,) = simulator.masks
     assert (command.token, command.draw.output_index) == (50, 2)
-    simulator.decode.mask_ready(MaskReady(0, command.number, slow=True, problem=problem), simulator.now)
+    simulator.decode.handle(MaskReady(0, command.number, slow=True, problem=problem), simulator.now)
     assert step_of(simulator, slow=False) == (["x0", "x1"] if problem is None else ["x1"])
     assert step_of(simulator, slow=False) == ["x1"], "the mask after it is computed beside the steps too"
     assert simulator.decode.counters["masks_prepared"] == (2 if problem is None else 1)
@@ -202,7 +202,7 @@ def test_request_takes_part_in_every_step_when_its_masks_are_fast_again() -> Non
     assert step_of(simulator, slow=False) == []
     (command,) = simulator.masks
     assert command.draw.output_index == first.rows[0].output_index + 2
-    simulator.decode.mask_ready(MaskReady(0, command.number, slow=False), simulator.now)
+    simulator.decode.handle(MaskReady(0, command.number, slow=False), simulator.now)
     steps = [simulator.decode.next_step(simulator.now) for _ in range(3)]
     assert [step.rows[0].follows for step in steps if step is not None] == [None, 0], "steps overlap again"
 
@@ -212,8 +212,8 @@ def test_mask_of_a_request_that_was_cancelled_is_not_used() -> None:
     running_steps(simulator, 2, grammar=Grammar("regex", ".*"))
     step_of(simulator, slow=True)
     (command,) = simulator.masks
-    simulator.decode.cancel("x0", simulator.now)
-    simulator.decode.mask_ready(MaskReady(0, command.number, slow=True), simulator.now)
+    simulator.decode.handle(Cancel("x0"), simulator.now)
+    simulator.decode.handle(MaskReady(0, command.number, slow=True), simulator.now)
     assert step_of(simulator, slow=False) == ["x1"]
 
 
@@ -232,7 +232,7 @@ def test_request_ends_when_its_grammar_cannot_be_followed(too_complex: bool) -> 
 @pytest.mark.parametrize("too_complex", [True, False])
 def test_request_ends_when_prefill_cannot_follow_its_grammar(too_complex: bool) -> None:
     simulator = Simulator(local_prefill="never")
-    simulator.decode.submit(Submit("x", (1, 2, 3), SamplingParams(max_new_tokens=9)), simulator.now)
+    simulator.decode.handle(Submit("x", (1, 2, 3), SamplingParams(max_new_tokens=9)), simulator.now)
     simulator.submitted.add("x")
     simulator.decode.advance(simulator.now)
     simulator.act()
@@ -243,7 +243,7 @@ def test_request_ends_when_prefill_cannot_follow_its_grammar(too_complex: bool) 
         if isinstance(effect.message, KvDestination)
     ]
     failed = TransferFailed(key, "too many items", retryable=False, too_complex=too_complex)
-    simulator.decode.transfer_failed(failed, simulator.now)
+    simulator.decode.transitions.transfer_failed(failed, simulator.now)
     (ended,) = [effect.message for effect in simulator.decode.take_effects() if isinstance(effect, SendToFrontend)]
     assert isinstance(ended, Failed)
     assert (ended.status, ended.code) == ((400, "grammar_too_complex") if too_complex else (500, "internal"))

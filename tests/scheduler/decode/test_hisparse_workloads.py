@@ -7,6 +7,7 @@ import pytest
 
 from pdserve.scheduler.decode.memory.background_copies import CopyKind
 from pdserve.scheduler.decode.requests.request import Request
+from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, Simulator, lost_hot_buffer
 
@@ -91,7 +92,7 @@ def test_abort_releases_all_memory_in_every_state(situation: str, stages: int) -
         requests = simulator.decode.requests.items()
         found.extend(rid for rid, request in requests if SITUATIONS[situation](simulator, request))
         for rid in found:
-            simulator.decode.cancel(rid, simulator.now)
+            simulator.decode.handle(Cancel(rid), simulator.now)
         simulator.act()
         return bool(found)
 

@@ -47,7 +47,7 @@ def test_limit_of_a_request_replaces_that_of_the_server() -> None:
     sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
     for rid, slo_ttft_ms in (("patient", 60_000.0), ("strict", 100.0)):
         simulator.submitted.add(rid)
-        simulator.decode.submit(Submit(rid, (1,) * 8192, sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
+        simulator.decode.handle(Submit(rid, (1,) * 8192, sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
     simulator.run(lambda: len(simulator.ended_at) == 2)
     assert sum(late(simulator).values()) == 1
 
@@ -57,7 +57,7 @@ def test_request_counts_once_for_its_late_gaps() -> None:
     simulator = server(slo_itl_s=0.0)
     sampling = SamplingParams(max_new_tokens=100, ignore_eos=True)
     simulator.submitted.add("stream")
-    simulator.decode.submit(Submit("stream", (1,) * 16, sampling, slo_itl_ms=1.0), simulator.now)
+    simulator.decode.handle(Submit("stream", (1,) * 16, sampling, slo_itl_ms=1.0), simulator.now)
     simulator.run(lambda: simulator.output["stream"] >= 1)
     simulator.ask("long", 4096)
     simulator.run(lambda: len(simulator.ended_at) == 2)
@@ -89,7 +89,7 @@ def test_late_gap_of_a_request_with_slow_masks_is_due_to_its_grammar() -> None:
     simulator = Simulator(slow_masks=True, local_prefill="always")
     simulator.submitted.add("r")
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True, grammar=Grammar("regex", ".*"))
-    simulator.decode.submit(Submit("r", (1, 2, 3), sampling, slo_itl_ms=100.0), 0.0)
+    simulator.decode.handle(Submit("r", (1, 2, 3), sampling, slo_itl_ms=100.0), 0.0)
     simulator.act()
     while simulator.decode.requests:
         simulator.decode_turn()

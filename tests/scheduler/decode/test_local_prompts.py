@@ -164,7 +164,7 @@ def test_shortest_limit_of_the_running_requests_bounds_the_time_between_tokens()
     for rid, slo_itl_ms in (("strict", 20.0), ("loose", 500.0), ("default", None)):
         sampling = SamplingParams(max_new_tokens=10_000, ignore_eos=True)
         simulator.submitted.add(rid)
-        simulator.decode.submit(Submit(rid, (1,) * 16, sampling, slo_itl_ms=slo_itl_ms), simulator.now)
+        simulator.decode.handle(Submit(rid, (1,) * 16, sampling, slo_itl_ms=slo_itl_ms), simulator.now)
     simulator.run(lambda: simulator.output["strict"] >= 20)
     simulator.ask("long", 32_768)
     assert longest_gap(simulator, ["strict", "loose", "default"]) <= 1.02 * LATE_GAPS * 0.020
@@ -178,7 +178,7 @@ def test_own_limit_of_a_request_brings_a_long_prompt_before_a_short_one(slo_ttft
     simulator.run(lambda: simulator.output["stream"] >= 20)
     sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
     simulator.submitted.add("long")
-    simulator.decode.submit(Submit("long", (1,) * 2048, sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
+    simulator.decode.handle(Submit("long", (1,) * 2048, sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
     simulator.ask("short", 1500)
     simulator.run(lambda: len(simulator.ended_at) == 2)
     assert min(simulator.ended_at, key=simulator.ended_at.__getitem__) == first

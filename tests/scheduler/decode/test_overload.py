@@ -12,6 +12,7 @@ from pdserve.scheduler.decode.dispatch.prompt_queue import PromptQueue
 from pdserve.scheduler.decode.dispatch.queue_pace import MEASURED_S, QueuePace
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.requests.waiting_queue import WaitingQueue
+from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.decode.test_precedence import ask, work
 from tests.scheduler.simulation.simulator import Simulator
@@ -198,7 +199,7 @@ def test_requests_that_wait_for_the_batch_or_a_hot_buffer_count_as_queued(
         work(simulator, lambda: accepted[-1].state is waits)
     refused = simulator.ask_for(tuple(range(6)), 60)
     assert (simulator.failures[refused].status, simulator.failures[refused].code) == (429, "overloaded")
-    simulator.decode.cancel(accepted[0].rid, simulator.now)  # another one takes its place
+    simulator.decode.handle(Cancel(accepted[0].rid), simulator.now)  # another one takes its place
     work(simulator, lambda: [request.state for request in accepted].count(State.RUNNING) == running)
     assert simulator.ask_for(tuple(range(6)), 60) not in simulator.failures
 

@@ -10,6 +10,7 @@ from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.decode.memory.hot_buffers import HotBuffers, HotLimits
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.effects import SendToPeer
+from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from pdserve.scheduler.messages.ranks import OpenHot, WriteBackRows
 from tests.scheduler.decode.memory.test_page_lending import Pools
@@ -80,7 +81,7 @@ def test_rows_are_copied_once_after_the_ranks_have_the_next_step(ends: bool) -> 
     run(simulator, lambda: unsaved(simulator, rid))
     assert not simulator.copies
     if ends:
-        simulator.decode.cancel(rid, simulator.now)
+        simulator.decode.handle(Cancel(rid), simulator.now)
         simulator.act()
     else:
         step = simulator.decode.next_step(simulator.now)
@@ -222,7 +223,7 @@ def test_pages_of_a_transfer_that_was_given_up_stay_while_its_prefix_is_copied()
     hot = simulator.decode.memory.hot
     assert hot is not None
     held = hot.limits.num_pages - hot.pages.available
-    simulator.decode.cancel(rid, simulator.now)
+    simulator.decode.handle(Cancel(rid), simulator.now)
     simulator.act()
     for _ in range(30):
         simulator.rank_turn(eos=False)
@@ -268,7 +269,7 @@ def test_abort_releases_all_memory(situation: str, stopped: bool) -> None:
         requests = simulator.decode.requests.items()
         found.extend(rid for rid, request in requests if SITUATIONS[situation](simulator, request))
         for rid in found:
-            simulator.decode.cancel(rid, simulator.now, stopped=stopped)
+            simulator.decode.handle(Cancel(rid, stopped), simulator.now)
         simulator.act()
         return bool(found)
 

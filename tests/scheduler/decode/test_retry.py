@@ -6,6 +6,7 @@ from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.ranks import KvVerified, VerifyKv
+from pdserve.transfer.control.events import LoadReported
 from tests.scheduler.simulation.simulator import Simulator
 
 
@@ -119,7 +120,7 @@ def test_transfer_with_a_difference_is_sent_again() -> None:
     send_all(simulator)
     verify = simulator.commands.popleft()
     assert isinstance(verify, VerifyKv)
-    simulator.decode.kv_verified(KvVerified(0, verify.key, 1, "chunk 0 differs"), simulator.now)
+    simulator.decode.handle(KvVerified(0, verify.key, 1, "chunk 0 differs"), simulator.now)
     counters, quarantine = simulator.decode.counters, simulator.decode.dispatcher.remote.quarantine
     assert (counters["checksum_errors"], counters["transfers_failed"]) == (1, 1)
     assert quarantine.pages > 0, "late writes may land"
@@ -213,10 +214,7 @@ def test_server_that_does_not_accept_gets_no_prompts() -> None:
     instances = list(simulator.servers)
     simulator.drain(0)
     for instance, server in simulator.servers.items():
-        load = server.scheduler.load()
-        simulator.decode.peer_load(instance, load)
-        if not load.accepting:
-            simulator.decode.peer_leaving(instance, simulator.now)
+        simulator.decode.handle(LoadReported(instance, server.scheduler.load()), simulator.now)
     for _ in range(3):
         simulator.submit(6, 0, 2, 1, None, 0)
     pass_turns(simulator, 0.5)
@@ -251,7 +249,7 @@ def test_prompt_is_computed_here_after_a_prefill_server_with_other_grammars_of_j
     simulator.start("a:1")
     simulator.submitted.add("x")
     sampling = SamplingParams(max_new_tokens=4, grammar=grammar)
-    simulator.decode.submit(Submit("x", tuple(range(10, 16)), sampling), simulator.now)
+    simulator.decode.handle(Submit("x", tuple(range(10, 16)), sampling), simulator.now)
     simulator.act()
     simulator.finish()
     assert simulator.failures == {}

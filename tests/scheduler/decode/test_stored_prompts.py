@@ -16,11 +16,12 @@ from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.requests.request import Prompt
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
-from pdserve.scheduler.messages.frontend import Finished, Submit
+from pdserve.scheduler.messages.frontend import Cancel, Finished, Submit
 from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import StoreLimits, root_of
+from pdserve.transfer.control.events import PeerLost
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination
 from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, STORE_ACTIONS, run_workload
@@ -65,12 +66,12 @@ class Decode:
         for effect in self.scheduler.take_effects():
             match effect:
                 case StorePing():
-                    store.pinged(StorePinged(0), self.now)
+                    store.handle(StorePinged(0), self.now)
                 case StoreLoad():
                     self.loads.append(effect)
                 case StoreWrite():
                     self.stored |= set(effect.blocks)
-                    store.written(StoreWritten(0, effect.number, len(effect.blocks), 1), self.now)
+                    store.handle(StoreWritten(0, effect.number, len(effect.blocks), 1), self.now)
                 case SendToPeer(message=KvDestination() as destination):
                     self.sent.append(destination)
                 case SendToFrontend(message=Finished() as finished):
@@ -81,7 +82,7 @@ class Decode:
     def answer_loads(self) -> None:
         for load in self.loads:
             there = next((i for i, block in enumerate(load.blocks) if block not in self.stored), len(load.blocks))
-            self.scheduler.store_loaded(StoreLoaded(0, load.number, there, 0.001), self.now)
+            self.scheduler.handle(StoreLoaded(0, load.number, there, 0.001), self.now)
         self.loads.clear()
 
     def serve(self, rid: str, prompt: list[int], new_tokens: int = 40) -> Finished:
@@ -94,7 +95,7 @@ class Decode:
 
     def submit(self, rid: str, prompt: list[int], new_tokens: int) -> None:
         sampling = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-        self.scheduler.submit(Submit(rid, tuple(prompt), sampling), self.now)
+        self.scheduler.handle(Submit(rid, tuple(prompt), sampling), self.now)
 
 
 def test_next_turn_is_loaded_after_the_pages_are_lost() -> None:
@@ -118,7 +119,7 @@ def test_prompt_that_is_aborted_while_it_loads_keeps_its_pages_until_the_end_of_
     decode.submit("gone", list(range(300)), 4)
     decode.turn()
     assert len(decode.loads) == 1
-    decode.scheduler.cancel("gone", decode.now)
+    decode.scheduler.handle(Cancel("gone"), decode.now)
     for _ in range(3):
         decode.turn()
     assert decode.scheduler.pages.held > 0
@@ -181,7 +182,7 @@ def test_turn_is_computed_here_if_its_history_and_the_prefill_server_are_lost() 
     decode = with_history(prompt)
     decode.submit("second", prompt, 4)
     decode.turn()
-    decode.scheduler.peer_lost(InstanceId("prefill"), "killed", decode.now)
+    decode.scheduler.handle(PeerLost(InstanceId("prefill"), "killed"), decode.now)
     decode.stored.clear()
     for _ in range(200):
         decode.turn()

@@ -17,10 +17,11 @@ from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
-from pdserve.scheduler.messages.ranks import OpenHot
+from pdserve.scheduler.messages.ranks import CopyDone, OpenHot
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import ChunkArrived, InstanceId, KvDestination, PrefillDone, TransferKey
 from tests.scheduler.simulation.simulator import NO_UNITS
 
@@ -83,7 +84,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
 def submit(scheduler: DecodeScheduler, count: int, tokens: int, endpoint: str | None = None) -> None:
     for _ in range(count):
         rid = f"r{scheduler.counters['requests']}"
-        scheduler.submit(Submit(rid, tuple(range(tokens)), SamplingParams(max_new_tokens=5), endpoint), now=0.0)
+        scheduler.handle(Submit(rid, tuple(range(tokens)), SamplingParams(max_new_tokens=5), endpoint), now=0.0)
     scheduler.advance(0.0)
 
 
@@ -92,7 +93,9 @@ def arrive(scheduler: DecodeScheduler) -> None:
     for effect in scheduler.take_effects():
         if isinstance(effect, SendToPeer) and isinstance(effect.message, KvDestination):
             key, tokens = effect.message.key, len(effect.arrays[0])
-            scheduler.chunk_arrived(ChunkArrived(key, effect.message.prefix_tokens, tokens, ()))
+            scheduler.handle(
+                MessageReceived(PEER, ChunkArrived(key, effect.message.prefix_tokens, tokens, ()), ()), 0.0
+            )
             done = PrefillDone(
                 key=key,
                 first_tokens=(TokenLogprob(1, None),),
@@ -105,14 +108,14 @@ def arrive(scheduler: DecodeScheduler) -> None:
                 transfer_tail_s=0,
                 cached_tokens=0,
             )
-            scheduler.prefill_done(done, 0.0)
+            scheduler.handle(MessageReceived(PEER, done, ()), 0.0)
 
 
 def load(scheduler: DecodeScheduler) -> None:
     """Ranks copy the rows of admitted requests into their hot buffers."""
     for effect in scheduler.take_effects():
         if isinstance(effect, OpenHot) and effect.copy is not None:
-            scheduler.copy_done(effect.copy, 0.0, 0.0)
+            scheduler.handle(CopyDone(0, effect.copy, 0.0), 0.0)
 
 
 def turn(scheduler: DecodeScheduler) -> None:
@@ -187,7 +190,7 @@ def test_cost_of_a_passed_deadline_does_not_grow_with_open_requests() -> None:
     for count in (FEW, MANY):
         scheduler = with_queued(count)
         prompt = tuple(range(64 * PAGE_SIZE - 4))
-        scheduler.submit(Submit("hasty", prompt, SamplingParams(max_new_tokens=5), timeout_s=1.0), now=0.0)
+        scheduler.handle(Submit("hasty", prompt, SamplingParams(max_new_tokens=5), timeout_s=1.0), now=0.0)
         scheduler.advance(0.5)
         assert scheduler.state_counts()["queued"] == count + 1
         costs.append(instructions(partial(scheduler.advance, 1.0)))

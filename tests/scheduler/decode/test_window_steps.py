@@ -113,7 +113,7 @@ def test_prompt_and_samples_that_decode_cannot_compute_do_not_wait_for_memory(se
         rids = [rid, *(f"{rid}, {sample}" for sample in range(1, samples))]
         simulator.submitted.update(rids)
         sampling = SamplingParams(max_new_tokens=4)
-        simulator.decode.submit(
+        simulator.decode.handle(
             Submit(rid, tuple(range(samples, 38 + samples)), sampling, more_rids=tuple(rids[1:])), simulator.now
         )
     for _ in range(400):

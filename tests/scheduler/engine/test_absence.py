@@ -20,6 +20,7 @@ from pdserve.scheduler.engine.decode_engine import DecodeEngine
 from pdserve.scheduler.engine.loop import EngineLoop
 from pdserve.scheduler.engine.routing import DecodeRouter
 from pdserve.scheduler.messages.frontend import Submit
+from pdserve.transfer.control.events import PeerClosed, PeerLost
 from pdserve.transfer.protocol.messages import InstanceId
 
 PREFILL = InstanceId("prefill")
@@ -95,8 +96,8 @@ def test_quarantine_goes_on_after_a_stop(stopped_s: float, monkeypatch: pytest.M
     server.submit()
     server.run_for(0.1)
     assert server.state() == "prefilling"
-    server.scheduler.peer_lost(PREFILL, "its connection was closed", server.now)
-    server.scheduler.peer_closed(PREFILL, server.now)
+    server.scheduler.handle(PeerLost(PREFILL, "its connection was closed"), server.now)
+    server.scheduler.handle(PeerClosed(PREFILL), server.now)
     server.run_for(1.0)
     quarantine = server.scheduler.dispatcher.remote.quarantine
     held = quarantine.pages

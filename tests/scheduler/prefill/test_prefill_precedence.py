@@ -38,7 +38,7 @@ class PrefillQueue:
         simulator, number = self.simulator, next(self._numbers)
         rid, prompt = f"r{number}", (*divmod(number, 90), *range(tokens - 2))
         simulator.submitted.add(rid)
-        simulator.decode.submit(Submit(rid, prompt, SamplingParams(max_new_tokens=1), priority=priority), simulator.now)
+        simulator.decode.handle(Submit(rid, prompt, SamplingParams(max_new_tokens=1), priority=priority), simulator.now)
         simulator.decode_turn()
         simulator.deliver(0, up=False)
         assert simulator.decode.requests[rid].state.value == "prefilling"

@@ -33,7 +33,7 @@ def test_prefill_gets_the_age_and_the_limit_of_a_prompt(slo_ttft_ms: float | Non
     (server,) = simulator.servers.values()
     sampling = SamplingParams(max_new_tokens=1)
     simulator.submitted.add("r")
-    simulator.decode.submit(Submit("r", (1, 2, 3), sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
+    simulator.decode.handle(Submit("r", (1, 2, 3), sampling, slo_ttft_ms=slo_ttft_ms), simulator.now)
     simulator.pass_time(0.25)
     simulator.decode_turn()
     (sent,) = server.to_prefill

@@ -10,6 +10,7 @@ from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from pdserve.transfer.protocol.messages import (
     Abort,
@@ -182,7 +183,7 @@ def test_invalid_staging_request_fails_its_transfer(problem: str) -> None:
     tokens = (0, 40) if problem == "tokens" else (0, 2)
     part = StagePart(part.epoch, part.key, 0, 7 if problem == "rank" else 0, part.block, *tokens)
     size = 1 if problem == "size" else part.tokens * TOKEN_BYTES
-    simulator.decode.stage_message(server.instance, StageRequest(part, size), 0.0)
+    simulator.decode.handle(MessageReceived(server.instance, StageRequest(part, size), ()), 0.0)
     simulator.act()
     assert simulator.decode.counters["requests_failed"] == 1
     assert [effect.message.key for effect in server.to_prefill if isinstance(effect.message, Abort)] == [part.key]

@@ -73,7 +73,7 @@ class Prefill:
         problem = "no answer" if self.fails else None
         for rank, blocks in ((0, there), (1, max(0, there - fewer))):
             report = StoreLoaded(rank, load.number, 0 if problem else blocks, 0.01, problem=problem)
-            self.scheduler.store_loaded(report, self.now)
+            self.scheduler.handle(report, self.now)
 
     def serve(self) -> None:
         """Until every request has ended."""
@@ -98,7 +98,7 @@ class Prefill:
                     self.scheduler.chunk_written(ended, self.now)
                 case StorePing():
                     for rank in range(2):
-                        store.pinged(StorePinged(rank, "no answer" if self.fails else None), self.now)
+                        store.handle(StorePinged(rank, "no answer" if self.fails else None), self.now)
                 case StoreLoad():
                     self.loads.append(effect)
                 case StoreWrite():
@@ -106,7 +106,7 @@ class Prefill:
                         self.stored |= set(effect.blocks)
                     for rank in range(2):
                         problem = "no answer" if self.fails else None
-                        store.written(StoreWritten(rank, effect.number, len(effect.blocks), 1, problem), self.now)
+                        store.handle(StoreWritten(rank, effect.number, len(effect.blocks), 1, problem), self.now)
                 case SendToPeer(message=PrefillDone() as done):
                     self.done[done.key.transfer_id] = done
                 case SendToPeer(message=AbortAck(key=key)):

@@ -32,13 +32,16 @@ from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine.step_rows import decode_row
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
-from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
+from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.scheduler.messages.ranks import (
     CancelChunks,
+    CommandDone,
+    CopyDone,
     CopyPage,
     DropGrammarState,
     DropPages,
+    GrammarReady,
     HotCommand,
     KvVerified,
     LoadPages,
@@ -58,17 +61,13 @@ from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits
+from pdserve.transfer.control.events import MessageReceived, PeerClosed, PeerLost
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import (
     Abort,
-    AbortAck,
     AnyMessage,
-    CachedPrefixes,
-    ChunkArrived,
     InstanceId,
     KvDestination,
-    PrefillDone,
-    TransferFailed,
     TransferKey,
 )
 
@@ -250,21 +249,21 @@ class Simulator:
             tokens = (*self.last_conversation[:30], *range(90, 93))
         grammar = Grammar("regex", ".*") if self.slow_masks and family != 1 else None
         sampling = SamplingParams(max_new_tokens=new, grammar=grammar)
-        self.decode.submit(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
+        self.decode.handle(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
         self.act()
 
     def ask_for(self, tokens: Prefix, new: int) -> str:
         """Submit one request for this prompt."""
         rid = f"r{next(self.names)}"
         self.submitted.add(rid)
-        self.decode.submit(Submit(rid, tokens, SamplingParams(max_new_tokens=new)), self.now)
+        self.decode.handle(Submit(rid, tokens, SamplingParams(max_new_tokens=new)), self.now)
         self.act()
         return rid
 
     def cancel(self, which: int, stopped: bool) -> None:
         if self.decode.requests:
             rid = sorted(self.decode.requests)[which % len(self.decode.requests)]
-            self.decode.cancel(rid, self.now, stopped=stopped)
+            self.decode.handle(Cancel(rid, stopped), self.now)
             self.act()
 
     def flush(self) -> None:
@@ -314,11 +313,11 @@ class Simulator:
             case ResizeHot() as resized:
                 self._resize_hot(resized)
             case VerifyKv(key=key, chunks=chunks):
-                self.decode.kv_verified(KvVerified(0, key, len(chunks), None), self.now)
+                self.decode.handle(KvVerified(0, key, len(chunks), None), self.now)
             case CopyPage(command_id=command_id, source=source, destination=destination, tokens=tokens):
                 self._put_page(destination, self._page(source), tokens)
                 self.hot_seen["copied within a page"] += tokens is not None
-                self.decode.command_done(command_id)
+                self.decode.handle(CommandDone(0, command_id), self.now)
             case StoreLoad():
                 raise AssertionError("a load without a KV store")
             case copy:
@@ -333,7 +332,7 @@ class Simulator:
         self._take_mask(command.draw)
         assert command.draw.grammar_state is not None
         self.prepared.add(command.draw.grammar_state)
-        self.decode.mask_ready(MaskReady(0, command.number, slow=command.number % 3 != 0), self.now)
+        self.decode.handle(MaskReady(0, command.number, slow=command.number % 3 != 0), self.now)
         self.act()
 
     def _take_mask(self, draw: Draw) -> None:
@@ -369,7 +368,7 @@ class Simulator:
             case DropPages(rid=rid):
                 del self.saved[rid]
                 return
-        self.decode.copy_done(number, 0.0, self.now)
+        self.decode.handle(CopyDone(0, number, 0.0), self.now)
         self.act()
 
     def _open_hot(self, opened: OpenHot) -> None:
@@ -576,14 +575,14 @@ class Simulator:
         for write in server.writes:
             write.lands_until = self.now + QUARANTINE_S
         self.late_writes_in_flight += server.writes
-        self.decode.peer_lost(server.instance, "killed", self.now)
-        self.decode.peer_closed(server.instance, self.now)
+        self.decode.handle(PeerLost(server.instance, "killed"), self.now)
+        self.decode.handle(PeerClosed(server.instance), self.now)
         self.act()
 
     def hang(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
             server.hung = True
-            self.decode.peer_lost(server.instance, "silent", self.now)
+            self.decode.handle(PeerLost(server.instance, "silent"), self.now)
             self.act()
 
     def wake(self, which: int, lost_us: bool) -> None:
@@ -780,7 +779,7 @@ class Simulator:
             case WriteBackRows():
                 self.copies.append(effect)  # does not wait for earlier steps
             case PrepareGrammar(number=number):
-                self.decode.grammar_ready(number, None, self.now, slow=self.slow_masks and number % 2 == 1)
+                self.decode.handle(GrammarReady(0, number, slow=self.slow_masks and number % 2 == 1), self.now)
             case PrepareMask():
                 self.masks.append(effect)
             case DropGrammarState(grammar_state=state):
@@ -924,21 +923,7 @@ class Simulator:
         self.act()
 
     def _deliver_up(self, server: Server) -> None:
-        match server.to_decode.popleft():
-            case ChunkArrived() as chunk:
-                self.decode.chunk_arrived(chunk)
-            case PrefillDone() as done:
-                self.decode.prefill_done(done, self.now)
-            case TransferFailed() as failed:
-                if failed.leaving:
-                    self.decode.peer_leaving(server.instance, self.now)
-                self.decode.transfer_failed(failed, self.now)
-            case AbortAck() as ack:
-                self.decode.abort_acked(ack.key, ack.late_writes, self.now)
-            case CachedPrefixes() as report:
-                self.decode.cache_report(server.instance, report)
-            case message:
-                raise AssertionError(message)
+        self.decode.handle(MessageReceived(server.instance, server.to_decode.popleft(), ()), self.now)
         self.act()
 
     def _lose_decode(self, server: Server) -> None:
@@ -948,7 +933,7 @@ class Simulator:
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """The pages of this transfer, which must still be reserved when a write starts."""
-        prompt = self.decode.prompt_of(key)
+        prompt = self.decode.dispatcher.remote.prompts.get(key)
         grant = prompt.grant if prompt is not None else self.decode.dispatcher.remote.quarantine._pages[key].grant
         assert grant is not None
         return grant

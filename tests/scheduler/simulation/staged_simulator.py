@@ -15,7 +15,8 @@ from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.dispatch.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
-from pdserve.scheduler.messages.ranks import CancelChunks
+from pdserve.scheduler.messages.ranks import CancelChunks, PartScattered
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.data.chunks import PartScatter, PartWrite, PartWritten
 from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
@@ -122,7 +123,7 @@ class StagedSimulator(Simulator):
             row = scatter.command.pages[index // PAGE_SIZE], position % PAGE_SIZE
             assert row[0] in scatter.grant.pages
             self._put_piece(row, part.writer, scatter.prompt[: position + 1])
-        self.decode.part_scattered(part, self.now)
+        self.decode.handle(PartScattered(0, part), self.now)
         self.act()
 
     def decode_turn(self) -> None:
@@ -153,7 +154,7 @@ class StagedSimulator(Simulator):
     def _of_decode(self, effect: Effect) -> None:
         match effect:
             case PartScatter(part=part):
-                prompt = self.decode.prompt_of(part.key)
+                prompt = self.decode.dispatcher.remote.prompts.get(part.key)
                 assert prompt is not None, f"{part} is scattered, but its transfer has ended"
                 assert prompt.grant is not None
                 self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))
@@ -184,7 +185,7 @@ class StagedSimulator(Simulator):
         match server.to_decode[0]:
             case StageRequest() | StageArrived() | StageStopped() as message:
                 server.to_decode.popleft()
-                self.decode.stage_message(server.instance, message, self.now)
+                self.decode.handle(MessageReceived(server.instance, message, ()), self.now)
                 self.act()
             case _:
                 super()._deliver_up(server)

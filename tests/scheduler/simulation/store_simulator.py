@@ -54,7 +54,7 @@ class StoreSimulator(Simulator):
         del self.store_commands[at]
         match command:
             case StorePing():
-                self.store.pinged(StorePinged(0, self._problem(0.2)), self.now)
+                self.store.handle(StorePinged(0, self._problem(0.2)), self.now)
             case StoreWrite():
                 self._store_write(command)
             case StoreLoad():
@@ -76,7 +76,7 @@ class StoreSimulator(Simulator):
                 self.values.setdefault(block, value)
         self.store_seen["written"] += 1
         count = len(command.blocks)
-        self.store.written(StoreWritten(0, command.number, count, count, self._problem(0.02)), self.now)
+        self.store.handle(StoreWritten(0, command.number, count, count, self._problem(0.02)), self.now)
 
     def _store_load(self, command: StoreLoad) -> None:
         """Load the blocks in order, up to the first that is lost or damaged."""
@@ -98,7 +98,7 @@ class StoreSimulator(Simulator):
         problem = self._problem(0.03)
         self.store_seen["loaded"] += bool(loaded)
         self.store_seen["damaged"] += corrupt
-        self.decode.store_loaded(StoreLoaded(0, command.number, loaded, 0.001, loaded, corrupt, problem), self.now)
+        self.decode.handle(StoreLoaded(0, command.number, loaded, 0.001, loaded, corrupt, problem), self.now)
 
     def work_ranks(self, *, eos: bool = False) -> None:
         while self.commands or self.copies or self.store_commands:

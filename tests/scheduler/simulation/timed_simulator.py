@@ -19,6 +19,7 @@ from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot, WriteBackRows
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
+from pdserve.transfer.control.events import LoadReported
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, PrefillDone, TransferKey
 from tests.scheduler.simulation.simulator import DECODE, Server, Simulator, Write, prefill_results, sampled
@@ -140,7 +141,7 @@ class TimedSimulator(Simulator):
             for size in self.decode.dispatcher.peers.hashed_page_sizes
         }
         submit = Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows, page_hashes=hashes)
-        self.decode.submit(submit, self.now)
+        self.decode.handle(submit, self.now)
         self.act()
 
     def flood(self, prompts: int, tokens: int, priority: int = 0) -> None:
@@ -242,7 +243,7 @@ class TimedSimulator(Simulator):
 
     def _report(self) -> None:
         for server in self.servers.values():
-            self.decode.peer_load(server.instance, server.scheduler.load())
+            self.decode.handle(LoadReported(server.instance, server.scheduler.load()), self.now)
             server.scheduler.peer_load(DECODE, self.decode.load())
         self.at(self.now + HEARTBEAT_S, self._report)
 

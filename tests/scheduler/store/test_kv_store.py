@@ -33,7 +33,7 @@ class Server:
             self.store.advance(0.0)
             assert self.outbox.take_all() == [StorePing()]
             for rank in range(ranks):
-                self.store.pinged(StorePinged(rank), 0.0)
+                self.store.handle(StorePinged(rank), 0.0)
 
     def insert(self, tokens: int) -> tuple[BlockChain, InsertedPrefix, PageGrant[KvPage]]:
         """A sequence of `tokens` tokens is computed, cached and offered to the store."""
@@ -54,7 +54,7 @@ class Server:
 
     def finish(self, command: StoreWrite, problem: str | None = None) -> None:
         for rank in range(self.ranks):
-            self.store.written(StoreWritten(rank, command.number, len(command.blocks), 1, problem), 0.0)
+            self.store.handle(StoreWritten(rank, command.number, len(command.blocks), 1, problem), 0.0)
 
     def load(self, tokens: int, *, cached: int = 0, most: int | None = None, rate: float | None = None) -> bool:
         grant = self.pages.grant("loading", -(-tokens // self.page_size))
@@ -91,9 +91,9 @@ def test_cached_pages_are_written_and_held_until_all_ranks_are_done() -> None:
     assert (len(command.pages), command.offset) == (6, 0)
     assert server.pages.held == 6
     assert server.pages.grant("all", 64) is None
-    server.store.written(StoreWritten(0, command.number, 3, 100), 0.0)
+    server.store.handle(StoreWritten(0, command.number, 3, 100), 0.0)
     assert server.pages.held == 6
-    server.store.written(StoreWritten(1, command.number, 3, 100), 0.0)
+    server.store.handle(StoreWritten(1, command.number, 3, 100), 0.0)
     server.pages.check_integrity(idle=True)
     assert server.counters["store_bytes_written"] == 200
 
@@ -195,7 +195,7 @@ def test_nothing_is_sent_to_a_store_that_does_not_answer() -> None:
     assert not server.load(256)
     server.store.advance(2.0)
     assert server.outbox.take_all() == [StorePing()]
-    server.store.pinged(StorePinged(0), 2.0)
+    server.store.handle(StorePinged(0), 2.0)
     assert server.load(256)
 
 
@@ -214,7 +214,7 @@ def test_loaded_tokens_are_whole_pages_within_the_limit(page_size: int, most: in
     server = Server(page_size=page_size)
     assert server.load(300, most=most)
     command = server.take_load()
-    result = server.store.loaded(StoreLoaded(0, command.number, len(command.blocks), 0.1), 0.0)
+    result = server.store.handle(StoreLoaded(0, command.number, len(command.blocks), 0.1), 0.0)
     assert result is not None
     assert (result.owner, result.tokens) == ("owner", loaded)
 
@@ -223,9 +223,9 @@ def test_ranks_agree_on_what_all_have_loaded() -> None:
     server = Server(ranks=3)
     assert server.load(300)
     number = server.take_load().number
-    assert server.store.loaded(StoreLoaded(0, number, 9, 0.1), 0.0) is None
-    assert server.store.loaded(StoreLoaded(1, number, 4, 0.1, corrupt=2), 0.0) is None
-    result = server.store.loaded(StoreLoaded(2, number, 7, 0.1), 0.0)
+    assert server.store.handle(StoreLoaded(0, number, 9, 0.1), 0.0) is None
+    assert server.store.handle(StoreLoaded(1, number, 4, 0.1, corrupt=2), 0.0) is None
+    result = server.store.handle(StoreLoaded(2, number, 7, 0.1), 0.0)
     assert result is not None
     assert result.tokens == 4 * BLOCK_TOKENS
     assert server.counters["store_corrupt_cells"] == 2
@@ -240,7 +240,7 @@ def test_few_tokens_are_computed_and_not_loaded() -> None:
 def test_store_that_is_slower_than_the_model_is_rarely_used() -> None:
     server = Server()
     assert server.load(300, rate=1000.0)
-    server.store.loaded(StoreLoaded(0, server.take_load().number, 9, seconds=9.0), 0.0)
+    server.store.handle(StoreLoaded(0, server.take_load().number, 9, seconds=9.0), 0.0)
     asked = sum(server.load(300, rate=1000.0) for _ in range(32))
     assert asked == 2
     assert server.counters["store_skipped_as_slow"] == 30

@@ -78,18 +78,18 @@ class Server:
                 for rank in range(2):
                     match command:
                         case StorePing():
-                            self.store.pinged(StorePinged(rank), 0.0)
+                            self.store.handle(StorePinged(rank), 0.0)
                         case StoreWrite():
                             new = [] if self.full else [block for block in command.blocks if block not in self.values]
                             self.values |= set(new)
                             refused = len(set(command.blocks) - self.values) if rank == 0 else 0
                             done = StoreWritten(rank, command.number, len(new), 1, self.problem, refused)
-                            self.store.written(done, 0.0)
+                            self.store.handle(done, 0.0)
                         case StoreLoad():
                             there = (i for i, block in enumerate(command.blocks) if block not in self.values)
                             found = next(there, len(command.blocks))
                             report = StoreLoaded(rank, command.number, found, 0.1, problem=self.problem, late=self.late)
-                            self.store.loaded(report, 0.0)
+                            self.store.handle(report, 0.0)
                         case _:
                             raise AssertionError(command)
             self.store.advance(1e9)

@@ -16,6 +16,7 @@ from pdserve.scheduler.messages.effects import Outbox, SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill import cache_reports
 from pdserve.scheduler.prefill.cache_reports import INTERVAL_S, CacheReports
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import CachedPrefixes, InstanceId
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
@@ -170,10 +171,10 @@ def test_adopted_prompt_is_looked_up_in_the_caches_that_its_new_scheduler_knows(
     for known in (packed, b""):
         scheduler, peer = DecodeScheduler(decode_limits(), PageAllocator[KvPage](1000), []), PrefillPeer(D1, {"p:1"})
         scheduler.peer_up(peer)
-        scheduler.cache_report(peer.instance, CachedPrefixes(0, PAGE, 1, added=known, reset=True))
+        scheduler.handle(MessageReceived(peer.instance, CachedPrefixes(0, PAGE, 1, added=known, reset=True), ()), 0.0)
         ranks.append((scheduler, peer))
     (first, peer_of_first), (second, peer_of_second) = ranks
-    first.submit(Submit("r", tokens, SamplingParams(), page_hashes={PAGE: packed}), 0.0)
+    first.handle(Submit("r", tokens, SamplingParams(), page_hashes={PAGE: packed}), 0.0)
     (prompt,) = first.dispatcher.queue
     assert peer_of_first.cached_tokens(prompt) == 8 * PAGE
     first.hand_over(prompt, second, 0.0)

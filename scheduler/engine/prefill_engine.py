@@ -6,36 +6,28 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...configs.sampling import PackedLogprobs
-from ...transfer.control.events import MessageReceived, PeerClosed, PeerLost, PeerUp, SendFailed
+from ...transfer.control.events import PeerClosed, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
-from ...transfer.data.chunks import ChunkWritten, joined_bytes
 from ...transfer.plan.page_sizes import describe_page_sizes
 from ...transfer.plan.staged_regions import staged_regions
-from ...transfer.protocol.checksum import add_sums
 from ...transfer.protocol.messages import (
-    Abort,
     AnyMessage,
     Hello,
     InstanceId,
-    KvDestination,
     PrefillDone,
-    StageFree,
-    StageGrant,
     TransferFailed,
     TransferKey,
     Welcome,
 )
 from ...transfer.protocol.wire import IntArray, WireError
-from ..messages.ranks import ChunkReport, ClosePeer, OpenPeer, PartReport, PeerRoutes, RunStep
-from ..prefill.request import PageSpace, PrefillRequest
+from ..messages.ranks import ClosePeer, OpenPeer, PeerRoutes, RunStep
+from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
 from ..ranks.group import RankGroup
 from .engine import Engine
 from .step_rows import prefill_row
 
 log = logging.getLogger(__name__)
-
-_ChunkRef = tuple[InstanceId, TransferKey, int]
 
 
 class KvRoutes(NamedTuple):
@@ -69,54 +61,31 @@ class PrefillEngine(Engine[PrefillScheduler]):
         """The last report of each sender: of a rank, for some of its pools."""
         self._open: set[InstanceId] = set()
         """Decode servers that the ranks can write to."""
-        self._parts: dict[_ChunkRef, list[ChunkWritten]] = {}
-        """For each chunk that some ranks have written, but not all: the reports so far."""
 
     def handle(self, event: object, now: float) -> None:
-        scheduler = self.scheduler
         match event:
-            case MessageReceived(message=KvDestination()):
-                self._receive(event, now)
-            case MessageReceived(instance=instance, message=Abort() as message):
-                scheduler.abort(instance, message, now)
-            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
-                scheduler.stage_message(instance, message, now)
             case PeerRoutes(instance=instance) as report:
                 if instance in self._open:  # the report may come after ClosePeer
                     reports = self._routes_of.setdefault(instance, {})
                     reports[report.rank, tuple(report.transports)] = report
                     self.routes[instance] = _joined_routes(reports.values())
-            case ChunkReport(written=written):
-                self._chunk_written(written, now)
-            case PartReport(written=written):
-                scheduler.part_written(written, now)
             case PeerUp(instance=instance, introduction=Hello() as hello):
                 self._open.add(instance)
                 self._ranks.tell(OpenPeer(hello, self._welcome))
-                scheduler.peer_up(instance, _page_space(hello), staged_regions(hello, self._welcome))
-                remark = describe_page_sizes(hello, self._welcome, scheduler.limits.chunk_size)
+                self.scheduler.peer_up(instance, _page_space(hello), staged_regions(hello, self._welcome))
+                remark = describe_page_sizes(hello, self._welcome, self.scheduler.limits.chunk_size)
                 if remark is not None and 0 in self._ranks.numbers:  # once per server
                     log.warning("decode %s: %s", instance, remark)
-            case PeerLost(instance=instance, reason=reason):
-                scheduler.peer_lost(instance, reason, now)
             case PeerClosed(instance=instance):
                 self._open.discard(instance)
                 self._ranks.tell(ClosePeer(instance))
-                scheduler.peer_closed(instance)
                 self.routes.pop(instance, None)
                 self._routes_of.pop(instance, None)
+                super().handle(event, now)
             case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
                 self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case _:
                 super().handle(event, now)
-
-    def _receive(self, event: MessageReceived, now: float) -> None:
-        """Pass a KvDestination to the scheduler."""
-        message = event.message
-        assert isinstance(message, KvDestination)
-        arrays = [array.tolist() for array in event.arrays]
-        request = PrefillRequest.received(event.instance, message, arrays, now)
-        self.scheduler.receive(request, now)
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
         try:
@@ -133,15 +102,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def fail_request(self, rid: str, reason: str, now: float) -> bool:  # noqa: ARG002 (clients send none to prefill)
         return False
-
-    def _chunk_written(self, part: ChunkWritten, now: float) -> None:
-        """A rank has ended its share of a chunk. The chunk has ended when all ranks have."""
-        ref = (part.instance, part.key, part.token_start)
-        parts = self._parts.setdefault(ref, [])
-        parts.append(part)
-        if len(parts) == self._ranks.size:
-            del self._parts[ref]
-            self.scheduler.chunk_written(_join(parts), now)
 
     def next_step(self, now: float) -> RunStep | None:
         step = self.scheduler.next_step(now)
@@ -173,22 +133,3 @@ def _joined_routes(reports: Iterable[PeerRoutes]) -> KvRoutes:
         routes.transports.update(report.transports)
         routes.unusable.update(report.unusable)
     return routes
-
-
-def _join(parts: list[ChunkWritten]) -> ChunkWritten:
-    """Join the reports of all ranks for one chunk."""
-    failed = [part for part in parts if not part.ok]
-    first = parts[0]
-    return ChunkWritten(
-        instance=first.instance,
-        key=first.key,
-        token_start=first.token_start,
-        token_end=first.token_end,
-        ok=not failed,
-        reason=failed[0].reason if failed else "",
-        late_writes=any(part.late_writes for part in parts),
-        writes=sum(part.writes for part in parts),
-        bytes_written=sum(part.bytes_written for part in parts),
-        checksums=tuple(add_sums(sums) for sums in zip(*(part.checksums for part in parts), strict=False)),
-        transport_bytes=joined_bytes(part.transport_bytes for part in parts),
-    )

@@ -23,6 +23,8 @@ class PrefillLimits:
     context_length: int
     vocab_size: int
     prefix_cache: bool = True
+    ranks: int = 1
+    """Ranks that report every chunk."""
     stages: int = 1
     """Pipeline stages: the number of steps that compute at once."""
     steps_in_flight: int = 2
@@ -50,6 +52,7 @@ class PrefillLimits:
             context_length=context_length,
             vocab_size=vocab_size,
             prefix_cache=config.prefix_cache,
+            ranks=config.world_size // config.dp_size,
             stages=config.pp,
             steps_in_flight=config.pp + on_gpu,
             slo_ttft_s=config.slo_ttft_ms / 1000,

@@ -17,14 +17,22 @@ from collections.abc import Collection, Iterable, Sequence
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
 from ...memory.prefix_cache import PrefixCache
-from ...transfer.control.events import LoadReported, PeerRefused, SendFailed
-from ...transfer.data.chunks import ChunkWritten, PartWritten
+from ...transfer.control.events import (
+    LoadReported,
+    MessageReceived,
+    PeerClosed,
+    PeerLost,
+    PeerRefused,
+    SendFailed,
+)
+from ...transfer.data.chunks import joined
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
     Abort,
     AbortAck,
     ChunkArrived,
     InstanceId,
+    KvDestination,
     Load,
     StageFree,
     StageGrant,
@@ -36,7 +44,8 @@ from ..chunking.grammar_queue import GrammarQueue
 from ..messages.counters import PREFILL_COUNTERS
 from ..messages.effects import Effect, Outbox, SendToPeer
 from ..messages.lifecycle import PrefillState
-from ..messages.ranks import GrammarReady, StoreLoaded, StorePinged, StoreWritten
+from ..messages.ranks import ChunkReport, GrammarReady, PartReport, StoreLoaded, StorePinged, StoreWritten
+from ..messages.reports import Reports
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
@@ -44,7 +53,7 @@ from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, PrefillStep
 from .stored_prefixes import StoredPrefixes
-from .transfers import Transfers
+from .transitions import Transitions
 
 _COUNTED_STATES = tuple(state.value for state in PrefillState if state is not PrefillState.CLOSED)
 BEGUN_AFTER_S = 1.0
@@ -75,9 +84,6 @@ class PrefillScheduler:
         self._expire_at = math.inf
         """No deadline passes before this time, so requests need not be scanned in every turn."""
         self._outbox = Outbox()
-        self._transfers = Transfers(limits, pages, self.counters, self._outbox, withdraw=self._withdraw)
-        self.requests = self._transfers.requests
-        self.staging = self._transfers.staging
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self._compiling: GrammarQueue[PrefillRequest] = GrammarQueue(self._outbox)
         self.kv_store: KvStore[PrefillRequest] | None = None
@@ -85,20 +91,68 @@ class PrefillScheduler:
         if store_limits is not None:
             self.kv_store = KvStore(store_limits, pages, self.cache, self.counters, self._outbox)
             self.stored = StoredPrefixes(self.kv_store, self.cache, self.counters)
+        self._transitions = Transitions(
+            limits,
+            pages,
+            self.counters,
+            self._outbox,
+            compiling=self._compiling,
+            waiting=self._waiting,
+            stored=self.stored,
+            computing=self._computing,
+        )
+        self.requests = self._transitions.requests
+        self.staging = self._transitions.staging
+        self._chunk_reports = Reports(limits.ranks)
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def handle(self, event: object, now: float) -> None:
-        """Take an event that is not one of the methods below."""
+        """Take an event: of a decode server, of a rank, or of the control thread."""
+        transitions = self._transitions
         match event:
+            case MessageReceived(instance=instance, message=KvDestination() as message, arrays=arrays):
+                lists = [array.tolist() for array in arrays]
+                self.receive(PrefillRequest.received(instance, message, lists, now), now)
+            case MessageReceived(instance=instance, message=Abort(key=key, reason=reason)):
+                if (aborted := self.requests.get((instance, key))) is not None:
+                    transitions.close(aborted, reason, now, aborted=True)
+                else:  # it has ended: none of its writes are in flight
+                    self._outbox.append(SendToPeer(instance, AbortAck(key)))
+            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
+                self.staging.receive(instance, message, now)
+                transitions.take_ended_chunks(now)
+            case ChunkReport(written=written):
+                chunk = written.instance, written.key, written.token_start
+                if (parts := self._chunk_reports.add("chunk", chunk, written)) is not None:
+                    self.staging.chunk_written(joined(parts), now)
+                    transitions.take_ended_chunks(now)
+            case PartReport(written=part):
+                self.staging.part_written(part, now)
+                transitions.take_ended_chunks(now)
             case GrammarReady(number=number, problem=problem):
-                self.grammar_ready(number, problem, now)
+                if (compiled := self._compiling.take(number)) is not None:
+                    transitions.compiled(compiled, now)
+                    if problem is not None:
+                        compiled.retryable = False
+                        transitions.close(compiled, f"the grammar {problem}", now)
             case StoreLoaded() | StoreWritten() | StorePinged() if self.stored is not None:
-                request = self.stored.handle(event, now)
-                if request is not None and request.state is PrefillState.LOADING:
-                    self._compute(request, now)
+                loaded = self.stored.handle(event, now)
+                if loaded is not None and loaded.state is PrefillState.LOADING:
+                    transitions.compute(loaded, now)
             case LoadReported(instance=instance, load=load):
-                self.peer_load(instance, load)
+                if load.cache_reports and instance in transitions.spaces and self.limits.prefix_cache:
+                    self.reports.subscribe(instance)
+                elif not load.cache_reports:
+                    self.reports.unsubscribe(instance)
+            case PeerLost(instance=instance, reason=reason):
+                transitions.spaces.pop(instance, None)
+                self.reports.unsubscribe(instance)
+                for request in [request for request in self.requests.values() if request.instance == instance]:
+                    transitions.close(request, f"prefill lost the decode server: {reason}", now)
+                self.staging.peer_lost(instance)
+            case PeerClosed(instance=instance):
+                self.staging.peer_closed(instance)
             case PeerRefused() | SendFailed():
                 pass  # logged by the control plane
             case _:
@@ -106,27 +160,8 @@ class PrefillScheduler:
 
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
-        self._transfers.spaces[instance] = pages
+        self._transitions.spaces[instance] = pages
         self.staging.peer_up(instance, staged)
-
-    def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """A decode server is silent or gone: end its requests."""
-        self._transfers.spaces.pop(instance, None)
-        self.reports.unsubscribe(instance)
-        for request in [t for t in self.requests.values() if t.instance == instance]:
-            self._transfers.close(request, f"prefill lost the decode server: {reason}", now)
-        self.staging.peer_lost(instance)
-
-    def peer_load(self, instance: InstanceId, load: Load) -> None:
-        """A decode server has reported its load, and whether it needs reports of the prefix cache."""
-        if load.cache_reports and instance in self._transfers.spaces and self.limits.prefix_cache:
-            self.reports.subscribe(instance)
-        elif not load.cache_reports:
-            self.reports.unsubscribe(instance)
-
-    def peer_closed(self, instance: InstanceId) -> None:
-        """The connection to a lost decode server is closed."""
-        self.staging.peer_closed(instance)
 
     def receive(self, request: PrefillRequest, now: float) -> None:
         """Queue a new request, now or when its grammar is compiled; or refuse it at once."""
@@ -138,36 +173,12 @@ class PrefillScheduler:
         refusal = self._refusal(request)
         if refusal is not None:
             self.counters["requests_refused"] += 1
-            self._transfers.reply(request, refusal)
+            self._transitions.reply(request, refusal)
             return
         self.counters["requests"] += 1
-        request.path = self._transfers.spaces[request.instance].path(request.destination)
-        self.requests[request.ref] = request
+        request.path = self._transitions.spaces[request.instance].path(request.destination)
         self._expire_at = min(self._expire_at, request.deadline)
-        grammar = request.destination.sampling.grammar
-        if grammar is None:
-            self._waiting.push(request)
-        else:
-            self._compiling.push(request, grammar)
-
-    def grammar_ready(self, number: int, problem: str | None, now: float) -> None:
-        """The rank that samples has compiled a grammar, or cannot."""
-        request = self._compiling.take(number)
-        if request is None:
-            return
-        request.lifecycle.advance(PrefillState.WAITING, now)
-        self._waiting.push(request)
-        if problem is not None:
-            request.retryable = False
-            self._transfers.close(request, f"the grammar {problem}", now)
-
-    def abort(self, instance: InstanceId, message: Abort, now: float) -> None:
-        """Decode aborts a request. An unknown request has ended: none of its writes are in flight."""
-        request = self.requests.get((instance, message.key))
-        if request is None:
-            self._outbox.append(SendToPeer(instance, AbortAck(message.key)))
-        else:
-            self._transfers.close(request, message.reason, now, aborted=True)
+        self._transitions.receive(request)
 
     def fail(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:
         """Fail a transfer. Decode is told too if it has ended here: it waits for a message that cannot be sent."""
@@ -176,16 +187,16 @@ class PrefillScheduler:
             self._outbox.append(SendToPeer(instance, TransferFailed(key, reason, retryable=False)))
         else:
             request.retryable = False
-            self._transfers.close(request, reason, now)
+            self._transitions.close(request, reason, now)
 
     def stop_accepting(self) -> None:
         """Refuse new requests from now on; decode servers use other prefill servers (shutdown, lost rank)."""
-        self._transfers.leaving = True
+        self._transitions.leaving = True
 
     def fail_all(self, reason: str, now: float) -> None:
         """Fail every request (shutdown deadline, lost rank)."""
         for request in list(self.requests.values()):
-            self._transfers.close(request, reason, now)
+            self._transitions.close(request, reason, now)
 
     def flush_cache(self) -> int:
         """Drop all cached prefixes; returns the number of pages. Pages in use are freed when their requests end."""
@@ -200,7 +211,7 @@ class PrefillScheduler:
         if now >= self._expire_at:
             self._expire(now)
         self.staging.due(now)
-        self._transfers.take_ended_chunks(now)
+        self._transitions.take_ended_chunks(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
@@ -226,7 +237,7 @@ class PrefillScheduler:
         for request, start, end in step.chunks:
             self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end, now)
             if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._transfers.send(request, start, end, now, after=step.command_id)
+                self._transitions.send(request, start, end, now, after=step.command_id)
                 request.written = end
         return step
 
@@ -250,13 +261,13 @@ class PrefillScheduler:
                 request.retryable = False
                 request.too_complex = result.too_complex
                 reason = result.problem if result.too_complex else f"the grammar cannot be followed: {result.problem}"
-                self._transfers.close(request, reason, now)
+                self._transitions.close(request, reason, now)
                 continue
             self.counters["prompt_tokens"] += end - start
             request.computed = end
             request.input_logprobs += result.prompt_logprobs
             if request.written < end:
-                self._transfers.send(request, start, end, now)
+                self._transitions.send(request, start, end, now)
             if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
             # after every chunk: to insert a long prompt all at once would delay its first token by milliseconds
@@ -265,34 +276,17 @@ class PrefillScheduler:
             self._computing.cached(request)
             if self.stored is not None:
                 self.stored.offer(request)
-            self._transfers.free_unseen(request)
+            self._transitions.free_unseen(request)
             if chunk.last:
                 request.first_tokens = result.drawn
-                self._computing.remove(request)
-                request.lifecycle.advance(PrefillState.SENDING, now)
-                self._transfers.finish_if_sent(request, now)
+                self._transitions.computed(request, now)
 
     def step_failed(self, command_id: int, reason: str, now: float) -> None:
         """The model could not run this step: its requests fail, the server continues."""
         self.counters["steps_failed"] += 1
         for request, _, _ in self._computing.take(command_id, now):
             if request.state is PrefillState.COMPUTING:
-                self._transfers.close(request, f"the prefill step failed: {reason}", now)
-
-    def chunk_written(self, written: ChunkWritten, now: float) -> None:
-        """The direct writes of a chunk have ended on all ranks, or failed."""
-        self.staging.chunk_written(written, now)
-        self._transfers.take_ended_chunks(now)
-
-    def part_written(self, written: PartWritten, now: float) -> None:
-        """The write of a staged part has ended on its rank, or failed."""
-        self.staging.part_written(written, now)
-        self._transfers.take_ended_chunks(now)
-
-    def stage_message(self, instance: InstanceId, message: StageGrant | StageFree, now: float) -> None:
-        """Decode grants a region for a staged part, or has scattered it."""
-        self.staging.receive(instance, message, now)
-        self._transfers.take_ended_chunks(now)
+                self._transitions.close(request, f"the prefill step failed: {reason}", now)
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
@@ -344,7 +338,7 @@ class PrefillScheduler:
             waiting_requests=self._queued + len(self._loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
-            accepting=not self._transfers.leaving,
+            accepting=not self._transitions.leaving,
             window_tokens=2 * (limits.steps_in_flight * limits.chunk_size + int(ROUND_TRIP_S * tokens_per_s)),
             tokens_per_s=tokens_per_s,
         )
@@ -370,15 +364,17 @@ class PrefillScheduler:
         """The reply if a request is refused, or None. It is retryable if another server may take the request, or this
         one later.
         """
-        refuse = functools.partial(TransferFailed, request.key, refused=True, leaving=self._transfers.leaving)
-        if self._transfers.leaving:
+        refuse = functools.partial(TransferFailed, request.key, refused=True, leaving=self._transitions.leaving)
+        if self._transitions.leaving:
             return refuse(reason="the prefill server is shutting down", retryable=True)
         if self._queued >= self.limits.max_queued_requests:
             reason = f"prefill has {self._queued} requests queued (max_queued_requests)"
             return refuse(reason=reason, retryable=True, full=True)
-        if request.instance not in self._transfers.spaces:
+        if request.instance not in self._transitions.spaces:
             return refuse(reason="the decode server is not paired", retryable=True)
-        problem = self.limits.describe_problem(request, self._transfers.spaces[request.instance], self.pages.num_pages)
+        problem = self.limits.describe_problem(
+            request, self._transitions.spaces[request.instance], self.pages.num_pages
+        )
         return refuse(reason=problem, retryable=False) if problem is not None else None
 
     def _expire(self, now: float) -> None:
@@ -387,7 +383,7 @@ class PrefillScheduler:
         self._expire_at = min((request.deadline for request in still_open if request.deadline > now), default=math.inf)
         for request in [request for request in still_open if request.deadline <= now]:
             request.retryable = False
-            self._transfers.close(
+            self._transitions.close(
                 request, f"not done within its deadline of {request.destination.timeout_s:.1f} s", now
             )
 
@@ -399,7 +395,7 @@ class PrefillScheduler:
             return
         request.begun_reported = True
         start = request.destination.prefix_tokens
-        self._transfers.reply(request, ChunkArrived(request.key, start, start))
+        self._transitions.reply(request, ChunkArrived(request.key, start, start))
 
     def _start_waiting(self, now: float) -> None:
         while self._start_next(now):
@@ -415,7 +411,6 @@ class PrefillScheduler:
             if request.awaits_prefix:
                 continue
             if self._start(request, now):
-                self._waiting.take(request)
                 return True
             misfits += not request.awaits_prefix
             if misfits and (misfits == MAX_MISFITS or self._waiting.oldest_is_due):
@@ -449,27 +444,5 @@ class PrefillScheduler:
         request.grant = grant
         request.cached = cached
         self.counters["prefix_tokens_reused"] += request.cached
-        if self.stored is None or not self.stored.load(request, most, self._computing.rate.per_s, now):
-            self._compute(request, now)
+        self._transitions.start(request, most, now)
         return True
-
-    def _compute(self, request: PrefillRequest, now: float) -> None:
-        """Queue a request to be computed, and send its cached prefix."""
-        request.computed = request.scheduled = request.cached
-        request.lifecycle.advance(PrefillState.COMPUTING, now)
-        self._computing.add(request)
-        # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
-        span = self.limits.chunk_size if request.destination.verify else max(1, request.cached)
-        for start in range(0, request.cached, span):
-            self._transfers.send(request, start, min(start + span, request.cached), now)
-
-    def _withdraw(self, request: PrefillRequest) -> None:
-        """Take a request out of the queue that it is in."""
-        if request.state is PrefillState.COMPILING:
-            self._compiling.remove(request)
-        elif request.state is PrefillState.WAITING:
-            self._waiting.remove(request)
-        elif request.state is PrefillState.COMPUTING:
-            self._computing.remove(request)
-        elif self.stored is not None:
-            self.stored.loading.discard(request)

@@ -23,7 +23,7 @@ class StoredPrefixes:
         self._cache = cache
         self._counters = counters
 
-    def load(self, request: PrefillRequest, most: int, tokens_per_s: float | None, now: float) -> bool:
+    def load(self, request: PrefillRequest, most: int, tokens_per_s: float | None) -> bool:
         """Start to load what the store has of the first `most` tokens of a request that has its pages. Returns False if
         no load was started.
         """
@@ -40,7 +40,6 @@ class StoredPrefixes:
         )
         if begun:
             self.loading.add(request)
-            request.lifecycle.advance(PrefillState.LOADING, now)
         return begun
 
     def handle(self, report: StoreLoaded | StoreWritten | StorePinged, now: float) -> PrefillRequest | None:

@@ -27,7 +27,7 @@ from ..decode.run_queue import DecodeStep
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import SendToFrontend, SendToPeer
 from ..messages.frontend import Failed, Finished, Submit, Tokens
-from ..messages.ranks import CancelChunks, CommandDone, CopyDone, CopyPage, DropPages, LoadPages, SavePages
+from ..messages.ranks import CancelChunks, ChunkReport, CommandDone, CopyDone, CopyPage, DropPages, LoadPages, SavePages
 from ..messages.step import StepResult
 from ..prefill.limits import PrefillLimits
 from ..prefill.request import PageSpace, PrefillRequest, PrefillStep
@@ -168,7 +168,7 @@ class Cluster:
         for prefill in self._prefills:
             for decode in self._decodes:
                 decode.scheduler.handle(LoadReported(prefill.instance, prefill.scheduler.load()), self._clock.now)
-                prefill.scheduler.peer_load(decode.instance, decode.scheduler.load())
+                prefill.scheduler.handle(LoadReported(decode.instance, decode.scheduler.load()), self._clock.now)
         for prefill in self._prefills:
             self._turn_prefill(prefill)
         for decode in self._decodes:
@@ -308,7 +308,7 @@ class Cluster:
             written = ChunkWritten(
                 chunk.instance, chunk.key, chunk.token_start, chunk.token_end, ok=ok, reason="" if ok else "cancelled"
             )
-            server.scheduler.chunk_written(written, self._clock.now)
+            server.scheduler.handle(ChunkReport(0, written), self._clock.now)
             self._turn_prefill(server)
 
         self._clock.at(server.link_free_at + self._times.write_s, end)
@@ -320,7 +320,7 @@ class Cluster:
                 request = PrefillRequest.received(source.instance, destination, effect.arrays, now)
                 target.scheduler.receive(request, now)
             case Abort() as abort:
-                target.scheduler.abort(source.instance, abort, self._clock.now)
+                target.scheduler.handle(MessageReceived(source.instance, abort, ()), self._clock.now)
             case other:
                 raise TypeError(f"not simulated: {other!r}")
         self._turn_prefill(target)

@@ -1,11 +1,12 @@
 """Commands of a leader to its ranks to move KV, and their results. Plain data, used by schedulers and messages."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
+from ..protocol.checksum import add_sums
 from ..protocol.messages import InstanceId, StagePart, TransferKey
 
 
@@ -50,6 +51,21 @@ class ChunkWritten(msgspec.Struct, array_like=True, frozen=True):
     checksums: tuple[int, ...] = ()
     transport_bytes: dict[str, int] = {}
     """`bytes_written` by transport."""
+
+
+def joined(parts: Sequence[ChunkWritten]) -> ChunkWritten:
+    """Join the results of all ranks for one chunk."""
+    failed = [part for part in parts if not part.ok]
+    return msgspec.structs.replace(
+        parts[0],
+        ok=not failed,
+        reason=failed[0].reason if failed else "",
+        late_writes=any(part.late_writes for part in parts),
+        writes=sum(part.writes for part in parts),
+        bytes_written=sum(part.bytes_written for part in parts),
+        checksums=tuple(add_sums(sums) for sums in zip(*(part.checksums for part in parts), strict=False)),
+        transport_bytes=joined_bytes(part.transport_bytes for part in parts),
+    )
 
 
 class PartWrite(msgspec.Struct, array_like=True, frozen=True, tag=True):

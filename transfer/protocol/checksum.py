@@ -6,24 +6,28 @@ wrote which part: the sums of all prefill ranks for one decode rank are added up
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
 import xxhash
 
 from .layout import KvLayout
+
+if TYPE_CHECKING:
+    import torch  # schedulers, which have no tensors, add sums
 
 MODULUS: Final = 1 << 64
 
 
 def block_sum(
-    planes: Sequence[torch.Tensor], layout: KvLayout, layers: range | None = None, heads: range | None = None
+    planes: "Sequence[torch.Tensor]", layout: KvLayout, layers: range | None = None, heads: range | None = None
 ) -> int:
     """The sum over these global layers and heads of a pool (default: all it has).
 
     `planes` are contiguous host tensors `[layer, head, token, byte]` (uint8) of all planes, layers and heads of
     `layout`, as returned by `KvPool.read_tokens`. Raises ValueError for another shape and for tensors that need a copy.
     """
+    import torch
+
     held = (layout.num_layers, layout.num_heads)
     if len(planes) != len(layout.planes):
         raise ValueError(f"checksum needs {len(layout.planes)} planes, got {len(planes)}")

@@ -244,7 +244,7 @@ def test_prompt_is_computed_here_after_a_prefill_server_with_other_grammars_of_j
     computed_here: bool,
 ) -> None:
     """An older prefill server may sample a first token that the grammar refuses here."""
-    monkeypatch.setattr("pdserve.scheduler.prefill.transfers.JSON_RULES", rules)
+    monkeypatch.setattr("pdserve.scheduler.prefill.transitions.JSON_RULES", rules)
     simulator = Simulator(local_prefill=local_prefill)
     simulator.start("a:1")
     simulator.submitted.add("x")

@@ -120,7 +120,7 @@ def test_grants_of_staged_parts_go_to_the_rank_that_sends_them() -> None:
     sent = [effect.message for effect in ranks[2].take_effects() if isinstance(effect, SendToPeer)]
     parts = [message.part for message in sent if isinstance(message, StageRequest)]
     assert parts
-    ranks[2].abort(DECODE, Abort(TransferKey(5, 1), "gone"), 0.0)
+    ranks[2].handle(MessageReceived(DECODE, Abort(TransferKey(5, 1), "gone"), ()), 0.0)
     for part in parts:
         for message in (StageGrant(part, 0, 0), StageFree(part)):
             assert list(router.route(MessageReceived(DECODE, message, ()))) == [2]

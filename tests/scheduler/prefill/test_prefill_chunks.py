@@ -9,12 +9,13 @@ from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.step_rows import prefill_row
-from pdserve.scheduler.messages.ranks import RunStep
+from pdserve.scheduler.messages.ranks import ChunkReport, RunStep
 from pdserve.scheduler.messages.step import StepResult, StepRow
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.ranks.page_tables import SentTables
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import Abort, InstanceId, KvDestination, TransferKey
 
@@ -65,7 +66,7 @@ class Prefill:
 
     def sent(self, chunk: ChunkWrite) -> None:
         ended = ChunkWritten(DECODE, chunk.key, chunk.token_start, chunk.token_end, ok=True)
-        self.scheduler.chunk_written(ended, 0.0)
+        self.scheduler.handle(ChunkReport(0, ended), 0.0)
 
 
 def destination(number: int, **options: object) -> KvDestination:
@@ -182,11 +183,11 @@ def test_waiting_prompt_is_matched_with_the_cache_only_after_memory_changes(
     for _ in range(50):
         scheduler.advance(0.0)
     assert looked_up == [200, 201, 202]
-    scheduler.abort(DECODE, Abort(TransferKey(1, 1), "waiting"), 0.0)
+    scheduler.handle(MessageReceived(DECODE, Abort(TransferKey(1, 1), "waiting"), ()), 0.0)
     for _ in range(50):
         scheduler.advance(0.0)
     assert looked_up == [200, 201, 202]
-    scheduler.abort(DECODE, Abort(TransferKey(0, 1), "computing"), 0.0)
+    scheduler.handle(MessageReceived(DECODE, Abort(TransferKey(0, 1), "computing"), ()), 0.0)
     scheduler.advance(0.0)
     assert looked_up == [200, 201, 202, 202]
     assert [request.grant is not None for request in scheduler.requests.values()] == [True]

@@ -6,11 +6,12 @@ from pdserve.configs.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer
+from pdserve.scheduler.messages.ranks import ChunkReport, PartReport
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
-from pdserve.transfer.control.events import MessageReceived
+from pdserve.transfer.control.events import MessageReceived, PeerClosed, PeerLost
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartWrite, PartWritten
 from pdserve.transfer.protocol.messages import (
     Abort,
@@ -67,19 +68,18 @@ class Prefill:
         return [message.part for message in requests if isinstance(message, StageRequest)]
 
     def grant(self, part: StagePart, offset: int) -> None:
-        self.scheduler.stage_message(DECODE, StageGrant(part, offset, offset), 0.0)
+        self.scheduler.handle(MessageReceived(DECODE, StageGrant(part, offset, offset), ()), 0.0)
 
     def end_direct(self, *, ok: bool = True) -> None:
         chunk = self.writes.pop(0)
-        self.scheduler.chunk_written(
-            ChunkWritten(DECODE, chunk.key, chunk.token_start, chunk.token_end, ok, "" if ok else "broken", writes=2),
-            0.0,
-        )
+        reason = "" if ok else "broken"
+        written = ChunkWritten(DECODE, chunk.key, chunk.token_start, chunk.token_end, ok, reason, writes=2)
+        self.scheduler.handle(ChunkReport(0, written), 0.0)
 
     def end_part(self, *, ok: bool = True, late: bool = False) -> StagePart:
         part = self.parts.pop(0).part
         written = PartWritten(DECODE, part, ok, "" if ok else "broken", late, 1, part.tokens * TOKEN_BYTES)
-        self.scheduler.part_written(written, 0.0)
+        self.scheduler.handle(PartReport(0, written), 0.0)
         return part
 
 
@@ -104,7 +104,7 @@ def test_regions_are_requested_before_the_step_and_a_chunk_arrives_after_its_las
     assert prefill.scheduler.counters["staged_grants_waited"] == 1
     first = prefill.end_part()
     assert prefill.messages() == [StageArrived(first, 0)]
-    prefill.scheduler.stage_message(DECODE, StageFree(first), 0.0)
+    prefill.scheduler.handle(MessageReceived(DECODE, StageFree(first), ()), 0.0)
     prefill.grant(parts[3], 0)
     prefill.end_direct()
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_abort_is_acknowledged_at_once_when_nothing_is_being_written() -> None:
     prefill = Prefill()
     parts = prefill.start_step()
     prefill.grant(parts[0], 0)
-    prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
+    prefill.scheduler.handle(MessageReceived(DECODE, Abort(KEY, "gone"), ()), 0.0)
     assert prefill.messages() == [*(StageStopped(part) for part in parts), AbortAck(KEY)]
     prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     assert prefill.messages() == []
@@ -141,7 +141,7 @@ def test_abort_is_acknowledged_after_the_part_in_flight_has_ended() -> None:
     parts = prefill.start_step()
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
-    prefill.scheduler.abort(DECODE, Abort(KEY, "gone"), 0.0)
+    prefill.scheduler.handle(MessageReceived(DECODE, Abort(KEY, "gone"), ()), 0.0)
     assert prefill.messages() == [StageStopped(part) for part in parts[1:]]
     prefill.end_direct(ok=False)
     assert prefill.messages() == []
@@ -224,8 +224,8 @@ def test_reconnect_of_decode_during_a_part_write_leaks_nothing() -> None:
     prefill.grant(parts[0], 0)
     prefill.scheduler.step_done(1, [StepResult((), ())], 0.0)
     prefill.messages()
-    prefill.scheduler.peer_lost(DECODE, "cut off", 0.0)
-    prefill.scheduler.peer_closed(DECODE)
+    prefill.scheduler.handle(PeerLost(DECODE, "cut off"), 0.0)
+    prefill.scheduler.handle(PeerClosed(DECODE), 0.0)
     prefill.scheduler.peer_up(DECODE, PageSpace(PAGES, PAGE_SIZE), REGIONS)
     prefill.end_part(ok=False, late=True)
     prefill.end_direct(ok=False)

@@ -10,6 +10,7 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, pages_for
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
+from pdserve.scheduler.messages.ranks import ChunkReport
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest, PrefillStep
@@ -85,7 +86,7 @@ class Steps:
         for effect in self.scheduler.take_effects():
             if isinstance(effect, ChunkWrite):
                 written = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)
-                self.scheduler.chunk_written(written, self.now)
+                self.scheduler.handle(ChunkReport(0, written), self.now)
         return step
 
 

@@ -9,12 +9,21 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.messages.lifecycle import PrefillState
-from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, StorePinged, StoreWrite, StoreWritten
+from pdserve.scheduler.messages.ranks import (
+    ChunkReport,
+    StoreLoad,
+    StoreLoaded,
+    StorePing,
+    StorePinged,
+    StoreWrite,
+    StoreWritten,
+)
 from pdserve.scheduler.messages.step import StepResult
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
 from pdserve.scheduler.store.kv_store import StoreLimits, root_of
+from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten
 from pdserve.transfer.protocol.messages import Abort, AbortAck, InstanceId, KvDestination, PrefillDone, TransferKey
 
@@ -95,7 +104,7 @@ class Prefill:
             match effect:
                 case ChunkWrite():
                     ended = ChunkWritten(DECODE, effect.key, effect.token_start, effect.token_end, ok=True)
-                    self.scheduler.chunk_written(ended, self.now)
+                    self.scheduler.handle(ChunkReport(0, ended), self.now)
                 case StorePing():
                     for rank in range(2):
                         store.handle(StorePinged(rank, "no answer" if self.fails else None), self.now)
@@ -185,7 +194,7 @@ def test_abort_during_a_load_is_acknowledged_at_once_and_pages_are_released_late
     compute_and_forget(prefill, prompt)
     prefill.receive(1, prompt)
     prefill.turn()
-    prefill.scheduler.abort(DECODE, Abort(TransferKey(1, 1), "the client has gone"), prefill.now)
+    prefill.scheduler.handle(MessageReceived(DECODE, Abort(TransferKey(1, 1), "the client has gone"), ()), prefill.now)
     prefill.turn()
     assert prefill.acked == {1}
     assert prefill.scheduler.pages.held == 18  # ranks may still write them
@@ -216,7 +225,7 @@ def test_random_workloads_release_all_memory(seed: int) -> None:
                 prefill.receive(sent, base[: chance.randrange(0, 400)] + tail)
             case 2 if prefill.scheduler.requests:
                 request = chance.choice(list(prefill.scheduler.requests.values()))
-                prefill.scheduler.abort(DECODE, Abort(request.key, "gone"), prefill.now)
+                prefill.scheduler.handle(MessageReceived(DECODE, Abort(request.key, "gone"), ()), prefill.now)
             case 3 | 4 if prefill.loads:
                 prefill.answer(chance.choice(prefill.loads), fewer=chance.choice([0, 0, 1, 5]))
             case 5:

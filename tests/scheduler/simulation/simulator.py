@@ -36,6 +36,7 @@ from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, Submit
 from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.scheduler.messages.ranks import (
     CancelChunks,
+    ChunkReport,
     CommandDone,
     CopyDone,
     CopyPage,
@@ -806,7 +807,7 @@ class Simulator:
                 for write in server.writes:
                     write.cancelled |= write.chunk.key == key
             case PrepareGrammar(number=number):
-                server.scheduler.grammar_ready(number, None, self.now)
+                server.scheduler.handle(GrammarReady(0, number), self.now)
             case SendToFrontend():
                 pass  # prefill sends nothing that matters here
             case other:
@@ -886,7 +887,7 @@ class Simulator:
         if written.late_writes:
             write.lands_until = self.now + QUARANTINE_S
             self.late_writes_in_flight.append(write)
-        server.scheduler.chunk_written(written, self.now)
+        server.scheduler.handle(ChunkReport(0, written), self.now)
         self.act()
 
     def _check_source(self, server: Server, write: Write) -> None:
@@ -917,7 +918,7 @@ class Simulator:
                 assert bool(request.hot_indices) <= (not effect.message.enable_hisparse)
                 server.scheduler.receive(request, self.now)
             case Abort():
-                server.scheduler.abort(DECODE, effect.message, self.now)
+                server.scheduler.handle(MessageReceived(DECODE, effect.message, ()), self.now)
             case message:
                 raise AssertionError(message)
         self.act()
@@ -927,7 +928,7 @@ class Simulator:
         self.act()
 
     def _lose_decode(self, server: Server) -> None:
-        server.scheduler.peer_lost(DECODE, "silent", self.now)
+        server.scheduler.handle(PeerLost(DECODE, "silent"), self.now)
         server.scheduler.peer_up(DECODE, self._page_space)
         self.act()
 

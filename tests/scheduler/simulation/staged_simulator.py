@@ -15,8 +15,8 @@ from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.dispatch.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
-from pdserve.scheduler.messages.ranks import CancelChunks, PartScattered
-from pdserve.transfer.control.events import MessageReceived
+from pdserve.scheduler.messages.ranks import CancelChunks, PartReport, PartScattered
+from pdserve.transfer.control.events import MessageReceived, PeerClosed
 from pdserve.transfer.data.chunks import PartScatter, PartWrite, PartWritten
 from pdserve.transfer.plan.copy_regions import CopyRegion
 from pdserve.transfer.plan.ring import ALIGNMENT, StagingRing
@@ -101,7 +101,7 @@ class StagedSimulator(Simulator):
                 part.lands_until = self.now + QUARANTINE_S
                 self.late_parts.append(part)
             super().kill(which)
-            server.scheduler.peer_closed(DECODE)
+            server.scheduler.handle(PeerClosed(DECODE), self.now)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class StagedSimulator(Simulator):
         match server.to_prefill[0].message:
             case StageGrant() | StageFree() as message:
                 server.to_prefill.popleft()
-                server.scheduler.stage_message(DECODE, message, self.now)
+                server.scheduler.handle(MessageReceived(DECODE, message, ()), self.now)
                 self.act()
             case _:
                 super()._deliver_down(server)
@@ -199,7 +199,7 @@ class StagedSimulator(Simulator):
             in_flight.lands_until = self.now + QUARANTINE_S
             self.late_parts.append(in_flight)
         written = PartWritten(in_flight.command.instance, part, ok, "" if ok else "injected", late and not ok, 1, 8)
-        server.scheduler.part_written(written, self.now)
+        server.scheduler.handle(PartReport(0, written), self.now)
         self.act()
 
     def _drain(self) -> None:

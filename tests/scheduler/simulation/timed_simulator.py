@@ -16,7 +16,7 @@ from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.run_queue import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
-from pdserve.scheduler.messages.ranks import OpenHot, ResizeHot, WriteBackRows
+from pdserve.scheduler.messages.ranks import ChunkReport, OpenHot, ResizeHot, WriteBackRows
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.transfer.control.events import LoadReported
@@ -244,7 +244,7 @@ class TimedSimulator(Simulator):
     def _report(self) -> None:
         for server in self.servers.values():
             self.decode.handle(LoadReported(server.instance, server.scheduler.load()), self.now)
-            server.scheduler.peer_load(DECODE, self.decode.load())
+            server.scheduler.handle(LoadReported(DECODE, self.decode.load()), self.now)
         self.at(self.now + HEARTBEAT_S, self._report)
 
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
@@ -300,7 +300,7 @@ class TimedSimulator(Simulator):
                 return
             case ChunkWrite(instance=instance) if instance == OTHER:
                 written = ChunkWritten(OTHER, effect.key, effect.token_start, effect.token_end, ok=True)
-                self._when_computed(server, effect, lambda: server.scheduler.chunk_written(written, self.now))
+                self._when_computed(server, effect, lambda: server.scheduler.handle(ChunkReport(0, written), self.now))
                 return
         super()._of_prefill(server, effect)
         if isinstance(effect, SendToPeer):

@@ -1,27 +1,33 @@
-"""The requests of a prefill server: sends their KV to decode in chunks, and ends them.
+"""The transitions of a request on a prefill server, from its arrival to its last message.
+
+A room holds the requests of a state: `compiling`, `waiting`, `stored` (LOADING) and `computing`. Rooms never call this
+file. It is the only one that changes the state of a request.
 
 A request ends with one message to decode. It is sent, and the pages are released, only after all chunks in flight have
 reported their end.
 """
 
 import collections
-from collections.abc import Callable
 
 from ...configs.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
+from ..chunking.fair_queue import FairQueue
+from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.ranks import CancelChunks
+from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends
+from .stored_prefixes import StoredPrefixes
 
 
-class Transfers:
-    """Owns the requests, from their arrival to their last message."""
+class Transitions:
+    """Owns the requests. Sends their KV to decode in chunks."""
 
     def __init__(
         self,
@@ -30,21 +36,63 @@ class Transfers:
         counters: collections.Counter[str],
         outbox: Outbox,
         *,
-        withdraw: Callable[[PrefillRequest], None],
+        compiling: GrammarQueue[PrefillRequest],
+        waiting: FairQueue[PrefillRequest],
+        stored: StoredPrefixes | None,
+        computing: ComputeQueue,
     ) -> None:
-        """`withdraw` removes a request that fails or is aborted from its queue."""
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
         self.staging = StagedSends(limits.page_size, counters, outbox)
         self.leaving = False
         """The server accepts no requests any more."""
-        self._page_size = limits.page_size
-        self._window = limits.window
+        self._limits = limits
         self._pages = pages
         self._counters = counters
         self._outbox = outbox
-        self._withdraw = withdraw
+        self._compiling = compiling
+        self._waiting = waiting
+        self._stored = stored
+        self._computing = computing
+
+    def receive(self, request: PrefillRequest) -> None:
+        """Queue a request, now or when its grammar is compiled."""
+        self.requests[request.ref] = request
+        grammar = request.destination.sampling.grammar
+        if grammar is None:
+            self._waiting.push(request)
+        else:
+            self._compiling.push(request, grammar)
+
+    def compiled(self, request: PrefillRequest, now: float) -> None:
+        """The grammar of a request, which has left `compiling`, is compiled."""
+        request.lifecycle.advance(PrefillState.WAITING, now)
+        self._waiting.push(request)
+
+    def start(self, request: PrefillRequest, most: int, now: float) -> None:
+        """A waiting request has its pages: load what the KV store has of its first `most` tokens, compute the rest."""
+        self._waiting.take(request)
+        if self._stored is not None and self._stored.load(request, most, self._computing.rate.per_s):
+            request.lifecycle.advance(PrefillState.LOADING, now)
+        else:
+            self.compute(request, now)
+
+    def compute(self, request: PrefillRequest, now: float) -> None:
+        """Queue a request to be computed, and send its cached prefix."""
+        request.computed = request.scheduled = request.cached
+        request.lifecycle.advance(PrefillState.COMPUTING, now)
+        self._computing.add(request)
+        # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
+        span = self._limits.chunk_size if request.destination.verify else max(1, request.cached)
+        for start in range(0, request.cached, span):
+            self.send(request, start, min(start + span, request.cached), now)
+
+    def computed(self, request: PrefillRequest, now: float) -> None:
+        """All of a prompt is computed, and its first tokens are sampled."""
+        self._computing.remove(request)
+        request.lifecycle.advance(PrefillState.SENDING, now)
+        self._finish_if_sent(request, now)
 
     def send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
         """Send the tokens [start, end) that decode does not have; if `after` is given, once that step is done."""
@@ -66,7 +114,7 @@ class Transfers:
             key=request.key,
             token_start=start,
             token_end=end,
-            source_pages=pages_holding(request.granted.pages, self._page_size, start, end)[0],
+            source_pages=pages_holding(request.granted.pages, self._limits.page_size, start, end)[0],
             indices=part(request.indices),
             granularity=destination.granularity,
             verify=destination.verify,
@@ -104,21 +152,21 @@ class Transfers:
             self._counters["chunks"] += 1
             self.reply(request, ChunkArrived(request.key, written.token_start, written.token_end, written.checksums))
             self.free_unseen(request)
-            self.finish_if_sent(request, now)
+            self._finish_if_sent(request, now)
         else:
             self.close(request, written.reason, now)
 
     def free_unseen(self, request: PrefillRequest) -> None:
         """Free the pages of a request that its next chunk does not see (sliding window) and that have been sent."""
-        if self._window is None:
+        if self._limits.window is None:
             return
-        end = first_visible_page(request.computed, self._window, self._page_size)
+        end = first_visible_page(request.computed, self._limits.window, self._limits.page_size)
         if request.unsent:
-            end = min(end, min(request.unsent) // self._page_size)
+            end = min(end, min(request.unsent) // self._limits.page_size)
         if request.granted.freed < end:
             self._pages.release(self._pages.split(request.granted, end))
 
-    def finish_if_sent(self, request: PrefillRequest, now: float) -> None:
+    def _finish_if_sent(self, request: PrefillRequest, now: float) -> None:
         """End a request that is computed and sent."""
         if request.state is not PrefillState.SENDING or request.sending:
             return
@@ -151,7 +199,17 @@ class Transfers:
         request.aborted |= aborted
         if request.state is PrefillState.CLOSING:
             return
-        self._withdraw(request)
+        match request.state:
+            case PrefillState.COMPILING:
+                self._compiling.remove(request)
+            case PrefillState.WAITING:
+                self._waiting.remove(request)
+            case PrefillState.COMPUTING:
+                self._computing.remove(request)
+            case PrefillState.LOADING if self._stored is not None:
+                self._stored.loading.discard(request)
+            case _:
+                pass
         request.failure = reason
         request.lifecycle.advance(PrefillState.CLOSING, now)
         if request.sending:

@@ -665,10 +665,12 @@ class Transitions:
 
     def _share_inserted(self, request: Request, grant: PageGrant[KvPage], tokens: Sequence[int]) -> None:
         """Add the pages of the prompt to the prefix cache, for all its samples: 16 samples of a prompt of 131,072
-        tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it.
+        tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. A sample that was
+        retracted has other pages since.
         """
-        prompt, inserted = request.prompt, request.inserted
-        inserted.continue_at(prompt.inserted)
+        prompt, inserted, last = request.prompt, request.inserted, request.prompt.inserted.node
+        if last is not None and grant.pages[prompt.inserted.pages - 1] == last.page:
+            inserted.continue_at(prompt.inserted)
         self._cache.insert(tokens, grant.pages, inserted, end=len(prompt.token_ids), freed=grant.freed)
         prompt.inserted.continue_at(inserted)
 

@@ -1,7 +1,7 @@
 """The table of faults as data: configurations, states, faults, and why a combination does not exist."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from tests.faults.server_hooks import ENTERED, TURNED
 
@@ -38,15 +38,23 @@ class State:
 
 
 def _state(
-    side: Side, name: str, moment: str = ENTERED, *more: Point, local: bool = True, remote: bool = True
+    side: Side,
+    name: str,
+    moment: str = ENTERED,
+    *more: Point,
+    local: bool = True,
+    remote: bool = True,
+    grammar: bool = False,
 ) -> State:
-    return State(side, name, (Point(side, name, moment), *more), local=local, remote=remote)
+    return State(side, name, (Point(side, name, moment), *more), local, remote, grammar)
 
 
 STATES = (
+    _state("decode", "compiling", TURNED, grammar=True),
     _state("decode", "queued"),
     _state("decode", "prefilling", TURNED, Point("prefill", "waiting"), local=False),
     _state("decode", "computing", TURNED, remote=False),
+    _state("decode", "verifying", TURNED, local=False),
     _state("decode", "arrived"),
     _state("decode", "ready"),
     _state("decode", "running", TURNED),
@@ -58,11 +66,8 @@ STATES = (
     _state("prefill", "closing", local=False),
 )
 """FREED and CLOSED are left out: then the server holds nothing of the request."""
-COMPILING = tuple(
-    State(side, "compiling", (Point(side, "compiling", TURNED),), local=side == "decode", grammar=True)
-    for side in get_args(Side)
-)
-"""Not in the table of all cells yet: tests run some of them."""
+UNLISTED = _state("prefill", "compiling", TURNED, local=False, grammar=True)
+"""Not in the tables: tests run some of its cells."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +215,6 @@ def selection() -> list[Cell]:
     return chosen + [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]
 
 
-def compiling_cells() -> list[Cell]:
-    """Some faults while a grammar is compiled, on the server that compiles it."""
-    return [
-        Cell(CONFIGS[0], state, fault)
-        for state in COMPILING
-        for fault in FAULTS
-        if fault.name in ("kill_leader", "terminate", "cut_control", "client_gone") and fault.side in (None, state.side)
-    ]
+def unlisted_cells() -> list[Cell]:
+    names = ("kill_leader", "terminate", "cut_control", "client_gone")
+    return [Cell(CONFIGS[0], UNLISTED, fault) for fault in FAULTS if fault.name in names and fault.side != "decode"]

@@ -134,7 +134,8 @@ def _fill_pools(rig: "Rig", _: Side) -> Injection:
     fillers = [StreamClient(rig.servers["decode"], rig.filler.prompt, rig.filler.new_tokens) for _ in range(FILLERS)]
     yield
     for filler in fillers:
-        assert filler.outcome() == ("200", rig.filler.expected)
+        outcome = filler.outcome()
+        assert outcome == ("200", rig.filler.expected), f"a filler ended with {outcome}: {filler.text()[-300:]}"
 
 
 def _transfer_error(rig: "Rig", _: Side) -> Injection:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
 from tests.faults.clients import BackgroundClient, StreamClient
-from tests.faults.hooks import Hooks
+from tests.faults.hooks import ANSWER_S, Hooks
 from tests.faults.injections import INJECTIONS
 from tests.faults.links import Link
 
@@ -30,6 +31,8 @@ LOADED = 4.0
 RETRACTION_ATTEMPTS = 3
 RETRACTION_S = 25.0
 """Limit for a retraction: on a busy machine, the requests that cause it take more than ten seconds."""
+COMPILER_S = 60.0
+"""Limit for a request with a grammar to be accepted: the first one after a restart starts the compiler."""
 PRESSURE_TOKENS = 360
 """Output of a request that, with its prompt of 140 tokens, takes almost the whole pool of decode."""
 PREFILL_TOKENS = 160
@@ -95,7 +98,8 @@ class Rig:
         letters = Tokenizer.from_file(str(self._model / "tokenizer.json")).encode(text).ids
         self._constrained = Work(self.request.prompt, letters)
         """With a grammar that allows only these tokens."""
-        self._grammar = {"max_new_tokens": len(letters), "temperature": 0, "regex": text}
+        self._grammars = (text + "(?:)" * number for number in itertools.count())
+        """Regular expressions of the same text. Each is compiled, as no cache has it."""
         self.works = (self.request, self.filler, self._background, self._long)
 
     def __enter__(self) -> "Rig":
@@ -203,10 +207,12 @@ class Rig:
             return self._long
         work, extra = self.request, {}
         if state.grammar:
-            work, extra = self._constrained, {"sampling_params": self._grammar}
+            work = self._constrained
+            sampling = {"max_new_tokens": work.new_tokens, "temperature": 0, "regex": next(self._grammars)}
+            extra = {"sampling_params": sampling}
         self.client = StreamClient(decode, work.prompt, work.new_tokens, **extra)
         for point in state.points:
-            self.hooks.leader(point.side).expect("hit", point.state)
+            self.hooks.leader(point.side).expect("hit", point.state, COMPILER_S if state.grammar else ANSWER_S)
         return work
 
     def _reach_retracted(self) -> None:

@@ -7,22 +7,22 @@ import pytest
 
 from tests.cluster.servers import HTTP, wait_until
 from tests.faults.catalog import (
-    COMPILING,
     CONFIGS,
     FAULTS,
     STATES,
+    UNLISTED,
     Cell,
     Config,
     Side,
-    compiling_cells,
     missing_because,
     selection,
+    unlisted_cells,
 )
 from tests.faults.clients import StreamClient
 from tests.faults.rig import LOADED, Rig
 from tests.faults.soak import soak
 
-SELECTION = selection() + compiling_cells()
+SELECTION = selection() + unlisted_cells()
 STUCK_NAMED_S = 5.0
 SOAK_S = 6.0
 
@@ -58,7 +58,7 @@ def test_random_faults_under_random_traffic(rigs: dict[str, Rig], tmp_path_facto
 
 
 def test_selection_has_every_state_and_every_fault_that_needs_no_rank_process() -> None:
-    assert {cell.state for cell in SELECTION} == {*STATES, *COMPILING}
+    assert {cell.state for cell in SELECTION} == {*STATES, UNLISTED}
     assert {cell.fault for cell in SELECTION} == {fault for fault in FAULTS if fault.needs != "rank process"}
 
 

@@ -81,7 +81,7 @@ coverage: setup ## line and branch coverage of all tests, without the server pro
 
 .PHONY: test-matrix
 test-matrix: setup ## every combination of tensor- and pipeline-parallel layouts, staged and not; takes a while
-	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair,dsa_pair,local_prefill_servers,window_pair}.py $(ARGS)
+	@PDSERVE_MATRIX=full $(PYTEST) tests/cluster/test_{parity,ranks,staging_pair,hisparse_pair,dsa_pair,local_prefill_servers,window_pair,mixture_dp_pair}.py $(ARGS)
 
 # Only one core is busy: most of the time of a cell is waiting. Results are kept in build/faults.jsonl.
 FAULTS := env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=.dev:. $(BIN)/python -m tests.faults

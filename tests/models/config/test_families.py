@@ -132,7 +132,6 @@ def test_unsupported_fields_are_refused(
 @pytest.mark.parametrize(
     ("shard", "message"),
     [
-        (Shard(tp_size=2, dp_attention=True), "dp_attention needs latent attention"),
         (Shard(tp_size=3), "tp = 3 does not divide num_attention_heads = 4"),
         (Shard(tp_size=4), "a rank's share of moe_intermediate_size = 12 must be a multiple of 8"),
     ],

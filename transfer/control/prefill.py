@@ -94,14 +94,14 @@ class PrefillControl(PeerControl[_Route, Hello]):
             frames = self._receive_frames(self._router)
             if frames is None:
                 return True
-            route = self._route_of_sender(frames[0], now)
+            route = self._route_of_sender(frames[0], sum(map(len, frames[1:])), now)
             if route is not None:
                 self._receive(route, [frame.buffer for frame in frames[1:]], now)
         return False
 
-    def _route_of_sender(self, routing_id: zmq.Frame, now: float) -> _Route | None:
-        """The route that a message came on, a new one for an unknown peer; None if its connection is not known, or
-        closed.
+    def _route_of_sender(self, routing_id: zmq.Frame, size_bytes: int, now: float) -> _Route | None:
+        """The route that a message of this size came on, a new one for an unknown peer; None if its connection is not
+        known, or closed.
         """
         try:
             fd = int(routing_id.get(zmq.SRCFD))
@@ -112,7 +112,7 @@ class PrefillControl(PeerControl[_Route, Hello]):
             return None
         if fd not in self._connections:
             self._read_connections()  # it may be new
-        if not self._connections.message_read(fd):
+        if not self._connections.message_read(fd, size_bytes):
             return None
         route = self._routes.get(routing_id.bytes)
         if route is not None and route.fd != fd:

@@ -42,6 +42,8 @@ class _Connection:
     messages: int = 0
     """Those of an unknown peer since `messages_from`."""
     messages_from: float = 0.0
+    message_bytes: int = 0
+    """Of all its messages."""
 
 
 class UnknownPeers:
@@ -84,9 +86,10 @@ class UnknownPeers:
         if connection is not None and self._message_bytes is not None:
             self._known[fd] = connection
 
-    def message_read(self, fd: int) -> bool:
+    def message_read(self, fd: int, size_bytes: int) -> bool:
         """A complete message of this connection was read. Returns False if it must be ignored: the connection was
-        closed, maybe now.
+        closed, maybe now. ZMQ may have kept messages of an earlier connection with the same descriptor: if they are
+        more than this one has received, it is not blamed for them.
         """
         if (known := self._known.get(fd)) is not None:
             known.message_read = True
@@ -98,10 +101,12 @@ class UnknownPeers:
         if now > unknown.messages_from + MESSAGES_S:
             unknown.messages, unknown.messages_from = 0, now
         unknown.messages += 1
-        if unknown.messages > UNKNOWN_PEER_MESSAGES:
+        unknown.message_bytes += size_bytes
+        if unknown.messages <= UNKNOWN_PEER_MESSAGES:
+            return True
+        if unknown.message_bytes <= self._received(fd, unknown):
             self._cut(fd, f"it has sent more than {UNKNOWN_PEER_MESSAGES} messages without an introduction")
-            return False
-        return True
+        return False
 
     def cut_excess(self) -> bool:
         """Close the oldest of too many unknown connections, CUTS_PER_CALL at most. Returns whether some are left."""

@@ -22,7 +22,10 @@ def shaken(port: int, socket_type: str, host: str = "127.0.0.1") -> socket.socke
     client.sendall(GREETING + ready(socket_type))
     answer = b""
     while b"READY" not in answer:
-        answer += client.recv(4096)
+        part = client.recv(4096)
+        if not part:
+            raise ConnectionResetError("closed in the handshake")
+        answer += part
     return client
 
 

@@ -163,6 +163,27 @@ def test_connection_with_too_many_messages_without_an_introduction_is_closed(
     at_prefill.wait(MessageReceived)
 
 
+def test_messages_of_an_earlier_connection_are_not_blamed_on_the_next_one() -> None:
+    """ZMQ has kept them, and the next connection has the same descriptor."""
+    cuts: list[str] = []
+    peers = UnknownPeers(None, cuts.append)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as accepted,
+    ):
+        fd = accepted.fileno()
+        peers.accepted(fd)
+        kept = [peers.message_read(fd, 100) for _ in range(2 * UNKNOWN_PEER_MESSAGES)]
+        assert kept == [True] * UNKNOWN_PEER_MESSAGES + [False] * UNKNOWN_PEER_MESSAGES
+        assert cuts == []
+        assert fd in peers
+        client.sendall(bytes(100 * (2 * UNKNOWN_PEER_MESSAGES + 1)))
+        assert accepted.recv(1, socket.MSG_PEEK)
+        eventually(lambda: not peers.message_read(fd, 0) and len(cuts) == 1)
+        assert fd not in peers
+
+
 def test_received_bytes_are_checked_once_per_tick(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check reads the counters of all connections, which is too slow for every message."""
     now = [0.0]
@@ -197,7 +218,7 @@ def test_an_unfinished_message_of_a_known_peer_is_bounded_too(
     server, at_prefill, client, _ = cluster.pair()
     message = KvDestination(key(1), "rid", SamplingParams(), timeout_s=1.0)
     # as if the end of the message never came
-    monkeypatch.setattr(server._connections, "message_read", lambda _: None)
+    monkeypatch.setattr(server._connections, "message_read", lambda *_: None)
     # wait for the check that resets the byte counter after the last heartbeat
     eventually(lambda: not any(connection.message_read for connection in server._connections._known.values()))
     client.send(InstanceId("p1"), message, np.zeros(2 * MIB, dtype=np.int32), np.zeros(1, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""One rank of eight, alone: its share of DeepSeek-V3.2's weights, and its steps without the other ranks.
+"""One rank of eight, alone: its share of the weights, and its steps without the other ranks.
 
 The rank computes what it would compute beside the others. Where it needs their results, it uses its own:
 
@@ -11,29 +11,20 @@ dp8   data-parallel attention: all heads, the whole vocabulary, sequences of its
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
-from benchmarks.dsa_engine import Forward, SteppedEngine
 from benchmarks.gpu_timing import DEVICE
 from pdserve.configs.setting_types import KvDtypeSetting
-from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.kernels.linear.rms_norm import add_rms_norm
-from pdserve.memory.kv_pool import KvCache, KvPool
-from pdserve.memory.pages import pages_for
-from pdserve.models.config.dsa import DsaConfig
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.config.sharding import Shard
-from pdserve.models.decoders.dsa import DsaDecoder
-from pdserve.models.graphs.capture import StepGraphs
-from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.layers import stage_mlps
-from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.moe import MlpParameters, MoeParameters, feed_forward
 from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import ModelSource
@@ -54,11 +45,6 @@ class Layout:
     mlp_rows: int
 
     @property
-    def dsa(self) -> DsaConfig:
-        assert self.config.dsa is not None
-        return self.config.dsa
-
-    @property
     def moe(self) -> MoeConfig:
         assert self.config.moe is not None
         return self.config.moe
@@ -74,15 +60,31 @@ class Layout:
 
     def outline(self, kv_dtype: KvDtypeSetting, device: torch.device) -> ModelRunner:
         """The rank as `device` holds it, without memory."""
-        dtype = resolve_dtype("auto", self.config, device)
+        dtype, dsa = resolve_dtype("auto", self.config, device), self.config.dsa
         return ModelRunner.outline(
             self.config,
             self.shard,
             dtype=dtype,
             kv_dtype=kv_dtype,
             fp8=kept_in_fp8(fp8_tensors(self.source, "dummy"), device),
-            fp8_index=uses_fp8_index("auto", device, dtype, self.dsa.index_dim),
+            fp8_index=dsa is not None and uses_fp8_index("auto", device, dtype, dsa.index_dim),
         )
+
+    def exchanged_bytes(self, rows: int, dtype: torch.dtype) -> float:
+        """What the rank must send in a layer of a step in which it has so many rows, and receive as well: in two
+        all-reduces, or its rows to seven ranks and their results back.
+        """
+        each = rows * self.config.hidden_size * dtype.itemsize * (RANKS - 1)
+        return 2 * each if self.mlp_rows > 1 else 2 * 2 * each / RANKS
+
+    def attention_products(self, tokens: int) -> float:
+        """Multiplications of a prompt's attention in all layers, without those of weights."""
+        config, dsa, pairs = self.config, self.config.dsa, tokens * (tokens + 1) // 2
+        if dsa is None:
+            return config.num_layers * pairs * self.heads * 2 * config.head_dim
+        selected = sum(min(count, dsa.index_topk) for count in range(1, tokens + 1))
+        attention = selected * self.heads * (dsa.latent_dim + dsa.kv_rank)
+        return config.num_layers * attention + sum(dsa.indexed) * pairs * dsa.index_heads * dsa.index_dim
 
     @classmethod
     def of(cls, name: LayoutName, config: ModelConfig) -> "Layout":
@@ -139,7 +141,7 @@ class Rank:
             load_format="dummy",
             kv_dtype=kv_dtype,
         )
-        self.decoder = cast(DsaDecoder, self.runner._decoder)
+        self.decoder = self.runner._decoder
         for layer in self.decoder.parameters.layers:
             if isinstance(layer.mlp, MoeParameters) and layer.mlp.router_bias is not None:
                 layer.mlp.router_bias.zero_()
@@ -154,10 +156,10 @@ class Rank:
                 yield name, slot.nbytes
 
     def prompt_floor_ms(self, tokens: int, rate: float, product_rates: dict[torch.dtype, float]) -> float:
-        """The least time for a prompt: weights read once at `rate`, or all products (of weights, of index scores, of
-        attention to the selected rows), each at the rate of its dtype.
+        """The least time for a prompt: weights read once at `rate`, or all products (of weights and of attention; with
+        an indexer, of its scores and of attention to the selected rows), each at the rate of its dtype.
         """
-        dsa, moe = self.layout.dsa, self.layout.moe
+        moe = self.layout.moe
         in_16_bits, seconds = product_rates[torch.bfloat16], 0.0
         for name, slot in self.slots.items():
             if slot.target.ndim != 2 or name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -165,75 +167,8 @@ class Rank:
             rows = tokens * (self.layout.mlp_rows if ".mlp." in name else 1.0)
             rows *= moe.experts_per_token / moe.num_experts if ".mlp.experts." in name else 1.0
             seconds += 2 * rows * slot.target.numel() / product_rates.get(slot.target.dtype, in_16_bits)
-        selected = sum(min(count, dsa.index_topk) for count in range(1, tokens + 1))
-        attention = selected * self.layout.heads * (dsa.latent_dim + dsa.kv_rank)
-        scores = tokens * (tokens + 1) // 2 * dsa.index_heads * dsa.index_dim
-        seconds += 2 * (self.layout.config.num_layers * attention + sum(dsa.indexed) * scores) / in_16_bits
+        seconds += 2 * self.layout.attention_products(tokens) / in_16_bits
         return max(sum(size for _, size in self.weights()) / rate, seconds) * 1e3
-
-
-class RankEngine(SteppedEngine):
-    """Decode steps of a rank, over a HiSparse cache for `sequences` sequences of up to `max_context` tokens. The hot
-    buffers of `residents` of them can hold all rows.
-
-    Indexer keys are random; latent rows in host memory are zeros.
-    """
-
-    def __init__(
-        self, rank: Rank, *, sequences: int, residents: int, max_context: int, page_size: int, hot_rows: int
-    ) -> None:
-        cache = rank.runner.make_hisparse_cache(
-            sequences * pages_for(max_context, page_size),
-            page_size,
-            hot_pages=max(sequences * buffer_pages(hot_rows, page_size), residents * pages_for(max_context, page_size)),
-            slots=sequences,
-            hot_rows=hot_rows,
-            max_context=max_context,
-        )
-        super().__init__(cache, rank.token_ids)
-        self._rank, self._max_context = rank, max_context
-        fill_keys(cache.pools[1])
-
-    def floor_bytes(self, batch: int, context: int) -> float:
-        """Weights (of experts, the expected number of distinct ones), keys of all tokens, selected rows."""
-        keys, layout = self.cache.pools[1], self._rank.layout
-        moe = layout.moe
-        chosen = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (batch * layout.mlp_rows)
-        weights = sum(size * (chosen if ".mlp.experts." in name else 1.0) for name, size in self._rank.weights())
-        key_bytes = keys.page_bytes / self.cache.page_size
-        return weights + batch * context * key_bytes + self.selected_bytes(batch, context)
-
-    def selected_bytes(self, batch: int, context: int) -> float:
-        """The rows that a step selects, in all layers."""
-        rows, dsa = self.cache.pools[0], self._rank.layout.dsa
-        return batch * min(context, dsa.index_topk) * rows.page_bytes / self.cache.page_size
-
-    def graphs(self, sizes: list[int]) -> Forward:
-        """CUDA graphs of decode steps of these sizes; without a GPU, steps without graphs."""
-        if self.cache.device.type != "cuda":
-            return EagerSteps(self._rank, self.cache)
-        max_pages = pages_for(self._max_context, self.cache.page_size)
-        step = DsaStep(self._rank.decoder, self.cache, max_batch=max(sizes), max_pages=max_pages)
-        return StepGraphs(self._rank.decoder, step, self.cache.device, sorted(sizes), max(sizes), always_logits=True)
-
-
-class EagerSteps:
-    """Steps without CUDA graphs."""
-
-    def __init__(self, rank: Rank, cache: KvCache) -> None:
-        self._rank, self._cache = rank, cache
-
-    def run(self, slices: Sequence[SequenceSlice], /) -> torch.Tensor:
-        logits = self._rank.runner.forward(self._cache, slices)
-        assert logits is not None
-        return logits
-
-
-def fill_keys(pool: KvPool) -> None:
-    """Fill the keys with noise, layer by layer."""
-    for index in range(pool.num_layers):
-        for plane in pool.layer(index):
-            plane.copy_(torch.randn(plane.shape, device=plane.device))
 
 
 @contextmanager

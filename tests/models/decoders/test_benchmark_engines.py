@@ -115,6 +115,35 @@ def test_rank_of_eight_runs_all_parts(layout: str, tmp_path: Path, monkeypatch: 
     assert rank_of_eight.main([*flags[:-2], "--parts", "memory"]).keys().isdisjoint({"decode", "prefill"})
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on a CPU only")
+def test_rank_of_eight_times_a_mixture_with_kv_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, steps in {"WARM_STEPS": 2, "TIMED_STEPS": 3, "ALL_STEPS": 8}.items():
+        monkeypatch.setattr(dsa_engine, name, steps)
+    found, file = {}, tmp_path / "results.json"
+    for layout in ("tp8", "dp8"):
+        flags = ["--geometry", "qwen3-235b-a22b", "--tiny", "--layers", "2", "--batch", "1", "3", "--layout", layout]
+        rank_of_eight.main([*flags, "--json", str(file)])
+        found[layout] = json.loads(file.read_text())
+        assert [(row["sequences"], row["batch"]) for row in found[layout]["decode"]] == [
+            ("resident", 1),
+            ("resident", 3),
+        ]
+        assert all(row["graph_ms"] > 0 == row["miss_share"] for row in found[layout]["decode"])
+        assert [row["tokens"] for row in found[layout]["prefill"]] == [48, 96]
+        assert "hisparse" not in found[layout]["memory"]
+    one_head = 2 * 2 * 16 * 4  # bytes of a token: keys and values of two layers, in float32
+    for layout, heads in {"tp8": 1, "dp8": 4}.items():
+        first, second = (row["floor_ms"] * rank_of_eight.NOMINAL_RATE / 1e3 for row in found[layout]["decode"])
+        assert found[layout]["memory"]["plain"]["device_token_bytes"] == heads * one_head
+        assert first > 160 * heads * one_head
+        assert second - first > 2 * 160 * heads * one_head
+    row_bytes = 64 * 4
+    # two all-reduces of three rows, or three rows to seven ranks and their results back
+    assert found["tp8"]["decode"][1]["exchange_layer_bytes"] == pytest.approx(2 * 2 * 7 / 8 * 3 * row_bytes)
+    assert found["dp8"]["decode"][1]["exchange_layer_bytes"] == 2 * 7 * 3 * row_bytes
+    assert found["dp8"]["prefill"][1]["exchange_ms"] == pytest.approx(2 * 2 * 7 * 96 * row_bytes / 350e9 * 1e3)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="needs triton, and no GPU")
 def test_swap_in_benchmark_compares_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import swap_in

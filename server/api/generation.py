@@ -26,8 +26,8 @@ from .common.errors import EngineError, request_id_header
 from .common.outputs import Delta, Output
 from .common.rendering import Rendering
 
-INLINE_SIZE = 2000
-"""Of what is written on the event loop (`Output.written_size`): about 10 ms."""
+INLINE_SIZE = 20_000
+"""Of what is written on the event loop (`Output.unwritten`): about 10 ms."""
 _WRITING = ThreadPoolExecutor(1, "writing")
 """One thread for all responses: several would take turns with each other before the event loop has its own."""
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -66,8 +66,6 @@ class GenerationResponse(Response):
         self._group = group
         self._remaining = len(outputs)
         self._started = False
-        self._begun: set[int] = set()
-        """Outputs whose first event is written. It has the log-probabilities of the prompt."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = trace_context(scope)
@@ -84,7 +82,7 @@ class GenerationResponse(Response):
             began_s = time.thread_time()
             self._advance(received)
             self._work.ended("output", began_s)
-        if sum(output.written_size(first_token=0) for output in self._outputs) > INLINE_SIZE:
+        if sum(output.unwritten for output in self._outputs) > INLINE_SIZE:
             body = await _in_thread(self._result)
         else:
             began_s = time.thread_time()
@@ -100,8 +98,8 @@ class GenerationResponse(Response):
             began_s = time.thread_time()
             deltas = self._advance(received)
             size = 0
-            for index, delta in deltas:
-                size += self._outputs[index].written_size(delta.first_token if index in self._begun else 0)
+            for index, _ in deltas:
+                size += self._outputs[index].unwritten
             if size > INLINE_SIZE:
                 self._work.ended("output", began_s)
                 encoded = await _in_thread(partial(self._encoded, deltas))
@@ -122,9 +120,10 @@ class GenerationResponse(Response):
         """The events for the new parts of outputs."""
         encoded = []
         for index, delta in deltas:
-            events = self._rendering.events(index, self._outputs[index], delta)
+            output = self._outputs[index]
+            events = self._rendering.events(index, output, delta)
             if events:
-                self._begun.add(index)
+                output.unwritten = 0
                 encoded.append(_encode_events(events, self._rendering))
         return b"".join(encoded)
 

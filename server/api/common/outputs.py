@@ -48,6 +48,8 @@ class Output:
         self.logprobs: list[TokenLogprob] = []
         self.text_offsets: list[int] = []
         """With log-probabilities: the position in the text where each token begins."""
+        self.unwritten = 0
+        """How much work it is to write what no event has yet: tokens, those with log-probabilities times _weight."""
         self.input_logprobs = PackedLogprobs()
         self.cached_tokens = 0
         self.cached_tokens_details = {"device": 0, "host": 0, "storage": 0}
@@ -56,6 +58,7 @@ class Output:
         self.parsed = parsed
         """The message of a chat; None for other outputs."""
         self._prompt_tokens = prompt_tokens
+        self._weight = 1 if logprobs is None else 10 * (1 + logprobs.top)
         self._text = text
         self._pieces: list[str] = []
         self._started_at = time.monotonic()
@@ -125,21 +128,14 @@ class Output:
     def elapsed_s(self) -> float:
         return (self._ended_at or time.monotonic()) - self._started_at
 
-    def written_size(self, first_token: int) -> int:
-        """How much work it is to write the tokens from this one on, with those of the prompt before the first one:
-        token ids, and alternatives with a log-probability, each of which takes ten times as long.
-        """
-        tokens = len(self.token_ids) - first_token
-        if self.wanted_logprobs is None:
-            return tokens // 10
-        return (tokens + (0 if first_token else len(self.input_logprobs))) * (1 + self.wanted_logprobs.top)
-
     def advance(self, progress: Progress) -> Delta:
         """Add new events; returns the new part of the output. No event may follow a terminal one."""
         assert self.terminal is None, f"request {self.rid} has an event after its terminal event"
         first_token = len(self.token_ids)
+        self.unwritten += self._weight * len(progress.token_ids)
         if progress.prefilled is not None:
             self.input_logprobs = PackedLogprobs(progress.prefilled.input_logprobs)
+            self.unwritten += self._weight * len(self.input_logprobs)
             self._note_cached(progress.prefilled)
         events: list[Event] = []
         text = self._take_tokens(progress, events)

@@ -58,7 +58,7 @@ class CumulativeResult:
         for token in output.token_ids[delta.first_token :]:
             self._token_ids.append(token)
         self._logprobs.extend(output.logprobs[delta.first_token :])
-        if not self._has_inputs:
+        if output.wanted_logprobs is not None and not self._has_inputs:
             self._has_inputs = bool(output.input_logprobs)
             self._input_logprobs.extend(output.input_logprobs)
         return bool(delta.text) or delta.first_token < len(output.token_ids)

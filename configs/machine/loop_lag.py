@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.25
 KEPT_S = 60
 
 

@@ -268,7 +268,16 @@ def test_first_write_ends_if_it_connects_after_its_timeout(receiver: Receiver, m
     engine.destroy()
 
 
-def test_destroy_with_a_hung_peer_is_quick(receiver: Receiver) -> None:
+def test_destroy_with_a_hung_peer_is_quick() -> None:
+    took_s: list[float] = []
+    while len(took_s) < 3 and min(took_s, default=1) >= 0.5:  # a busy machine may make the first one slow
+        with Receiver(POOL_BYTES) as receiver:
+            took_s.append(_seconds_to_destroy(receiver))
+    assert min(took_s) < 0.5, took_s  # up to 1 s without waking the listener
+
+
+def _seconds_to_destroy(receiver: Receiver) -> float:
+    """Of an engine whose peer hangs."""
     source = np.ones(16 << 20, dtype=np.uint8)
     engine = SendEngine(receiver.session, [receiver.region])
     assert wait_for(engine, engine.submit(source.ctypes.data, receiver.base_address, 4096)) is WriteState.DONE
@@ -278,7 +287,7 @@ def test_destroy_with_a_hung_peer_is_quick(receiver: Receiver) -> None:
     assert all(write is not None and engine.poll(write) is WriteState.PENDING for write in writes)
     started = time.monotonic()
     engine.destroy()
-    assert time.monotonic() - started < 0.9  # about 1 s without waking the listener; a busy machine took 0.6
+    return time.monotonic() - started
 
 
 def test_destroy_waits_for_connections_after_a_stop_of_this_process(

@@ -428,12 +428,19 @@ class DecodeScheduler:
             **self.dispatcher.remote.staging.gauges(),
             **self.dispatcher.placer.gauges(),
             "running_requests": len(self.run_queue.running),
+            "waiting_for_pages": self._waiting_for_pages(),
             "quarantined_pages": self.dispatcher.remote.quarantine.pages,
             "quarantined_hot_pages": self.dispatcher.remote.quarantine.hot_pages,
             "cached_pages": len(self.cache),
             "saved_requests": len(self.transitions.retracted),
             **(self.kv_store.gauges() if self.kv_store is not None else {}),
         }
+
+    def _waiting_for_pages(self) -> int:
+        """Requests of prompts in the queue, if the first one waits for pages: the others are behind it."""
+        queue = self.dispatcher.queue
+        first = queue.first
+        return 0 if first is None or first.refusal is None else sum(len(prompt.waiting) for prompt in queue)
 
     def state_counts(self) -> dict[str, int]:
         counts = dict.fromkeys(_COUNTED_STATES, 0)

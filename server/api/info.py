@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from ...configs.load import public_dict
 from ...configs.schema import AnyServerConfig, PrefillConfig
-from ...scheduler.messages.frontend import PeerStatus
+from ...scheduler.messages.frontend import DpRankStatus, PeerStatus
 from ...scheduler.messages.lifecycle import State
 from ...transfer.control.events import describe_absence
 from ..engine.leader_client import LeaderClient
@@ -103,6 +103,11 @@ class DpRank(TypedDict):
     """One data-parallel rank: its requests and its pools."""
 
     dp_rank: int
+    requests: Annotated[int, Field(description="Live requests.")]
+    kv_tokens: Annotated[int, Field(description="Tokens of the pages that requests hold.")]
+    waiting: Annotated[
+        int, Field(description="Requests for which no rank has pages: the first rank that has some gets them (decode).")
+    ]
     states: Mapping[str, int]
     gauges: Mapping[str, float]
 
@@ -211,20 +216,30 @@ class ServerInfo:
         return [
             {
                 "dp_rank": rank["dp_rank"],
-                "num_reqs": sum(rank["states"].values()),
+                "num_reqs": rank["requests"],
                 "num_waiting_reqs": sum(rank["states"].get(state, 0) for state in (*WAITING_STATES, *HELD_STATES)),
-                "num_tokens": int(rank["gauges"].get("kv_pages_held", 0)) * ready.page_size
-                + int(rank["gauges"].get("waiting_tokens", 0)),
+                "num_tokens": rank["kv_tokens"] + int(rank["gauges"].get("waiting_tokens", 0)),
             }
-            for rank in self._dp_ranks()
+            for rank in self._dp_ranks(ready.page_size)
         ]
 
-    def _dp_ranks(self) -> list[DpRank]:
+    def _dp_ranks(self, page_size: int) -> list[DpRank]:
         status = self._leader.status
-        if status is None or not status.dp_ranks:
-            states, gauges = (status.states, status.gauges) if status else ({}, {})
-            return [{"dp_rank": 0, "states": states, "gauges": gauges}]
-        return [{"dp_rank": rank.dp_rank, "states": rank.states, "gauges": rank.gauges} for rank in status.dp_ranks]
+        if status is None:
+            ranks: tuple[DpRankStatus, ...] = (DpRankStatus(0, {}, {}),)
+        else:
+            ranks = status.dp_ranks or (DpRankStatus(0, status.gauges, status.states),)
+        return [
+            {
+                "dp_rank": rank.dp_rank,
+                "requests": sum(rank.states.values()),
+                "kv_tokens": int(rank.gauges.get("kv_pages_held", 0)) * page_size,
+                "waiting": int(rank.gauges.get("waiting_for_pages", 0)),
+                "states": rank.states,
+                "gauges": rank.gauges,
+            }
+            for rank in ranks
+        ]
 
     def server(self) -> ServerReport:
         """The reply of /server_info. Some fields have SGLang's names, because routers read them."""
@@ -247,8 +262,8 @@ class ServerInfo:
             "frontend_lag_s": self._lag_s(),
             "recent": self._leader.recent.list(),
         }
-        if config.dp_size > 1:
-            info["dp_ranks"] = self._dp_ranks()
+        if config.dp_size > 1 and ready is not None:
+            info["dp_ranks"] = self._dp_ranks(ready.page_size)
         if isinstance(config, PrefillConfig):
             info["disaggregation_bootstrap_port"] = config.bootstrap_port
         if ready is not None:

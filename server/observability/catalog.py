@@ -33,6 +33,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
         "kv_pages_available": "Pages of the KV pool that are free or only cached.",
         "cached_pages": "Pages in the prefix cache.",
         "running_requests": "Requests in the decode batch; on prefill, in steps in flight.",
+        "waiting_for_pages": "Requests whose prompt waits for KV pages, or behind one that does (decode).",
         "waiting_requests": "Prompts that are in no step (prefill).",
         "waiting_tokens": "Prompt tokens that are not computed yet (prefill).",
         "quarantined_pages": "KV pages in quarantine: a remote writer may still write to them.",

@@ -330,10 +330,15 @@ def test_prompt_that_waits_for_pages_moves_to_a_rank_that_has_some() -> None:
     server.turn()
     stuck = [rid for rid in waiting if server.rank_of(rid) == server.rank_of(long)]
     assert stuck, "no prompt waits behind the long request"
+    waiting_for_pages = [scheduler.gauges()["waiting_for_pages"] for scheduler in server.schedulers]
+    assert waiting_for_pages[server.rank_of(long)] == len(stuck)
+    assert sum(waiting_for_pages) == len(waiting)
     while not set(waiting) <= set(server.responses(Finished)):
         server.end_steps()
         server.turn()
         assert long not in server.responses(Finished), "the prompts waited for the long request"
+    assert [scheduler.gauges()["waiting_for_pages"] for scheduler in server.schedulers] == [0, 0]
+    assert sum(scheduler.counters["prompts_moved"] for scheduler in server.schedulers) == len(stuck)
     server.finish()
     assert len(server.responses(Finished)) == 4
 

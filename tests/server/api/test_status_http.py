@@ -9,7 +9,15 @@ from pydantic import SecretStr
 
 from pdserve.configs.load import CONFIG_OF_ROLE, Role
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from pdserve.scheduler.messages.frontend import Cancel, Failed, FlushCache, PeerStatus, Submit, Tokens
+from pdserve.scheduler.messages.frontend import (
+    Cancel,
+    DpRankStatus,
+    Failed,
+    FlushCache,
+    PeerStatus,
+    Submit,
+    Tokens,
+)
 from pdserve.scheduler.messages.lifecycle import PrefillState, State
 from pdserve.server.api import app as app_module
 from pdserve.server.text.tokenizer import Tokenizer
@@ -175,6 +183,20 @@ async def test_get_load_counts_requests_and_tokens(
         await server.report(msgspec.structs.replace(make_status(), states=states, gauges=gauges | waiting))
         load = {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 2, "num_tokens": 5 * 16}
         assert (await server.http.get("/get_load")).json() == [load]
+
+
+async def test_server_info_has_the_load_of_each_data_parallel_rank(tokenizer: Tokenizer) -> None:
+    config = DecodeConfig(tp=2, dp_attention=True)
+    ranks = (
+        DpRankStatus(0, {"kv_pages_held": 5.0, "waiting_for_pages": 3.0}, {"running": 2, "queued": 3}),
+        DpRankStatus(1, {"kv_pages_held": 2.0, "waiting_for_pages": 0.0}, {"running": 1}),
+    )
+    async with running_server(tokenizer, config) as server:
+        await server.report(msgspec.structs.replace(make_status(), dp_ranks=ranks))
+        found = (await server.http.get("/server_info")).json()["dp_ranks"]
+    loads = [[rank[name] for name in ("dp_rank", "requests", "kv_tokens", "waiting")] for rank in found]
+    assert loads == [[0, 5, 5 * 16, 3], [1, 1, 2 * 16, 0]]
+    assert [rank["states"] for rank in found] == [rank.states for rank in ranks]
 
 
 async def test_routes_require_the_api_key(tokenizer: Tokenizer) -> None:

@@ -136,6 +136,28 @@ def check_model(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "model", f"{facts.model}: supported, and its files are here")
 
 
+def check_attention(facts: Facts) -> Iterator[Finding]:
+    """Whether ranks should divide attention or requests; docs/operations.md says when."""
+    tp, heads = facts.settings.tp, facts.kv_heads
+    if heads is None or tp == 1:
+        return
+    if facts.settings.dp_attention:
+        if not facts.has_experts:
+            message = "dp_attention needs a model with experts, and this one has none"
+            yield Finding("fail", "attention", message, "leave --dp-attention out")
+        elif facts.settings.role == "prefill":
+            message = f"each of {tp} ranks computes prompts of its own: a single one takes longer than with plain tp"
+            yield Finding("ok", "attention", message)
+        else:
+            message = f"each of {tp} ranks has requests of its own: with fewer than {tp} at a time some have none"
+            yield Finding("ok", "attention", message)
+    elif facts.has_experts and tp > heads:
+        message = f"{tp} ranks share {heads} KV head{'s' * (heads != 1)}: each is stored {tp // heads} times"
+        if facts.settings.role == "decode":
+            message += "; --dp-attention stores it once, for many requests at a time"
+        yield Finding("ok", "attention", message)
+
+
 def check_rdma(facts: Facts) -> Iterator[Finding]:
     """RDMA devices, their GIDs, and whether they reach GPU memory."""
     wanted = facts.settings.transport == "rdma"
@@ -323,6 +345,7 @@ CHECKS: tuple[Check, ...] = (
     check_gpus,
     check_mooncake,
     check_model,
+    check_attention,
     check_rdma,
     check_limits,
     check_namespaces,

@@ -43,6 +43,8 @@ def settings_of(config: AnyServerConfig) -> Settings:
         transport=config.transport,
         host=config.host,
         local_ranks=len(config.local_ranks),
+        tp=config.tp,
+        dp_attention=config.dp_attention,
         has_cluster_key=config.cluster_key is not None,
         host_memory_bytes=int(wanted * GIB),
         gid_index=config.ib_gid_index,
@@ -52,6 +54,8 @@ def settings_of(config: AnyServerConfig) -> Settings:
 class ModelFacts(TypedDict, total=False):
     model: str
     model_problem: str
+    kv_heads: int
+    has_experts: bool
 
 
 def _model(config: AnyServerConfig) -> ModelFacts:
@@ -59,10 +63,10 @@ def _model(config: AnyServerConfig) -> ModelFacts:
     if "model" not in config.model_fields_set or may_be_on_hub(config.model):
         return {}
     try:
-        locate_model(config.model, config.load_format)
+        model = locate_model(config.model, config.load_format).config
     except StartupError as error:
         return {"model": config.model, "model_problem": str(error)}
-    return {"model": config.model}
+    return {"model": config.model, "kv_heads": model.num_kv_heads, "has_experts": any(model.mixed)}
 
 
 def collect(

@@ -63,6 +63,8 @@ class Settings(msgspec.Struct, frozen=True):
     transport: str = "auto"
     host: str = "127.0.0.1"
     local_ranks: int = 1
+    tp: int = 1
+    dp_attention: bool = False
     has_cluster_key: bool = False
     host_memory_bytes: int = 0
     """Host memory that the settings ask for: KV of HiSparse and of retracted requests, KV pools of a CPU server."""
@@ -113,5 +115,8 @@ class Facts(msgspec.Struct, frozen=True):
     model: str | None = None
     """The model of the settings. None if they name none, or one of the Hugging Face Hub, which is not looked up."""
     model_problem: str | None = None
+    kv_heads: int | None = None
+    """Of the model, which is 1 with latent attention. None if it is not known."""
+    has_experts: bool = False
     transfers: tuple[Transfer, ...] = ()
     peers: tuple[Peer, ...] = ()

@@ -10,7 +10,19 @@ from ...configs.load import find_config_file, load_config
 from ...configs.schema import AnyServerConfig, DecodeConfig
 
 SETTINGS = (
-    *("model", "host", "port", "advertise_host", "device", "tp", "pp", "transport", "ib_device", "ib_gid_index"),
+    *(
+        "model",
+        "host",
+        "port",
+        "advertise_host",
+        "device",
+        "tp",
+        "pp",
+        "dp_attention",
+        "transport",
+        "ib_device",
+        "ib_gid_index",
+    ),
     "kv_memory_gib",
 )
 """Settings of every server that the checks use."""

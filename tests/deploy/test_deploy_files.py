@@ -307,6 +307,22 @@ def test_missing_key_is_reported_before_anything_is_built(name: str) -> None:
     assert "openssl rand -hex 32" in found[1]
 
 
+def test_commented_variants_divide_a_mixture_of_experts() -> None:
+    """TP on prefill, data-parallel attention on decode."""
+    _, _, variant = (ROOT / "deploy" / "docker-compose.gpu.yml").read_text(encoding="utf-8").partition("#\n#  prefill:")
+    lines = ["services:", "  prefill:", *(line.removeprefix("#") for line in variant.splitlines()[1:])]
+    services = yaml.safe_load("\n".join(["x-gpu: &gpu {}", *lines]))["services"]
+    pod = (KUBERNETES / "decode.yaml").read_text(encoding="utf-8").replace("# - --", "- --")
+    (pods,) = [found for found in yaml.safe_load_all(pod) if found["kind"] == "Deployment"]
+    (decode,) = pods["spec"]["template"]["spec"]["containers"]
+    found = {}
+    for name, command in (*((name, service["command"]) for name, service in services.items()), ("pod", decode["args"])):
+        options, unknown = make_parser().parse_known_args(command)
+        assert unknown == []
+        found[name] = (options.command, options.tp, getattr(options, "dp_attention", None))
+    assert found == {"prefill": ("prefill", "4", None), "decode-1": ("decode", "4", True), "pod": ("decode", "4", True)}
+
+
 def test_examples_compute_no_prompts_on_decode() -> None:
     """On the cores of prefill, decode would compute all prompts after the first."""
     for name in ("docker-compose.yml", "docker-compose.store.yml"):

@@ -67,6 +67,39 @@ def test_healthy_machines_have_only_ok_findings(facts: Facts) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "model", "level", "words"),
+    [
+        ({"tp": 8}, {"kv_heads": 4, "has_experts": True}, "ok", "stored 2 times; --dp-attention"),
+        (
+            {"tp": 8, "role": "prefill"},
+            {"kv_heads": 1, "has_experts": True},
+            "ok",
+            "share 1 KV head: each is stored 8 times",
+        ),
+        ({"tp": 8, "dp_attention": True}, {"kv_heads": 4, "has_experts": True}, "ok", "fewer than 8 at a time"),
+        (
+            {"tp": 4, "dp_attention": True, "role": "prefill"},
+            {"kv_heads": 4, "has_experts": True},
+            "ok",
+            "of its own: a single",
+        ),
+        ({"tp": 2, "dp_attention": True}, {"kv_heads": 8}, "fail", "needs a model with experts"),
+        ({"tp": 4}, {"kv_heads": 4, "has_experts": True}, None, ""),
+        ({"tp": 8}, {"kv_heads": 4}, None, ""),
+        ({}, {"kv_heads": 4, "has_experts": True}, None, ""),
+        ({"tp": 8}, {}, None, ""),
+    ],
+)
+def test_division_of_attention_is_judged_by_heads_and_experts(
+    settings: dict[str, Any], model: dict[str, Any], level: Level | None, words: str
+) -> None:
+    facts = changed(with_settings(GPU_HOST, **settings), **model)
+    found = [finding for finding in check_all(facts) if finding.check == "attention"]
+    assert [finding.level for finding in found] == ([] if level is None else [level])
+    assert all(words in finding.message for finding in found)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"gpus": (), "cuda_problem": "no device"},

@@ -162,7 +162,8 @@ class ServerConfig(BaseModel):
         ge=1,
         le=1_000_000,
         description="maximum queued prompts, also those that wait for a grammar, and on decode requests that wait for "
-        "a place in the batch; more get 429; a call with several prompts is accepted or refused whole",
+        "a place in the batch or were retracted; more get 429; a call with several prompts is accepted or refused "
+        "whole",
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="maximum tokens of a prompt; default: context length")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of an HTTP body")

@@ -1,4 +1,4 @@
-"""Requests whose KV has arrived: waiting, ready and running ones, and the steps in flight."""
+"""Requests whose KV has arrived: waiting, opening, ready and running ones, and the steps in flight."""
 
 import collections
 import dataclasses
@@ -45,7 +45,7 @@ class DecodeStep:
 
 
 class RunQueue:
-    """Queues of ARRIVED and READY requests, the RUNNING ones, and the steps in flight.
+    """Queues of ARRIVED and READY requests, the OPENING and RUNNING ones, and the steps in flight.
 
     With several pipeline stages, as many batches of different requests are in flight. With one stage and overlap
     scheduling, the next step starts before the tokens of the last one are known here.
@@ -60,6 +60,8 @@ class RunQueue:
         self._max_running = limits.max_running_requests
         self.arrived = WaitingQueue()
         """Wait for a hot buffer."""
+        self.opening: set[Request] = set()
+        """Their rows are copied into their hot buffers."""
         self.ready = WaitingQueue()
         """Wait for a place in the batch."""
         self.running: list[Request] = []
@@ -74,13 +76,15 @@ class RunQueue:
     def waiting(self) -> int:
         """Requests whose KV is here and that wait for a hot buffer or for a place in the batch."""
         places = self._max_running - len(self.running)
-        return len(self.arrived) + max(0, len(self.ready) - places)
+        return len(self.arrived) + max(0, len(self.opening) + len(self.ready) - places)
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended, was retracted or changes its queue. Its rows in flight are ignored."""
         match request.state:
             case State.ARRIVED:
                 self.arrived.remove(request)
+            case State.OPENING:
+                self.opening.remove(request)
             case State.READY:
                 self.ready.remove(request)
             case _:

@@ -2,16 +2,18 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    submit -> QUEUED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> DRAINING -> FREED
+    submit -> QUEUED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> ENDED
                 '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
-                                       '--- RETRACTED <-- out of pages -'
+                 RESTORING <- SAVED <- SAVING <------- out of pages ----'  (RESTORING -> ARRIVED)
 
 A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
-in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED.
+in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED. It is LOADING
+while KV from the KV store is copied into its pages, or (HiSparse) its cached prefix into its hot buffer. A request is
+OPENING while its rows are copied into its hot buffer, between ARRIVED and READY.
 
 Three invariants:
 - `Transitions.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
-- `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into DRAINING.
+- `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into ENDED.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
   (`quarantine.py`) until the writer has stopped.
 
@@ -89,7 +91,7 @@ from .transitions import Transitions
 
 log = logging.getLogger(__name__)
 
-_COUNTED_STATES = tuple(state.value for state in State if state is not State.FREED)
+_COUNTED_STATES = tuple(state.value for state in State if state is not State.ENDED)
 
 
 class DecodeScheduler:
@@ -306,7 +308,6 @@ class DecodeScheduler:
             self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
-            self.transitions.free_drained(quarantined.prompt, now)
         self.transitions.give_memory(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
@@ -412,8 +413,8 @@ class DecodeScheduler:
 
     @property
     def idle(self) -> bool:
-        """No request, not even a DRAINING one, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or self.transitions.draining or len(self.dispatcher.remote.quarantine)
+        """No request, no page in quarantine, no command and no copy in flight."""
+        busy = self.requests or len(self.dispatcher.remote.quarantine)
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property
@@ -444,7 +445,7 @@ class DecodeScheduler:
 
     def state_counts(self) -> dict[str, int]:
         counts = dict.fromkeys(_COUNTED_STATES, 0)
-        for request in [*self.requests.values(), *self.transitions.draining]:
+        for request in self.requests.values():
             counts[request.state] += 1
         return counts
 
@@ -460,6 +461,7 @@ class DecodeScheduler:
         """Raise unless every page is accounted for and every request is in exactly the queue of its state."""
         self.memory.check_integrity(self.requests, idle=self.idle)
         self.dispatcher.remote.staging.check_integrity(idle=self.idle)
+        computing = set(self.dispatcher.local.queue)
         for request in self.requests.values():
             prompt = request.prompt
             in_transfer = prompt in self.dispatcher.remote.prompts.values() and request in prompt.waiting
@@ -467,11 +469,16 @@ class DecodeScheduler:
                 (State.COMPILING, prompt in self.compiling and request in prompt.waiting),
                 (State.QUEUED, prompt in self.dispatcher.queue and request in prompt.waiting),
                 (request.state, in_transfer and request.state in (State.PREFILLING, State.VERIFYING)),
-                (State.COMPUTING, prompt in self.dispatcher.local and request in prompt.waiting),
-                (State.ARRIVED, request in self.run_queue.arrived or self.memory.copies.is_in(request, "open")),
+                (State.LOADING, in_transfer and prompt.attempt is not None and prompt.attempt.held is not None),
+                (State.LOADING, prompt.local in self.dispatcher.local.loading and request in prompt.waiting),
+                (State.COMPUTING, prompt.local in computing and request in prompt.waiting),
+                (State.ARRIVED, request in self.run_queue.arrived),
+                (State.OPENING, request in self.run_queue.opening and self.memory.copies.is_in(request, "open")),
                 (State.READY, request in self.run_queue.ready),
                 (State.RUNNING, request in self.run_queue.running),
-                (State.RETRACTED, request in self.transitions.retracted or self.memory.copies.is_in(request, "load")),
+                (State.SAVING, request in self.transitions.retracted and self.memory.copies.is_in(request, "save")),
+                (State.SAVED, request in self.transitions.retracted and self.memory.copies.of(request) is None),
+                (State.RESTORING, self.memory.copies.is_in(request, "restore")),
             )
             found = [state for state, is_queued in queued_as if is_queued]
             assert found == [request.state], (request.rid, request.state)

@@ -130,9 +130,9 @@ class Submissions:
         )
 
     def _refusal(self, submit: Submit, now: float) -> RequestError | None:
-        """The error if this prompt is refused. Prompts that wait for their grammar, and requests whose KV is here and
-        that do not run, count as queued. A call with several prompts is accepted as a whole if the queue has room for
-        its first prompt: under load, the queue would rarely have room for all of them.
+        """The error if this prompt is refused. Prompts that wait for their grammar, retracted requests, and requests
+        whose KV is here and that do not run, count as queued. A call with several prompts is accepted as a whole if the
+        queue has room for its first prompt: under load, the queue would rarely have room for all of them.
         """
         if not self.accepting:
             return UnavailableError("the server is shutting down")
@@ -149,7 +149,8 @@ class Submissions:
         )
         if error is not None:
             return error
-        waiting = len(self._compiling) + len(self._dispatcher.queue) + self._run_queue.waiting
+        without_kv = len(self._compiling) + len(self._dispatcher.queue) + len(self._transitions.retracted)
+        waiting = without_kv + self._run_queue.waiting
         room = waiting < self._limits.max_queued_requests
         if submit.follows is None:
             self.calls[submit.rid] = room

@@ -1,8 +1,9 @@
 """The transitions of a request: each takes requests out of one room, changes their memory, and puts them into the next.
 
 A room holds the requests of a state: `compiling`, the dispatcher's queue (QUEUED), `remote` (PREFILLING, VERIFYING),
-`local` (COMPUTING), the run queue (ARRIVED, READY, RUNNING) and `retracted`. Rooms never call this file. It is the only
-one that changes the state of a request. From which state a request may go where is the table in messages/lifecycle.py.
+`local` (LOADING, COMPUTING), the run queue (ARRIVED, OPENING, READY, RUNNING) and `retracted` (SAVING, SAVED). Rooms
+never call this file. It is the only one that changes the state of a request. From which state a request may go where is
+the table in messages/lifecycle.py.
 
 Who gives up memory:
 
@@ -45,12 +46,12 @@ READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
 PAGES_INSERTED = 256
 """Pages that one turn adds to the prefix cache: about 0.3 ms."""
-_WITH_KV = (State.ARRIVED, State.READY, State.RUNNING)
+_WITH_KV = (State.ARRIVED, State.OPENING, State.READY, State.RUNNING)
 """States in which the KV of all tokens but the newest is in the request's pages."""
 
 
 class Transitions:
-    """Owns the open requests, and those that have ended but still have pages in quarantine."""
+    """Owns the open requests."""
 
     def __init__(
         self,
@@ -64,9 +65,8 @@ class Transitions:
     ) -> None:
         self.requests: dict[str, Request] = {}
         """Requests without a terminal message, by rid."""
-        self.draining: set[Request] = set()
         self.retracted = WaitingQueue()
-        """RETRACTED requests without pages, in the order in which they get some."""
+        """SAVING and SAVED requests, in the order in which they get pages."""
         self.starving = False
         """A running request waits for a page: the next free pages are for it."""
         self.lateness = Lateness(resources.limits, dispatcher.local, resources.counters)
@@ -125,11 +125,11 @@ class Transitions:
         dispatcher = self._dispatcher
         for prompt, reservation, selection in dispatcher.placed(now, above=above, keep=self._pages_to_keep()):
             dispatcher.leave_queue(prompt, reservation, now)
-            for request in prompt.waiting:
-                request.lifecycle.advance(State.COMPUTING if selection is None else State.PREFILLING, now)
             if selection is None:
-                dispatcher.compute(prompt, reservation, now)
+                begun = dispatcher.compute(prompt, reservation, now)
+                _advance(prompt, State.COMPUTING if begun else State.LOADING, now)
             else:
+                _advance(prompt, State.PREFILLING, now)
                 self._remote.send(prompt, reservation, selection, now)
             self.retracted.passed_by(prompt.priority)
 
@@ -159,8 +159,7 @@ class Transitions:
         self._verifying[done.key] = done
         attempt = prompt.attempt
         self._outbox.append(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
-        for request in prompt.waiting:
-            request.lifecycle.advance(State.VERIFYING, now)
+        _advance(prompt, State.VERIFYING, now)
 
     def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
         """All ranks have compared the KV of a transfer with what was sent."""
@@ -175,8 +174,8 @@ class Transitions:
     def _received(self, done: PrefillDone, now: float) -> None:
         """All KV and the first token of every sample have arrived.
 
-        If the cached prefix is still being copied into the hot buffer, only `done` is kept, and this is called
-        again when the copy has ended.
+        If the cached prefix is still being copied into the hot buffer, they are LOADING, and this is called again when
+        the copy has ended.
         """
         self._remote.writer_stopped(done.key, late_writes=False, now=now)  # our Abort may have crossed it
         prompt = self._remote.prompts.get(done.key)
@@ -187,6 +186,7 @@ class Transitions:
         assert attempt is not None, f"prompt {prompt.prompt_id} arrived without an attempt"
         if self._memory.copies.of(attempt) is not None:
             attempt.held = done
+            _advance(prompt, State.LOADING, now)
             return
         problem = self._remote.check_complete(prompt, done)
         if problem is not None:
@@ -320,7 +320,8 @@ class Transitions:
         if tokens > local.cached:
             dispatcher.local.stored(local, tokens)
             self._counters["store_tokens_loaded"] += local.stored
-        dispatcher.start_local(local)
+        if dispatcher.start_local(local):
+            _advance(prompt, State.COMPUTING, now)
 
     def copied(self, copy: Copy, seconds: float, now: float) -> None:
         """All ranks have made a background copy, which took `seconds`. Its owner may have ended meanwhile."""
@@ -333,22 +334,24 @@ class Transitions:
         if isinstance(request, LocalPrompt):
             if request.prompt.local is request:
                 self._dispatcher.local.loaded(request)
+                _advance(request.prompt, State.COMPUTING, now)
         elif isinstance(request, Attempt):
             done, request.held = request.held, None
             if done is not None and not request.given_up:
                 self._received(done, now)
         elif self.requests.get(request.rid) is request:
             match copy.kind:
-                case "load":
+                case "save":
+                    request.lifecycle.advance(State.SAVED, now)
+                case "restore":
                     request.lifecycle.advance(State.ARRIVED, now)
                     self._run_queue.arrived.push(request)
                     self.admit_arrived(now)
                 case "open":
+                    self._run_queue.opening.remove(request)
                     self.admit(request, now)
-                case "write_back":
-                    self._uncached.append(request)  # all rows of the prompt are in host memory now
-                case _:
-                    pass  # a saved request waits for pages
+                case _:  # "write_back": all rows of the prompt are in host memory now
+                    self._uncached.append(request)
 
     def insert_some(self) -> None:
         """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: to add
@@ -386,6 +389,9 @@ class Transitions:
             run_queue.arrived.take(request)
             if self._memory.open_hot(request):
                 self.admit(request, now)
+            else:
+                request.lifecycle.advance(State.OPENING, now)
+                run_queue.opening.add(request)
 
     def fill_batch(self, now: float) -> None:
         """READY requests take the free places in the batch."""
@@ -409,7 +415,7 @@ class Transitions:
         """
         if self.starving:
             return
-        while self._memory.may_admit() and self._resume():
+        while self._memory.may_admit() and self._restore(now):
             pass
         self.dispatch(now, above=self.retracted.first.priority if len(self.retracted) else None)
 
@@ -489,12 +495,12 @@ class Transitions:
         """
         self._counters["retractions"] += 1
         self._run_queue.remove(request)
-        request.lifecycle.advance(State.RETRACTED, now)
         first = self._memory.first_visible(request.kv_tokens)
         pages = pages_for(request.kv_tokens, self._limits.page_size) - first
         can_compute = request.kv_tokens + 1 <= self._dispatcher.largest_prompt(request.prompt.endpoint)
         if self._worth_saving(request, pages) or not can_compute:
             request.saved_pages = pages
+            request.lifecycle.advance(State.SAVING, now)
             self.retracted.push(request)
             self._memory.save(request, first, pages)
         else:
@@ -510,11 +516,11 @@ class Transitions:
         absent = not self._dispatcher.can_prefill(request.prompt.endpoint, request.kv_tokens + 1)
         return saved + pages <= self._limits.retract_pages and (cheaper or absent)
 
-    def _resume(self) -> bool:
+    def _restore(self, now: float) -> bool:
         """Allocate pages for the first request of the queue and copy its KV back; it is ARRIVED when the copy has
         ended. Returns False if the queue is empty, if the request is still being saved, or if pages are short.
         """
-        if not len(self.retracted) or self._memory.copies.of(self.retracted.first) is not None:
+        if not len(self.retracted) or self.retracted.first.state is State.SAVING:
             return False
         request = self.retracted.first
         most_tokens = min(request.most_kv_tokens, request.kv_tokens + 1 + self._limits.growth_tokens)
@@ -523,8 +529,9 @@ class Transitions:
         request.grant = self._memory.pages.grant(request.rid, request.saved_pages, growth, freed=first)
         if request.grant is None:
             return False
-        self._memory.load(request)
+        self._memory.restore(request)
         self.retracted.take(request)
+        request.lifecycle.advance(State.RESTORING, now)
         request.saved_pages = 0
         return True
 
@@ -614,27 +621,18 @@ class Transitions:
             self.end(request, error, now)
 
     def end(self, request: Request, outcome: FinishReason | RequestError, now: float) -> None:
-        """Send the terminal message of a request and release its memory. Pages in quarantine follow later."""
+        """Send the terminal message of a request and release its memory. Its pages may be in quarantine for longer."""
         match request.state:
-            case State.COMPILING if request.prompt.waiting == [request]:
-                self._compiling.remove(request.prompt)
-            # no other sample waits
-            case State.QUEUED | State.PREFILLING | State.VERIFYING if request.prompt.waiting == [request]:
-                self._dispatcher.withdraw(request.prompt, str(outcome), now)
-            case State.COMPUTING if request.prompt.waiting == [request]:
-                # its pages are free when steps in flight have ended
-                self._memory.release_prompt(self._dispatcher.local.remove(request.prompt))
-            case State.ARRIVED if self._memory.copies.is_in(request, "open"):
-                pass  # its rows are being copied into its hot buffer: it is in no queue
-            case State.ARRIVED | State.READY | State.RUNNING:
+            case State.ARRIVED | State.OPENING | State.READY | State.RUNNING:
                 self._run_queue.remove(request)
-            case State.RETRACTED:
-                if request in self.retracted:  # otherwise it is being loaded
-                    self._memory.drop_saved(request)
-                    self.retracted.remove(request)
-                    request.saved_pages = 0
-            case _:
+            case State.SAVING | State.SAVED:
+                self._memory.drop_saved(request)
+                self.retracted.remove(request)
+                request.saved_pages = 0
+            case State.RESTORING:
                 pass
+            case _ if request.prompt.waiting == [request]:  # no other sample waits
+                self._withdraw(request.prompt, str(outcome), now)
         if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
             tokens = request.prompt_ids + tuple(request.output_ids[:-1])
             copy = self._memory.copies.of(request)
@@ -646,8 +644,7 @@ class Transitions:
                 self.cache_answer(tokens, request.grant, request.inserted)
         self._memory.release(request)
         del self.requests[request.rid]
-        self.draining.add(request)
-        request.lifecycle.advance(State.DRAINING, now)
+        request.lifecycle.advance(State.ENDED, now)
         if isinstance(outcome, RequestError):
             self._counters["grammars_too_complex"] += isinstance(outcome, GrammarTooComplexError)
             self._counters["requests_aborted" if isinstance(outcome, AbortedError) else "requests_failed"] += 1
@@ -655,7 +652,15 @@ class Transitions:
         else:
             self._counters["requests_finished"] += 1
             self._outbox.append(SendToFrontend(finished(request, outcome, now)))
-        self.free_drained(request.prompt, now)
+
+    def _withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
+        """No request needs this prompt any more."""
+        if prompt in self._compiling:
+            self._compiling.remove(prompt)
+        elif prompt.local is not None:
+            self._memory.release_prompt(self._dispatcher.local.remove(prompt))  # free when steps in flight have ended
+        else:
+            self._dispatcher.withdraw(prompt, reason, now)
 
     def cache_answer(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
         """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
@@ -674,12 +679,11 @@ class Transitions:
         self._cache.insert(tokens, grant.pages, inserted, end=len(prompt.token_ids), freed=grant.freed)
         prompt.inserted.continue_at(inserted)
 
-    def free_drained(self, prompt: Prompt, now: float) -> None:
-        """Free ended requests when no page of their prompt is in quarantine any more."""
-        if prompt.quarantined == 0:
-            for request in [request for request in prompt.members if request in self.draining]:
-                request.lifecycle.advance(State.FREED, now)
-                self.draining.remove(request)
+
+def _advance(prompt: Prompt, state: State, now: float) -> None:
+    """Change the state of the requests that wait for a prompt."""
+    for request in prompt.waiting:
+        request.lifecycle.advance(state, now)
 
 
 def _least_important(requests: Iterable[Request]) -> Request | None:

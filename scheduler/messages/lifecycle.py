@@ -16,14 +16,17 @@ class State(enum.StrEnum):
     COMPILING = "compiling"  # waits until its grammar is compiled
     QUEUED = "queued"  # waits for memory and for a prefill server
     PREFILLING = "prefilling"  # a prefill server has the page ids and may write the pages at any time
-    COMPUTING = "computing"  # this server computes the prompt itself, in chunks
     VERIFYING = "verifying"  # all KV has arrived; the ranks compare it with what was sent (verify_kv)
+    LOADING = "loading"  # KV that was stored or cached before is copied to where the prompt needs it
+    COMPUTING = "computing"  # this server computes the prompt itself, in chunks
     ARRIVED = "arrived"  # all KV and the first token have arrived; waits for a hot buffer (HiSparse)
+    OPENING = "opening"  # its rows are copied into its hot buffer (HiSparse)
     READY = "ready"  # admitted; waits for a place in the batch
     RUNNING = "running"  # in the decode batch
-    RETRACTED = "retracted"  # has no pages; keeps its tokens
-    DRAINING = "draining"  # the terminal message was sent; pages may be in quarantine
-    FREED = "freed"
+    SAVING = "saving"  # retracted: its KV is copied to host memory
+    SAVED = "saved"  # has no pages; waits for some
+    RESTORING = "restoring"  # has pages again; its KV is copied back
+    ENDED = "ended"  # the terminal message was sent
 
 
 class PrefillState(enum.StrEnum):
@@ -39,17 +42,20 @@ class PrefillState(enum.StrEnum):
 
 
 DECODE_TRANSITIONS: Mapping[State, frozenset[State]] = {
-    State.COMPILING: frozenset({State.QUEUED, State.DRAINING}),
-    State.QUEUED: frozenset({State.PREFILLING, State.COMPUTING, State.DRAINING}),
-    State.PREFILLING: frozenset({State.VERIFYING, State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.VERIFYING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.COMPUTING: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.ARRIVED: frozenset({State.READY, State.RETRACTED, State.DRAINING}),
-    State.READY: frozenset({State.RUNNING, State.ARRIVED, State.RETRACTED, State.DRAINING}),
-    State.RUNNING: frozenset({State.ARRIVED, State.RETRACTED, State.DRAINING}),
-    State.RETRACTED: frozenset({State.ARRIVED, State.QUEUED, State.DRAINING}),
-    State.DRAINING: frozenset({State.FREED}),
-    State.FREED: frozenset(),
+    State.COMPILING: frozenset({State.QUEUED, State.ENDED}),
+    State.QUEUED: frozenset({State.PREFILLING, State.LOADING, State.COMPUTING, State.ENDED}),
+    State.PREFILLING: frozenset({State.VERIFYING, State.LOADING, State.ARRIVED, State.QUEUED, State.ENDED}),
+    State.VERIFYING: frozenset({State.LOADING, State.ARRIVED, State.QUEUED, State.ENDED}),
+    State.LOADING: frozenset({State.COMPUTING, State.ARRIVED, State.QUEUED, State.ENDED}),
+    State.COMPUTING: frozenset({State.ARRIVED, State.ENDED}),
+    State.ARRIVED: frozenset({State.OPENING, State.READY, State.SAVING, State.QUEUED, State.ENDED}),
+    State.OPENING: frozenset({State.READY, State.ENDED}),
+    State.READY: frozenset({State.RUNNING, State.ARRIVED, State.SAVING, State.QUEUED, State.ENDED}),
+    State.RUNNING: frozenset({State.ARRIVED, State.SAVING, State.QUEUED, State.ENDED}),
+    State.SAVING: frozenset({State.SAVED, State.ENDED}),
+    State.SAVED: frozenset({State.RESTORING, State.ENDED}),
+    State.RESTORING: frozenset({State.ARRIVED, State.ENDED}),
+    State.ENDED: frozenset(),
 }
 
 PREFILL_TRANSITIONS: Mapping[PrefillState, frozenset[PrefillState]] = {

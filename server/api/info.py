@@ -18,7 +18,7 @@ from ..observability.leader_metrics import WAITING_STATES
 from ..observability.recent_requests import RecentRequest
 from ..observability.versions import package_version
 
-HELD_STATES = (State.ARRIVED.value, State.READY.value)
+HELD_STATES = (State.ARRIVED.value, State.OPENING.value, State.READY.value)
 """Requests in these states have their KV, and wait for a hot buffer or a place in the batch."""
 
 Peer = Annotated[

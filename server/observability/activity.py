@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from ...scheduler.messages.frontend import Status
 from ...scheduler.messages.lifecycle import PrefillState, State
 
-IN_PREFILL = (State.PREFILLING.value, State.VERIFYING.value, State.COMPUTING.value)
-WAITING = tuple(state.value for state in (State.COMPILING, State.QUEUED, State.ARRIVED, State.READY, State.RETRACTED))
+IN_PREFILL = tuple(state.value for state in (State.PREFILLING, State.VERIFYING, State.LOADING, State.COMPUTING))
+RETRACTED = (State.SAVING.value, State.SAVED.value, State.RESTORING.value)
+WAITING = (
+    tuple(state.value for state in (State.COMPILING, State.QUEUED, State.ARRIVED, State.OPENING, State.READY))
+    + RETRACTED
+)
 WAITING_AT_PREFILL = tuple(
     state.value for state in (PrefillState.COMPILING, PrefillState.WAITING, PrefillState.LOADING)
 )

@@ -13,9 +13,10 @@ from ...scheduler.messages.frontend import DpRankStatus, PeerStatus, Ready, Stat
 from ...scheduler.messages.lifecycle import PrefillState, State
 from .catalog import COUNTERS, GAUGES, PREFIX, Exported, exported_as, rank_counter
 
-WAITING_STATES = tuple(state.value for state in (State.COMPILING, State.QUEUED, State.RETRACTED, PrefillState.WAITING))
-"""Requests in these states have no KV memory. The others hold some, until they are in one of ENDED_STATES."""
-ENDED_STATES = (State.DRAINING.value, PrefillState.CLOSING.value)
+WAITING_STATES = tuple(state.value for state in (State.COMPILING, State.QUEUED, State.SAVED, PrefillState.WAITING))
+"""Requests in these states have no KV memory. The others hold some; of those that are CLOSING, only until their writes
+have ended.
+"""
 
 
 class LeaderView(Protocol):
@@ -89,7 +90,7 @@ def _router_families(status: Status) -> Iterable[Metric]:
     """The three gauges that routers balance by. Without labels: llm-d's router reads one series of each."""
     waiting = sum(count for state, count in status.states.items() if state in WAITING_STATES)
     running = sum(
-        count for state, count in status.states.items() if state not in WAITING_STATES and state not in ENDED_STATES
+        count for state, count in status.states.items() if state not in (*WAITING_STATES, PrefillState.CLOSING.value)
     )
     yield _gauge("num_requests_waiting", "Requests that wait for KV memory or, on prefill, for a step.", waiting)
     yield _gauge("num_requests_running", "Requests that hold KV memory.", running)

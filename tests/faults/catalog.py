@@ -31,6 +31,8 @@ class State:
     """Whether a prompt that prefill computes is ever in it."""
     grammar: bool = False
     """Whether only requests with a grammar are ever in it."""
+    only: str = ""
+    """The only configuration whose requests are ever in it."""
 
     @property
     def label(self) -> str:
@@ -45,27 +47,32 @@ def _state(
     local: bool = True,
     remote: bool = True,
     grammar: bool = False,
+    only: str = "",
 ) -> State:
-    return State(side, name, (Point(side, name, moment), *more), local, remote, grammar)
+    return State(side, name, (Point(side, name, moment), *more), local, remote, grammar, only)
 
 
 STATES = (
     _state("decode", "compiling", TURNED, grammar=True),
     _state("decode", "queued"),
     _state("decode", "prefilling", TURNED, Point("prefill", "waiting"), local=False),
+    _state("decode", "loading", TURNED, only="cached"),
     _state("decode", "computing", TURNED, remote=False),
     _state("decode", "verifying", TURNED, local=False),
     _state("decode", "arrived"),
+    _state("decode", "opening", TURNED, only="hisparse"),
     _state("decode", "ready"),
     _state("decode", "running", TURNED),
-    _state("decode", "retracted"),
-    _state("decode", "draining"),
+    _state("decode", "saving"),
+    _state("decode", "saved"),
+    _state("decode", "restoring"),
+    _state("decode", "ended"),
     _state("prefill", "waiting", local=False),
     _state("prefill", "computing", TURNED, local=False),
     _state("prefill", "sending", TURNED, local=False),
     _state("prefill", "closing", local=False),
 )
-"""FREED and CLOSED are left out: then the server holds nothing of the request."""
+"""CLOSED is left out: then prefill holds nothing of the request. Decode may hold pages of one that has ENDED."""
 UNLISTED = _state("prefill", "compiling", TURNED, local=False, grammar=True)
 """Not in the tables: tests run some of its cells."""
 
@@ -145,6 +152,8 @@ class Config:
     prefill_flags: tuple[str, ...] = ()
     decode_flags: tuple[str, ...] = ()
     local: bool = False
+    only: str = ""
+    """The only state of its cells: the others are those of other configurations."""
 
 
 CONFIGS = (
@@ -157,11 +166,22 @@ CONFIGS = (
         decode_flags=("--pp", "2", "--enable-hisparse", "--hot-rows", "32", "--kv-memory-gib", "0.002"),
     ),
     Config("local", local=True, decode_flags=("--local-prefill", "always")),
+    Config(
+        "cached",
+        sparse=True,
+        decode_flags=("--local-prefill", "always", "--prefix-cache", "--enable-hisparse", "--hot-rows", "256"),
+        local=True,
+        only="loading",
+    ),
 )
 
 
 def missing_because(config: Config, state: State, fault: Fault) -> str | None:
     """Why there is no such cell; None if there is one."""
+    if state.only not in ("", config.name):
+        return f"only with {state.only}"
+    if config.only not in ("", state.name):
+        return "the same as without a prefix cache"
     if config.local and not state.local:
         return "no prefill server: decode computes the prompt"
     if config.local and (fault.side == "prefill" or fault.needs == "link"):
@@ -201,7 +221,9 @@ def cells(config: Config) -> list[Cell]:
 
 
 def selection() -> list[Cell]:
-    """The cells of `make test-all`: each fault that needs no rank process once, and each state at least once."""
+    """The cells of `make test-all`: each fault that needs no rank process once, and each state at least once, by
+    configuration.
+    """
     chosen: list[Cell] = []
     dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
     turn = 0
@@ -212,7 +234,9 @@ def selection() -> list[Cell]:
             turn += 1
     computing = next(state for state in STATES if state.name == "computing" and not state.remote)
     wanted = ("kill_leader", "fill_pools")
-    return chosen + [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]
+    chosen += [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]
+    kill = next(fault for fault in FAULTS if fault.name == wanted[0])
+    return chosen + [Cell(config, state, kill) for config in CONFIGS for state in STATES if state.only == config.name]
 
 
 def unlisted_cells() -> list[Cell]:

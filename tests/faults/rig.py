@@ -200,11 +200,13 @@ class Rig:
         if state.name == "closing":
             self._reach_closing(state.points[0])
             return self.request
+        if state.name == "loading":
+            decode.generate(self.request.prompt, 1)  # its KV is cached
+        if state.name in ("saving", "saved", "restoring"):
+            self._reach_retracted(state.points[0])
+            return self._long
         for point in state.points:
             self._arm(point)
-        if state.name == "retracted":
-            self._reach_retracted()
-            return self._long
         work, extra = self.request, {}
         if state.grammar:
             work = self._constrained
@@ -215,16 +217,25 @@ class Rig:
             self.hooks.leader(point.side).expect("hit", point.state, COMPILER_S if state.grammar else ANSWER_S)
         return work
 
-    def _reach_retracted(self) -> None:
-        """Two requests of a higher priority take the pages of the request, if all three run at the same time."""
+    def _reach_retracted(self, point: Point) -> None:
+        """Two requests of a higher priority take the pages of the request, if all three run at the same time. It is
+        restored when they have left.
+        """
         decode = self.servers["decode"]
+        first = Point("decode", "saved") if point.state == "restoring" else point
         for _ in range(RETRACTION_ATTEMPTS):
+            self._arm(first)
             for _ in range(2):
                 pressure = StreamClient(decode, self._pressure, PRESSURE_TOKENS, priority=1)
                 self._pressure_clients.append(pressure)
             self.client = StreamClient(decode, self._long.prompt, self._long.new_tokens)
             with contextlib.suppress(AssertionError):
-                self.hooks.leader("decode").expect("hit", "retracted", RETRACTION_S)
+                self.hooks.leader("decode").expect("hit", first.state, RETRACTION_S)
+                if first is not point:
+                    self._arm(point)
+                    self._end_pressure()
+                    self._release()
+                    self.hooks.leader("decode").expect("hit", point.state)
                 return
             for client in (self.client, *self._pressure_clients):
                 client.leave()

@@ -168,17 +168,20 @@ class PrefillDispatcher:
             yield Placed(prompt, reservation, None if is_local else selection)
         self.pace.note(len(self.queue), busy, now)
 
-    def compute(self, prompt: Prompt, reservation: Reservation, now: float) -> None:
-        """Compute a prompt that has its pages on this server, after a load from the KV store if it has a part of it."""
+    def compute(self, prompt: Prompt, reservation: Reservation, now: float) -> bool:
+        """Compute a prompt that has its pages on this server. Returns False if a part of it is loaded first."""
         local = self.local.start(prompt, reservation.prefix_tokens, now)
         self._memory.allocate_for_prompt(local)
-        if not self._load_stored(local):
-            self.start_local(local)
+        return not self._load_stored(local) and self.start_local(local)
 
-    def start_local(self, local: LocalPrompt) -> None:
-        """Start to compute a prompt: now or, with HiSparse, when its cached prefix is in its hot buffer."""
-        if self._memory.open_for_prompt(local):
+    def start_local(self, local: LocalPrompt) -> bool:
+        """Start to compute a prompt. With HiSparse, its cached prefix may have to be in its hot buffer first: then this
+        returns False.
+        """
+        opened = self._memory.open_for_prompt(local)
+        if opened:
             self.local.loaded(local)
+        return opened
 
     def _load_stored(self, local: LocalPrompt) -> bool:
         """Start to load what the KV store has of a prompt into its pages (with HiSparse, in host memory). Returns False

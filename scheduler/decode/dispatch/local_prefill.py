@@ -24,7 +24,7 @@ MOST_SHARE = 0.5
 
 
 class LocalPrefill:
-    """The queue of COMPUTING prompts. Like a prefill server, it has a dispatch window that bounds it."""
+    """The LOADING prompts and the queue of COMPUTING ones. Like a prefill server, it has a window that bounds it."""
 
     def __init__(self, limits: DecodeLimits, rates: Rates, counters: collections.Counter[str]) -> None:
         self._limits = limits
@@ -35,14 +35,11 @@ class LocalPrefill:
         # with HiSparse, computed pages enter the prefix cache late, when their rows are in host memory
         shares_prefixes = limits.prefix_cache and not limits.hisparse
         self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=shares_prefixes)
-        self._loading: set[LocalPrompt] = set()
-        """Prompts that wait until their cached prefix is in their hot buffer (HiSparse)."""
+        self.loading: set[LocalPrompt] = set()
+        """Prompts that wait for a load from the KV store, or until their cached prefix is in their hot buffer."""
         self.times = StepTimes(rates.local_tokens)
         self.window = DispatchWindow()
         self.window.report(Load(window_tokens=STEPS_AHEAD * self._most))
-
-    def __contains__(self, prompt: Prompt) -> bool:
-        return prompt.local is not None and (prompt.local in self.queue or prompt.local in self._loading)
 
     def is_open(self, prompt: Prompt) -> bool:
         """Whether this prompt may be started now."""
@@ -52,19 +49,19 @@ class LocalPrefill:
         """Tokens of other prompts that are computed before a prompt of `tokens` tokens that arrives now is done. A
         longer prompt counts as `tokens` tokens, because the shorter one is computed beside it.
         """
-        return sum(min(local.left, tokens) for local in (*self.queue, *self._loading))
+        return sum(min(local.left, tokens) for local in (*self.queue, *self.loading))
 
     def start(self, prompt: Prompt, cached: int, now: float) -> LocalPrompt:
         """Take a prompt that has its pages; [0, cached) of it were in the prefix cache. Call `loaded` to compute it."""
         assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
         prompt.local = local = LocalPrompt(prompt, prompt.grant.pages, cached, now)
         self.window.sent(local.kind, local.left)
-        self._loading.add(local)
+        self.loading.add(local)
         return local
 
     def loaded(self, local: LocalPrompt) -> None:
         """The prompt has all that its chunks need."""
-        self._loading.remove(local)
+        self.loading.remove(local)
         self.queue.add(local)
         local.progress = self.prefixes.start(local.prompt.token_ids, local.computed, local.priority)
 
@@ -153,8 +150,8 @@ class LocalPrefill:
         """The prompt is computed or given up. Its chunks in flight are ignored."""
         local, prompt.local = prompt.local, None
         assert local is not None, f"prompt {prompt.prompt_id} is not computed here"
-        if local in self._loading:
-            self._loading.remove(local)
+        if local in self.loading:
+            self.loading.remove(local)
         else:
             self.queue.remove(local)
         if local.progress is not None:

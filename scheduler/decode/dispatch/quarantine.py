@@ -15,7 +15,6 @@ class QuarantinedPages:
     """The pages of an attempt that was given up. `release_at` is infinite until the writer is known to have stopped."""
 
     key: TransferKey
-    prompt: Prompt
     instance: InstanceId
     grant: PageGrant[KvPage]
     release_at: float
@@ -49,9 +48,8 @@ class Quarantine:
         attempt, grant = prompt.attempt, prompt.grant
         assert attempt is not None, f"prompt {prompt.prompt_id} has no attempt to quarantine"
         assert grant is not None, f"prompt {prompt.prompt_id} has no pages to quarantine"
-        self._pages[attempt.key] = QuarantinedPages(attempt.key, prompt, attempt.instance, grant, math.inf, hot_grant)
+        self._pages[attempt.key] = QuarantinedPages(attempt.key, attempt.instance, grant, math.inf, hot_grant)
         prompt.grant = None
-        prompt.quarantined += 1
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer issues no more writes; with `late_writes`, bytes may be in flight. Unknown keys are ignored.
@@ -86,5 +84,4 @@ class Quarantine:
         ]
         for quarantined in due:
             del self._pages[quarantined.key]
-            quarantined.prompt.quarantined -= 1
         return due

@@ -14,12 +14,12 @@ from ....transfer.protocol.messages import TransferKey
 from ..requests.request import Attempt, LocalPrompt, Request
 from .hot_buffers import HotBuffer
 
-CopyKind = Literal["save", "load", "open", "prefix", "write_back"]
+CopyKind = Literal["save", "restore", "open", "prefix", "write_back"]
 """What is copied:
 
 save         KV of a retracted request, from its pages to host memory
-load         the same KV back, into new pages
-open         rows of an ARRIVED request, from host memory into its new hot buffer
+restore      the same KV back, into new pages
+open         rows of a request, from host memory into its new hot buffer
 prefix       rows of the cached prefix of a prompt, from host memory into the hot buffer of the prompt
 write_back   rows that prefill has written to a hot buffer, into host memory
 """

@@ -14,7 +14,7 @@ from .background_copies import BackgroundCopies, Copy
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
 
-_WITH_HOT_BUFFER = (State.READY, State.RUNNING)
+_WITH_HOT_BUFFER = (State.OPENING, State.READY, State.RUNNING)
 MARGIN_PAGES = 2
 """Pages kept for each running request that may grow beyond its reservation. Two steps may be in flight when lent pages
 are reclaimed; until both have ended, a request takes at most two pages.
@@ -225,10 +225,10 @@ class RequestMemory:
         self.close_hot(request)
         copy.grant, request.grant = request.grant, None
 
-    def load(self, request: Request) -> None:
+    def restore(self, request: Request) -> None:
         """Copy the saved KV of a request to its new pages."""
-        copy = self.copies.begin("load", request)
-        assert request.grant is not None, f"{request.rid} is loaded without pages"
+        copy = self.copies.begin("restore", request)
+        assert request.grant is not None, f"{request.rid} is restored without pages"
         self._outbox.append(LoadPages(copy.number, request.rid, tuple(request.grant.held)))
 
     def drop_saved(self, request: Request) -> None:
@@ -365,18 +365,12 @@ class RequestMemory:
 
     def check_integrity(self, requests: "dict[str, Request]", *, idle: bool) -> None:
         """Raise PageLeakError or AssertionError unless all pages are accounted for, and hot buffers have the right
-        owners: requests that are admitted or whose rows are being copied, and prompts that are computed here or
-        received on the GPU.
+        owners: requests that are OPENING or admitted, and prompts that are computed here or received on the GPU.
         """
         self.pages.check_integrity(idle=idle)
         if self.hot is not None:
             self.hot.check_integrity(idle=idle)
-            owners: set[HotOwner] = {
-                rid
-                for rid, request in requests.items()
-                if request.state in _WITH_HOT_BUFFER
-                or (request.state is State.ARRIVED and self.copies.of(request) is not None)
-            }
+            owners: set[HotOwner] = {rid for rid, request in requests.items() if request.state in _WITH_HOT_BUFFER}
             owners |= {request.prompt.prompt_id for request in requests.values() if _prompt_has_buffer(request)}
             assert self.hot.owners == owners, f"hot buffers of {self.hot.owners ^ owners} do not match their states"
             returning = 0 if self._commands.pending_grants else self.hot.lending.returning
@@ -386,9 +380,9 @@ class RequestMemory:
 def _prompt_has_buffer(request: Request) -> bool:
     """Whether the hot buffer still belongs to the prompt of a request: the prompt is being computed or received."""
     attempt = request.prompt.attempt
-    in_transfer = request.state in (State.PREFILLING, State.VERIFYING)
+    in_transfer = request.state in (State.PREFILLING, State.VERIFYING, State.LOADING)
     receives = in_transfer and attempt is not None and bool(attempt.hot_pages)
-    return request.state is State.COMPUTING or receives
+    return request.prompt.local is not None or receives
 
 
 def _opened(

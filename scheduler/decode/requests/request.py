@@ -22,8 +22,9 @@ from ...messages.step import Draw
 from ...store.kv_store import BlockChain
 from .dispatch_window import PromptKind
 
-_IN_PREFILL = (State.PREFILLING, State.VERIFYING, State.COMPUTING)
+_IN_PREFILL = (State.PREFILLING, State.VERIFYING, State.LOADING, State.COMPUTING)
 _BEFORE_ARRIVAL = (State.COMPILING, State.QUEUED, *_IN_PREFILL)
+_RETRACTED = (State.SAVING, State.SAVED, State.RESTORING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -180,8 +181,6 @@ class Prompt:
         """The prefix that another prompt computes on this server, while this one waits for it."""
         self.computed_here = False
         """Only this server computes it: the first token of a prefill server may not match its grammar."""
-        self.quarantined = 0
-        """Quarantined grants of earlier attempts."""
         self.refusal: Refusal | None = None
         """The last failed reservation."""
         self.times_refused = 0
@@ -230,14 +229,12 @@ class Prompt:
 
     @property
     def waiting(self) -> "list[Request]":
-        """The members that still wait for this prompt's KV: all COMPILING, all QUEUED, all PREFILLING, all VERIFYING or
-        all COMPUTING.
-        """
+        """The members that still wait for this prompt's KV. All have the same state."""
         return [request for request in self.members if request.prompt is self and request.state in _BEFORE_ARRIVAL]
 
 
 class Request:
-    """One sequence. `grant` is set while it has pages: from PREFILLING or COMPUTING on, but for RETRACTED."""
+    """One sequence. `grant` is set while it has pages: from PREFILLING, LOADING or COMPUTING on, until it is SAVING."""
 
     def __init__(
         self,
@@ -294,7 +291,7 @@ class Request:
         self.last_step = 0
         """The `command_id` of its latest step."""
         self.saved_pages = 0
-        """Pages of its KV in host memory, while it is RETRACTED."""
+        """Pages of its KV in host memory, while it is SAVING or SAVED."""
         self._inserted: tuple[PageGrant[KvPage] | None, InsertedPrefix] = (None, InsertedPrefix())
         self._before_first_arrival: tuple[float, float, float] | None = None
         """When its KV arrived for the first time: the seconds in COMPILING and QUEUED, the seconds in the
@@ -340,8 +337,8 @@ class Request:
                 return self.prompt.attempt is None or not self.prompt.attempt.begun
             case State.VERIFYING:
                 return False
-            case State.COMPUTING:
-                return self.prompt.local is None or not self.prompt.local.begun
+            case State.LOADING | State.COMPUTING:
+                return self.prompt.local is not None and not self.prompt.local.begun
             case state:
                 return state in _BEFORE_ARRIVAL
 
@@ -397,7 +394,7 @@ class Request:
             "prefill": remote[1],
             "transfer": remote[2],
             "control": max(0.0, prefilling - sum(remote)),
-            "admit": spent(State.ARRIVED, now) + spent(State.READY, now),
-            "retracted": spent(State.RETRACTED, now) + (total[0] - queued) + (total[1] - prefilling),
+            "admit": spent(State.ARRIVED, now) + spent(State.OPENING, now) + spent(State.READY, now),
+            "retracted": sum(spent(state, now) for state in _RETRACTED) + (total[0] - queued) + (total[1] - prefilling),
             "decode": spent(State.RUNNING, now),
         }

@@ -4,12 +4,16 @@ import { $, byteRate, count, element, keyed, percent, rate, setText } from "./do
 import { HISTORY, share } from "./rates.js";
 
 const FLOW = {
-  decode: ["compiling", "queued", "prefilling", "verifying", "computing", "arrived", "ready", "running", "retracted"],
+  decode: [
+    "compiling", "queued", "prefilling", "verifying", "loading", "computing", "arrived", "opening", "ready", "running",
+    "saving", "saved", "restoring",
+  ],
   prefill: ["compiling", "waiting", "loading", "computing", "sending", "closing"],
 };
 const TONES = {
   prefilling: "--prefill", computing: "--prefill", loading: "--transfer", sending: "--transfer", verifying: "--transfer",
-  arrived: "--transfer", ready: "--decode", running: "--decode", retracted: "--bad", closing: "--bad",
+  arrived: "--transfer", opening: "--transfer", ready: "--decode", running: "--decode", saving: "--bad", saved: "--bad",
+  restoring: "--bad", closing: "--bad",
 };
 const STAGES = {
   queue: "", prefill_queue: "", prefill: "prefill-stage", transfer: "transfer-stage", control: "transfer-stage", admit: "",

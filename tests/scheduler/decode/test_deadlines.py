@@ -93,10 +93,10 @@ def test_retracted_request_waits_for_memory_until_its_own_deadline(saved: bool, 
     while not simulator.decode.counters["retractions"]:
         simulator.work()
     waits = simulator.decode.requests["b"]
-    assert waits.state.value == ("retracted" if saved else "queued")
+    assert waits.state.value == ("saved" if saved else "queued")
     assert waits.output_ids
     assert not turn_at(simulator, REQUEST_TIMEOUT_S - 0.01), "longer than queue_timeout_s"
-    assert waits.state.value == ("retracted" if saved else "queued")
+    assert waits.state.value == ("saved" if saved else "queued")
     if in_time:
         while simulator.decode.requests:
             simulator.work()

@@ -34,7 +34,7 @@ def admitted_after(request: Request, now: float) -> str:
     if request.prompt.output_tokens:
         return "recomputed"
     if lost_hot_buffer(request):
-        return "saved" if request.lifecycle.spent(State.RETRACTED, now) else "lost hot buffer"
+        return "saved" if request.lifecycle.spent(State.SAVED, now) else "lost hot buffer"
     return "fresh"
 
 

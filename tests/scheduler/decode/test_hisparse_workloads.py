@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from pdserve.scheduler.decode.memory.background_copies import CopyKind
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
@@ -56,11 +55,6 @@ def being_written(simulator: Simulator, request: Request) -> bool:
     return attempt is not None and attempt.key in [write.chunk.key for write in writes]
 
 
-def is_copied(simulator: Simulator, request: Request, kind: CopyKind) -> bool:
-    copy = simulator.decode.memory.copies.of(request)
-    return copy is not None and copy.kind == kind
-
-
 SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
     "queued": lambda _, request: request.state is State.QUEUED and not request.output_ids,
     "queued for recomputation": lambda _, request: request.state is State.QUEUED and request.output_ids,
@@ -72,12 +66,10 @@ SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
     "in a step": lambda _, request: request.state is State.RUNNING and request.in_flight,
     "in no step": lambda _, request: request.state is State.RUNNING and not request.in_flight,
     "lost hot buffer": lambda _, request: lost_hot_buffer(request),
-    "being saved": lambda simulator, request: is_copied(simulator, request, "save"),
-    "saved": lambda simulator, request: (
-        request.state is State.RETRACTED and simulator.decode.memory.copies.of(request) is None
-    ),
-    "being loaded": lambda simulator, request: is_copied(simulator, request, "load"),
-    "getting its hot rows": lambda simulator, request: is_copied(simulator, request, "open"),
+    "being saved": lambda _, request: request.state is State.SAVING,
+    "saved": lambda _, request: request.state is State.SAVED,
+    "being restored": lambda _, request: request.state is State.RESTORING,
+    "getting its hot rows": lambda _, request: request.state is State.OPENING,
 }
 
 

@@ -162,18 +162,32 @@ def test_waiting_request_is_raised_after_sixteen_overtakes() -> None:
     assert {each.priority for each in low} == {5}
 
 
+def test_retracted_requests_count_as_queued() -> None:
+    """Five may be queued: while one is saved, there is room for four prompts."""
+    simulator = Simulator(retract_pages=24, prefix_cache=False)
+    ask(simulator, 4, 30)
+    low = ask(simulator, 4, 30)
+    work(simulator, lambda: low.state is State.SAVED)
+    for _ in range(4):
+        ask(simulator, 4, 4)
+    simulator.submit(4, 0, 4, 1, None, 0)
+    (refused,) = simulator.failures.values()
+    assert (refused.status, refused.code) == (429, "overloaded")
+    simulator.finish()
+
+
 def test_retracted_request_of_low_priority_is_resumed() -> None:
     """Requests of a higher priority take the pages that become free, and it needs more pages than one of them frees."""
     simulator = Simulator(retract_pages=24, prefix_cache=False)
     ask(simulator, 4, 30, priority=1)
     low = ask(simulator, 4, 30)
-    work(simulator, lambda: low.state is State.RETRACTED)
+    work(simulator, lambda: low.state is State.SAVED)
     passed = 0
-    while low.state is State.RETRACTED:
+    while low.state is State.SAVED:
         while len(simulator.decode.requests) < 5:
             passed += 1
             ask(simulator, 12, 20, priority=1)
-        work(simulator, lambda: len(simulator.decode.requests) < 5 or low.state is not State.RETRACTED)
+        work(simulator, lambda: len(simulator.decode.requests) < 5 or low.state is not State.SAVED)
         assert passed <= MAX_OVERTAKES + 5, "starved"
     assert low.priority == 1
     work(simulator, lambda: not simulator.decode.requests)

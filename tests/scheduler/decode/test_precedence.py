@@ -44,7 +44,8 @@ def ask(simulator: Simulator, tokens: int, new: int, *, priority: int = 0, serve
 
 def first_retracted(simulator: Simulator, requests: list[Request]) -> Request:
     work(simulator, lambda: simulator.decode.counters["retractions"])
-    (victim,) = [request for request in requests if request.state is State.RETRACTED or request.prompt.output_tokens]
+    retracted = (State.SAVING, State.SAVED)
+    (victim,) = [request for request in requests if request.state in retracted or request.prompt.output_tokens]
     return victim
 
 
@@ -80,9 +81,9 @@ def test_higher_priority_is_resumed_first() -> None:
     simulator = Simulator(retract_pages=24)
     ask(simulator, 4, 30, priority=1)
     high, low = ask(simulator, 4, 30, priority=1), ask(simulator, 4, 30)
-    work(simulator, lambda: low.state is State.RETRACTED)
+    work(simulator, lambda: low.state is State.SAVED)
     assert high.state is State.RUNNING
-    work(simulator, lambda: high.state is State.RETRACTED)
+    work(simulator, lambda: high.state is State.SAVED)
     work(simulator, lambda: State.RUNNING in (high.state, low.state))
     assert simulator.decode.run_queue.running[0] is high
     work(simulator, lambda: not simulator.decode.requests)
@@ -109,10 +110,10 @@ def test_retracted_request_blocks_only_prompts_of_its_priority() -> None:
     simulator = Simulator(retract_pages=24)
     ask(simulator, 4, 30)
     low = ask(simulator, 4, 30)
-    work(simulator, lambda: low.state is State.RETRACTED)
+    work(simulator, lambda: low.state is State.SAVED)
     equal, high = ask(simulator, 2, 3), ask(simulator, 2, 3, priority=1)
     work(simulator, lambda: high.state is not State.QUEUED, turns=3)
-    assert (low.state, equal.state) == (State.RETRACTED, State.QUEUED)
+    assert (low.state, equal.state) == (State.SAVED, State.QUEUED)
     work(simulator, lambda: not simulator.decode.requests)
     assert simulator.decode.counters["requests_finished"] == 4
     simulator.finish()
@@ -161,7 +162,7 @@ def test_kv_is_saved_while_no_prefill_server_can_recompute_it(servers: int) -> N
         simulator.kill(1 if servers else 0)
     work(simulator, lambda: simulator.decode.counters["retractions"], servers=servers)
     assert simulator.decode.counters["retractions_recomputed"] == servers
-    assert requests[1].state is (State.QUEUED if servers else State.RETRACTED)
+    assert requests[1].state is (State.QUEUED if servers else State.SAVED)
     work(simulator, lambda: not simulator.decode.requests, servers=servers)
     assert simulator.decode.counters["requests_finished"] == 2
     simulator.finish()

@@ -248,9 +248,7 @@ SITUATIONS: dict[str, Callable[[Simulator, Request], object]] = {
         and request.prompt.attempt is not None
         and request.prompt.attempt.hot_pages
     ),
-    "waiting for its prefix": lambda _, request: (
-        request.prompt.attempt is not None and request.prompt.attempt.held is not None
-    ),
+    "waiting for its prefix": lambda _, request: request.state is State.LOADING,
     "unsaved": lambda simulator, request: simulator.decode.memory.unsaved(request),
     "unsaved in a step": lambda simulator, request: simulator.decode.memory.unsaved(request) and request.in_flight,
 }

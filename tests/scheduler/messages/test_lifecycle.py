@@ -18,7 +18,7 @@ from pdserve.scheduler.messages.lifecycle import (
 @pytest.mark.parametrize(
     ("table", "first", "last"),
     [
-        (DECODE_TRANSITIONS, State.COMPILING, State.FREED),
+        (DECODE_TRANSITIONS, State.COMPILING, State.ENDED),
         (PREFILL_TRANSITIONS, PrefillState.COMPILING, PrefillState.CLOSED),
     ],
 )
@@ -38,8 +38,9 @@ def test_every_state_is_reachable_and_leads_to_the_final_state(
     assert table[last] == frozenset()
 
 
-def test_only_arrived_leads_to_ready() -> None:
-    assert [state for state, following in DECODE_TRANSITIONS.items() if State.READY in following] == [State.ARRIVED]
+def test_only_requests_whose_kv_has_arrived_become_ready() -> None:
+    before = [state for state, following in DECODE_TRANSITIONS.items() if State.READY in following]
+    assert before == [State.ARRIVED, State.OPENING]
 
 
 def test_unlisted_transition_raises_and_changes_nothing() -> None:

@@ -966,7 +966,7 @@ def prefill_results(step: PrefillStep) -> list[StepResult]:
 
 def lost_hot_buffer(request: Request) -> bool:
     """Whether a request has run and waits for another hot buffer: it has more KV than prefill has written."""
-    return request.state is State.ARRIVED and request.kv_tokens > request.prompt.tokens
+    return request.state in (State.ARRIVED, State.OPENING) and request.kv_tokens > request.prompt.tokens
 
 
 def _pages_over(page: int, page_bytes: int, other_bytes: int) -> tuple[int, int]:

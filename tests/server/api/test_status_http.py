@@ -169,7 +169,7 @@ async def test_information_routes_show_no_secrets(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("role", "states", "gauges"),
     [
-        ("decode", {State.QUEUED.value: 1, State.RETRACTED.value: 1, State.RUNNING.value: 1}, {"kv_pages_held": 5.0}),
+        ("decode", {State.QUEUED.value: 1, State.SAVED.value: 1, State.RUNNING.value: 1}, {"kv_pages_held": 5.0}),
         ("decode", {State.ARRIVED.value: 1, State.READY.value: 1, State.RUNNING.value: 1}, {"kv_pages_held": 5.0}),
         ("prefill", {PrefillState.WAITING.value: 2, PrefillState.SENDING.value: 1}, {"kv_pages_held": 4.0}),
     ],

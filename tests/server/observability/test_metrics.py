@@ -110,7 +110,7 @@ def test_rank_and_reason_are_labels() -> None:
 @pytest.mark.parametrize(
     ("role", "states", "waiting", "running"),
     [
-        ("decode", {"queued": 3, "retracted": 1, "prefilling": 2, "running": 4, "draining": 9}, 4, 6),
+        ("decode", {"queued": 3, "saved": 1, "prefilling": 2, "running": 4, "saving": 1}, 4, 7),
         ("prefill", {"waiting": 5, "computing": 2, "sending": 1, "closing": 9}, 5, 3),
     ],
 )

@@ -28,7 +28,7 @@ def test_decode_line_has_rates_requests_and_pools() -> None:
         10, states, 43, prompt_tokens=1300, generation_tokens=2012, prefix_tokens_reused=300, transfer_bytes=2.5e10
     )
     assert stats.line(later) == (
-        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 7, waiting 20, in prefill 9; KV pool 21.5%, "
+        "stats: in 120.0 tokens/s, out 200.5 tokens/s; running 9, waiting 55, in prefill 14; KV pool 21.5%, "
         "prefix hits 25.0%, KV received 2.50 GB/s"
     )
 
@@ -56,7 +56,7 @@ def test_no_line_within_an_interval_and_none_when_idle() -> None:
     assert stats.line(report(0)) is None
     assert stats.line(report(9.75, {"running": 1}, generation_tokens=9)) is None
     assert stats.line(report(10, {"running": 0}, generation_tokens=9)) is not None, "work since the last line"
-    assert stats.line(report(20, {"running": 0, "draining": 2}, held=8, generation_tokens=9)) is None
+    assert stats.line(report(20, {"running": 0}, held=8, generation_tokens=9)) is None
     assert stats.line(report(29, {"queued": 1}, generation_tokens=9)) is None
     assert stats.line(report(30, {"queued": 1}, generation_tokens=9)) is not None, "a queue is work"
 

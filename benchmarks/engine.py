@@ -37,17 +37,17 @@ from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.config.moe import MoeConfig
-from pdserve.models.config.quantization import Int4Format
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.decoders.slots import Slot
 from pdserve.models.graphs.capture import DecodeGraphs
 from pdserve.models.layers import moe
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_geometry
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.fp8_weights import usual_tensors
+from pdserve.models.loading.weights import usual_format
 from pdserve.models.runner import ModelRunner
+from pdserve.models.weights.schemes import Packed4Scheme
+from pdserve.models.weights.slots import Slot
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor
 
@@ -62,6 +62,8 @@ def published(name: str) -> ModelConfig:
 
 QWEN3_8B = published("qwen3-8b")
 
+SCHEMES = {"bfloat16": None, "int4": Packed4Scheme("awq", 128)}
+
 EXPERTS = ".mlp.experts."
 """In the names of weights of experts."""
 
@@ -75,9 +77,9 @@ class Engine:
 
     def __init__(self, config: ModelConfig, *, kv_tokens: int, page_size: int) -> None:
         self.config = config
-        int4 = frozenset[str]() if config.int4 is None else usual_tensors(config)
-        self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16, int4=int4)
-        fill_with_noise(self.parameters.slots(), int4=int4)
+        stored = usual_format(config)
+        self.parameters = DecoderParameters.allocate(config, device=DEVICE, dtype=torch.bfloat16, stored=stored)
+        fill_with_noise(self.parameters.slots(), stored)
         self.decoder = Decoder(self.parameters)
         self.cache = self.decoder.make_cache(pages_for(kv_tokens, page_size), page_size)
         (self.pool,) = self.cache.pools
@@ -305,18 +307,17 @@ def main() -> None:
     parser.add_argument(
         "--kernels", type=int, nargs="*", default=[], help="list kernels of these batches and of prefill"
     )
-    parser.add_argument("--weights", choices=["bfloat16", "int4"], default="bfloat16")
+    parser.add_argument("--weights", choices=SCHEMES, default="bfloat16")
     parser.add_argument("--no-check", action="store_true", help="do not compare logits with transformers'")
     options = parser.parse_args()
 
     rate = copy_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copies at {rate / 1e12:.2f} TB/s")
-    int4 = Int4Format("awq", 128) if options.weights == "int4" else None
     config = published(options.model)
     if options.layers is not None:
         config = dataclasses.replace(config, num_layers=options.layers, mixed=config.mixed[: options.layers])
-    has_reference = config == QWEN3_8B and int4 is None
-    config = dataclasses.replace(config, int4=int4)
+    has_reference = config == QWEN3_8B and options.weights == "bfloat16"
+    config = dataclasses.replace(config, scheme=SCHEMES[options.weights])
     engine = Engine(config, kv_tokens=300_000, page_size=options.page_size)
     begun = time.perf_counter()
     graphs = engine.runner.capture_graphs(engine.cache, max_batch=max(options.batch), max_context=LONGEST)

@@ -28,7 +28,7 @@ from pdserve.models.layers import stage_mlps
 from pdserve.models.layers.moe import MlpParameters, MoeParameters, feed_forward
 from pdserve.models.layers.parallel import Parallel
 from pdserve.models.loading.catalog import ModelSource
-from pdserve.models.loading.fp8_weights import fp8_tensors, kept_in_fp8
+from pdserve.models.loading.weights import usual_format
 from pdserve.models.runner import ModelRunner, resolve_dtype, uses_fp8_index
 
 RANKS = 8
@@ -61,12 +61,13 @@ class Layout:
     def outline(self, kv_dtype: KvDtypeSetting, device: torch.device) -> ModelRunner:
         """The rank as `device` holds it, without memory."""
         dtype, dsa = resolve_dtype("auto", self.config, device), self.config.dsa
+        stored = usual_format(self.config)
         return ModelRunner.outline(
             self.config,
             self.shard,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            fp8=kept_in_fp8(fp8_tensors(self.source, "dummy"), device),
+            stored=stored if stored is not None and stored.runs_on(device) else None,
             fp8_index=dsa is not None and uses_fp8_index("auto", device, dtype, dsa.index_dim),
         )
 

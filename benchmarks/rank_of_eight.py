@@ -76,7 +76,7 @@ def model_config(geometry: str, layers: int | None, *, tiny: bool) -> ModelConfi
     assert config.moe is not None
     shared_size = 64 if config.moe.shared_size else 0
     moe = dataclasses.replace(config.moe, num_experts=16, expert_size=64, shared_size=shared_size)
-    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "weight_block": None}
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "scheme": None}
     if config.dsa is None:
         return dataclasses.replace(config, num_heads=16, head_dim=16, moe=moe, **sizes)
     small: dict[str, Any] = {"q_rank": 16, "kv_rank": 32, "nope_dim": 8, "rope_dim": 8, "value_dim": 8}

@@ -1,6 +1,6 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 import torch
@@ -9,9 +9,6 @@ from ..configs.errors import StartupError
 from ..configs.setting_types import CpuKernelsSetting, DtypeSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..kernels.backends.half_products import choose_products
-from ..kernels.gguf.blocks import GgufBlocks
-from ..kernels.int4.group_format import GroupScaled
-from ..kernels.linear.block_format import BlockScaled, Weight
 from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
@@ -26,10 +23,9 @@ from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
-from .loading.fp8_weights import fp8_tensors, kept_in_fp8, log_expansion
-from .loading.gguf_weights import gguf_types, log_blocks
-from .loading.int4_weights import int4_tensors, kept_in_int4, log_int4_expansion
-from .loading.weights import load_weights
+from .loading.weights import load_weights, stored_format
+from .weights.format import Format
+from .weights.weight import AnyWeight, Weight
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)
@@ -74,16 +70,14 @@ def allocate_parameters(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    fp8: Collection[str] = frozenset(),
-    int4: Collection[str] = frozenset(),
-    gguf: Mapping[str, str] | None = None,
+    stored: Format | None = None,
 ) -> DecoderParameters | LatentParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `fp8`
-    and `int4` are the tensors to keep in fp8 and in 4 bits, `gguf` those to keep in GGUF blocks, with their types.
+    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `stored`
+    has the tensors to keep as they are stored where possible.
     """
     config.check_shares(shard)
     parameters = DecoderParameters if config.mla is None else LatentParameters
-    return parameters.allocate(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
+    return parameters.allocate(config, shard, device=device, dtype=dtype, stored=stored)
 
 
 def _decoder(
@@ -98,6 +92,13 @@ def _decoder(
     return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
+def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> Format | None:
+    """The format of a checkpoint if its tensors stay as stored on `device`. `keep_blocks`: those of a CPU do."""
+    if stored is None or not stored.runs_on(device):
+        return None
+    return stored if keep_blocks or not stored.on_cpu else None
+
+
 def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
     """Bytes of all slots. The slots of layers cover all their weights, so the weights are counted: `slots()` would make
     tens of thousands of slots in a large model, several for each expert.
@@ -106,9 +107,9 @@ def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
     return outer + sum(weight.nbytes for weight in _weights(parameters.layers))
 
 
-def _weights(part: object) -> Iterator[Weight]:
+def _weights(part: object) -> Iterator[torch.Tensor | AnyWeight]:
     """The weights in a tree of parameters."""
-    if isinstance(part, torch.Tensor | BlockScaled | GroupScaled | GgufBlocks):
+    if isinstance(part, torch.Tensor | Weight):
         yield part
     elif isinstance(part, tuple):
         for each in part:
@@ -154,10 +155,9 @@ class ModelRunner:
         """Read this rank's weights into memory of `device`; raises StartupError if they do not fit or divide. With
         `keep_blocks`, matrices of a GGUF file stay in its blocks where possible.
         """
-        stored = fp8_tensors(source, load_format)
-        in_int4 = int4_tensors(source, load_format)
-        in_blocks = gguf_types(source, load_format)
-        prepare_kernels(device, dtype, cpu_kernels, gguf=keep_blocks and bool(in_blocks))
+        stored = stored_format(source, load_format)
+        kept = _kept(stored, device, keep_blocks=keep_blocks)
+        prepare_kernels(device, dtype, cpu_kernels, blocks=kept is not None)
         if device.type == "cpu":
             choose_products(dtype, parallel.agree_minimum)
         try:
@@ -166,20 +166,17 @@ class ModelRunner:
                 parallel.shard,
                 device=device,
                 dtype=dtype,
-                fp8=kept_in_fp8(stored, device),
-                int4=kept_in_int4(in_int4, device),
-                gguf=in_blocks if keep_blocks else None,
+                stored=kept,
             )
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"model {source.name}: not enough memory on {device} for its weights: {error}"
             ) from error
         slots = parameters.slots()
-        log_expansion(slots, stored, device)
-        log_int4_expansion(slots, in_int4, device)
-        log_blocks(slots, in_blocks, device, keep=keep_blocks)
+        if stored is not None:
+            stored.log_expansion(slots, device, keep=kept is not None)
         if load_format == "dummy":
-            fill_with_noise(slots, stored, in_int4, row_scaled=source.config.row_scaled_fp8)
+            fill_with_noise(slots, stored)
         else:
             load_weights(source, slots, parameters.names(source.config))
         dsa = source.config.dsa
@@ -195,16 +192,15 @@ class ModelRunner:
         *,
         dtype: torch.dtype,
         kv_dtype: KvDtypeSetting = "auto",
-        fp8: Collection[str] = frozenset(),
-        int4: Collection[str] = frozenset(),
+        stored: Format | None = None,
         fp8_index: bool = False,
     ) -> "ModelRunner":
         """A runner on torch's meta device. It takes no memory and computes nothing; its caches have the sizes of those
-        of a loaded one. `fp8` and `int4` are the tensors that stay in fp8 and in 4 bits, `fp8_index` says
-        whether indexer keys are in fp8. Raises StartupError if the model cannot be divided like this.
+        of a loaded one. `stored` has the tensors that stay as they are stored, `fp8_index` says whether
+        indexer keys are in fp8. Raises StartupError if the model cannot be divided like this.
         """
         meta, parallel = torch.device("meta"), Parallel(shard)
-        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4)
+        parameters = allocate_parameters(config, shard, device=meta, dtype=dtype, stored=stored)
         decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=fp8_index)
         return cls(decoder, device=meta, dtype=dtype, parallel=parallel)
 
@@ -219,13 +215,8 @@ class ModelRunner:
         keep_blocks: bool = False,
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
-        fp8 = kept_in_fp8(fp8_tensors(source, load_format), device)
-        int4 = kept_in_int4(int4_tensors(source, load_format), device)
-        gguf = gguf_types(source, load_format) if keep_blocks else None
-        meta = torch.device("meta")
-        return _held_bytes(
-            allocate_parameters(source.config, shard, device=meta, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
-        )
+        kept, meta = _kept(stored_format(source, load_format), device, keep_blocks=keep_blocks), torch.device("meta")
+        return _held_bytes(allocate_parameters(source.config, shard, device=meta, dtype=dtype, stored=kept))
 
     @property
     def held_weight_bytes(self) -> int:

@@ -23,8 +23,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import hf_name
+from pdserve.configs.setting_types import LoadFormat
+from pdserve.models.loading.catalog import ModelSource, locate_model
+from pdserve.models.loading.weights import stored_format
+from pdserve.models.weights.format import Format
+from pdserve.models.weights.gguf import hf_name
 from tests.chat_template import CHAT_TEMPLATE
 
 TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
@@ -135,6 +138,13 @@ def pack_experts(directory: Path) -> dict[str, torch.Tensor]:
     config["quantization_config"] = {"quant_method": "mxfp4"}
     (directory / "config.json").write_text(json.dumps(config), "utf-8")
     return expanded
+
+
+def stored_in(source: ModelSource, load_format: LoadFormat) -> Format:
+    """The format of a checkpoint that has one."""
+    found = stored_format(source, load_format)
+    assert found is not None
+    return found
 
 
 def load_reference(directory: Path, dtype: torch.dtype = torch.float32) -> Any:

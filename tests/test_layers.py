@@ -61,7 +61,7 @@ LAYERS = {
         "messages",
         "",
     ],
-    "models": ["", "grammar", "graphs", "loading", "decoders", "sampling", "layers", "config", "formats"],
+    "models": ["", "grammar", "graphs", "loading", "decoders", "sampling", "layers", "config", "weights", "formats"],
     "memory": ["hisparse", ""],
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [

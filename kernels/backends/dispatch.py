@@ -81,11 +81,11 @@ def has_interleaved_kernels() -> bool:
 
 
 def prepare_kernels(
-    device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto", *, gguf: bool = False
+    device: torch.device, dtype: torch.dtype, cpu_kernels: CpuKernelsSetting = "auto", *, blocks: bool = False
 ) -> None:
     """Apply the setting `cpu_kernels` to this process, and compile or load from the cache the kernels that the first
-    request would otherwise wait for, with `gguf` those for weights in GGUF blocks too. Raises StartupError if Numba is
-    required and missing.
+    request would otherwise wait for, with `blocks` those for weights in GGUF blocks too. Raises StartupError if Numba
+    is required and missing.
     """
     global _numba_allowed  # dispatch has no object of its own that ranks could configure
     _numba_allowed = cpu_kernels != "torch"
@@ -97,7 +97,7 @@ def prepare_kernels(
             raise StartupError(f"cpu_kernels = numba: {problem}; install pdserve with the extra cpu, or use auto")
         log.info("CPU kernels: plain torch (%s)", problem)
         return
-    gguf_modules = _GGUF_MODULES + (_INTERLEAVED_MODULES if has_interleaved_kernels() else ()) if gguf else ()
+    gguf_modules = _GGUF_MODULES + (_INTERLEAVED_MODULES if has_interleaved_kernels() else ()) if blocks else ()
     for name in _NUMBA_MODULES + gguf_modules:
         importlib.import_module(f"{_KERNELS}.numba.{name}")
     launcher("numba.openmp", "compile_kernels")()

@@ -116,7 +116,7 @@ def unpack_e2m1(packed, dtype: tl.constexpr):
             pack=4,
         )
     else:
-        return _e2m1(packed & 15), _e2m1(packed >> 4)
+        return e2m1(packed & 15), e2m1(packed >> 4)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def factors(scales, MXFP4: tl.constexpr):
 
 
 @triton.jit
-def _e2m1(value):
+def e2m1(value):
     """E2M1 numbers in float32, computed as a multiple of 0.5."""
     bits = value.to(tl.int32)
     mantissa, exponent = bits & 1, (bits >> 1) & 3

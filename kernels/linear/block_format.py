@@ -9,7 +9,7 @@ per row, `row_group` is 1. If a checkpoint has one scale for a whole matrix, tha
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,9 +60,14 @@ class BlockScaled:
         start, stop, _ = part.indices(len(self))
         if self.values.ndim > 2:
             return BlockScaled(self.values[start:stop], self.scales[start:stop], self.row_group)
-        assert start % self.row_group == 0, f"row {start} is inside a block of {self.row_group}"
+        assert start >= stop or start % self.row_group == 0, f"row {start} is inside a block of {self.row_group}"
         scales = self.scales[start // self.row_group : ceil_div(stop, self.row_group)]
         return BlockScaled(self.values[start:stop], scales, self.row_group)
+
+    def experts(self) -> Iterator["BlockScaled"]:
+        """The matrix of each expert."""
+        for values, scales in zip(self.values, self.scales, strict=True):
+            yield BlockScaled(values, scales, self.row_group)
 
     @property
     def shape(self) -> torch.Size:

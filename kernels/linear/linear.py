@@ -27,12 +27,6 @@ from ..backends.dispatch import Impl, launcher, use_numba, use_triton
 from ..backends.few_rows_cuda import OUTPUT_TILE, ROW_TILE, Format, can_run, launch_few_rows
 from ..backends.gemv_cuda import launch_gemv, suits_gemv
 from ..backends.half_products import linear_reference
-from ..gguf.blocks import GgufBlocks
-from ..gguf.gguf_linear import gguf_gated_linear, gguf_linear
-from ..int4.group_format import GroupScaled
-from ..int4.int4_linear import choose_method, int4_gated_linear, int4_linear
-from .block_format import BlockScaled, Weight
-from .block_scaled import block_scaled_gated_linear, block_scaled_linear
 from .swiglu import swiglu, swiglu_reference
 
 FEW_ROWS = 32
@@ -48,16 +42,12 @@ _CUDA_BYTES = 256 << 20
 """plain_linear.cu multiplies weights up to this size. Triton reads larger ones, such as lm_head, at the copy rate."""
 
 
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, impl: Impl = "auto") -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, impl: Impl = "auto"
+) -> torch.Tensor:
     """A linear layer; see the module docstring. For few rows, `auto` selects a kernel of this project for 16 bits on
     CUDA, and Numba for float32 on the CPU. Otherwise it selects torch.
     """
-    if isinstance(weight, BlockScaled):
-        return block_scaled_linear(x, weight, bias, impl=impl)
-    if isinstance(weight, GroupScaled):
-        return int4_linear(x, weight, bias, impl=impl)
-    if isinstance(weight, GgufBlocks):
-        return gguf_linear(x, weight, bias, impl=impl)
     launch = _launcher(x, weight, bias, impl)
     if launch is None:
         return linear_reference(x, weight, bias)
@@ -67,20 +57,15 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *,
 
 
 def gated_linear(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl = "auto"
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gelu: bool = False,
+    impl: Impl = "auto",
 ) -> torch.Tensor:
     """The first half of a Llama-style MLP; see the module docstring. `auto` is as in `linear`."""
-    if isinstance(weight, BlockScaled):
-        assert not gelu, "GELU is not supported for fp8 weights"
-        return block_scaled_gated_linear(x, weight, bias, impl=impl)
-    if isinstance(weight, GroupScaled):
-        assert not gelu, "GELU is not supported for 4-bit weights"
-        if use_triton(impl, x.device) and choose_method(x, weight) == "cuda":
-            return int4_gated_linear(x, weight, bias)
-    elif isinstance(weight, GgufBlocks):
-        if (gated := gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)) is not None:
-            return gated
-    elif (launch := _launcher(x, weight, bias, impl, gelu=gelu)) is not None:
+    if (launch := _launcher(x, weight, bias, impl, gelu=gelu)) is not None:
         out = x.new_empty(x.shape[0], weight.shape[0] // 2)
         launch(x, weight, bias, out, gated=True)
         return out

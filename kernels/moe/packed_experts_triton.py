@@ -32,7 +32,7 @@ _PROGRAMS = 4
 
 
 @triton.jit
-def _store_result(
+def store_result(
     acc,
     bias_ptr,
     out_ptr,
@@ -164,7 +164,7 @@ def _packed_experts(
         place = tile * tl.num_programs(0) + tl.program_id(0)
         if store_part(acc, sums_ptr, counters_ptr, place, split, splits, ROWS, OUTPUTS):
             total = add_parts(sums_ptr, place, splits, ROWS, OUTPUTS)
-            _store_result(
+            store_result(
                 total,
                 bias_ptr,
                 out_ptr,
@@ -181,7 +181,7 @@ def _packed_experts(
                 OUTPUTS,
             )
     else:
-        _store_result(
+        store_result(
             acc,
             bias_ptr,
             out_ptr,
@@ -219,7 +219,7 @@ def launch_packed_experts(
     group, rows = weight.group, max(16, tiles.rows)
     outputs = 64 if rows <= 32 else 128
     blocks, row_tiles, pairs = ceil_div(weight_rows, outputs), len(tiles.expert), row_bytes // group
-    splits = _column_splits(blocks * row_tiles, pairs, x.device)
+    splits = column_splits(blocks * row_tiles, pairs, x.device)
     sums = counters = out  # not read
     if splits > 1:
         sums = torch.empty(blocks * row_tiles * splits * rows * outputs, dtype=torch.float32, device=x.device)
@@ -266,7 +266,7 @@ def launch_packed_experts(
     )
 
 
-def _column_splits(blocks: int, pairs: int, device: torch.device) -> int:
+def column_splits(blocks: int, pairs: int, device: torch.device) -> int:
     """The number of programs that divide the columns: enough to keep all multiprocessors busy, but each has columns."""
     wanted = _PROGRAMS * multiprocessors(device) // blocks
     splits = max(1, min(wanted, pairs // _LEAST_BLOCKS))

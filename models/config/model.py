@@ -15,12 +15,12 @@ from ..formats.bounds import MOST_EXPERT_MLPS, MOST_PARAMETERS, most_of
 from ..formats.gguf_end_tokens import gguf_end_tokens
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, bare, integer, number, read_json, shown, unusable_values
+from ..weights.schemes import Scheme, read_mxfp4_experts, read_scheme
 from .dsa import SPARSE_ATTENTION, DsaConfig, read_dsa_config
 from .end_tokens import hf_end_tokens
 from .gemma3 import read_gemma3
 from .mla import MlaConfig, read_mla_config
 from .moe import MoeConfig, grouped_moe_layers, read_gpt_oss_moe, read_grouped_moe, read_softmax_moe, softmax_moe_layers
-from .quantization import Int4Format, read_quantization
 from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read_hf_rope
 from .sharding import Shard
 from .windows import FULL, read_alternating_windows, read_layer_types, read_windows
@@ -92,9 +92,7 @@ class ModelConfig:
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`
-    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in a block-scaled fp8 checkpoint
-    row_scaled_fp8: bool = False  # the checkpoint stores matrices in fp8 with a scale per row or per matrix
-    int4: Int4Format | None = None  # the checkpoint stores matrices in 4 bits
+    scheme: Scheme | None = None  # how the checkpoint stores matrices; None: in 16 or 32 bits, or in a GGUF file
     window: int | None = None  # tokens that a windowed layer sees
     windowed: tuple[bool, ...] = ()  # by layer; empty without `window`
     local_rope: RopeConfig | None = None  # of windowed layers, if they have another one
@@ -106,17 +104,11 @@ class ModelConfig:
     scaled_embedding: bool = False  # embeddings are multiplied with the root of `hidden_size`
     logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
     sinks: bool = False  # attention has a sink per query head
-    mxfp4_experts: bool = False  # the checkpoint stores the matrices of experts in MXFP4
 
     @property
     def dsa(self) -> DsaConfig | None:
         """Latent attention with an indexer; None for other models."""
         return self.mla if isinstance(self.mla, DsaConfig) else None
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether the checkpoint stores matrices in fp8."""
-        return self.weight_block is not None or self.row_scaled_fp8
 
     @property
     def rotary_dim(self) -> int:
@@ -221,7 +213,6 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     attention_bias = bool(raw.get("attention_bias", False))
     rope = read_hf_rope(path, raw, max_positions, 1_000_000.0 if architecture == "mixtral" else 10_000.0)
-    quantization = read_quantization(path, raw)
     return ModelConfig(
         architecture=architecture,
         vocab_size=integer(path, raw, "vocab_size"),
@@ -243,9 +234,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         eos_token_ids=hf_end_tokens(path.parent, raw),
         moe=read_softmax_moe(path, raw, mixtral=architecture == "mixtral") if has_experts else None,
         mixed=softmax_moe_layers(path, raw, num_layers) if has_experts else (),
-        weight_block=quantization.weight_block,
-        row_scaled_fp8=quantization.row_scaled_fp8,
-        int4=quantization.int4,
+        scheme=read_scheme(path, raw),
         window=windows.window,
         windowed=windows.windowed,
     )
@@ -257,7 +246,7 @@ def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
     shared = {"hidden_act": "silu", "layer_types": None, "rope_scaling": None, "rope_parameters": own.rope}
     shared |= {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
     config = _dense_config(path, raw | shared, "gemma3_text")
-    if config.has_fp8 or config.int4 is not None:
+    if config.scheme is not None:
         raise StartupError(f"{path}: quantized weights are not supported for gemma3_text; supported are 16 and 32 bits")
     return replace(
         config,
@@ -292,16 +281,8 @@ def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:
         mixed=(True,) * num_layers,
         float32_norms=True,
         sinks=True,
-        mxfp4_experts=_has_mxfp4(path, raw),
+        scheme=read_mxfp4_experts(path, raw),
     )
-
-
-def _has_mxfp4(path: Path, raw: Json) -> bool:
-    quantization: Json = raw.get("quantization_config") or {}
-    method = quantization.get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise StartupError(f"{path}: quantized weights ({bare(method)}) are not supported; supported are mxfp4 experts")
-    return bool(quantization)
 
 
 def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> ModelConfig:
@@ -311,7 +292,6 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
     read_layer_types(path, raw, num_layers, (FULL if architecture == "deepseek_v3" else SPARSE_ATTENTION,))
     max_positions = integer(path, raw, "max_position_embeddings", _DEFAULT_CONTEXT[architecture])
     rope = read_hf_rope(path, raw, max_positions)
-    quantization = read_quantization(path, raw)
     if rope.kind not in ("default", "yarn"):
         raise StartupError(
             f"{path}: rope type {rope.kind!r} is not supported for {architecture}; supported are default, yarn"
@@ -342,9 +322,7 @@ def _latent_config(path: Path, raw: Json, architecture: LatentArchitecture) -> M
         mla=mla,
         moe=read_grouped_moe(path, raw, glm=architecture == "glm_moe_dsa"),
         mixed=grouped_moe_layers(path, raw, num_layers),
-        weight_block=quantization.weight_block,
-        row_scaled_fp8=quantization.row_scaled_fp8,
-        int4=quantization.int4,
+        scheme=read_scheme(path, raw),
     )
 
 

@@ -11,7 +11,6 @@ import torch
 
 from ...kernels.attention.gather_plan import GatherPlan
 from ...kernels.attention.rope_attention import rope_attention
-from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm, rms_norm
 from ...memory.kv_pool import KvCache, KvPool
 from ..config.sharding import RankTokens
@@ -113,7 +112,7 @@ class Decoder:
             return self._stack.run(hidden, angles, pages, batch.page_ids, batch.offsets, batch.attention)
         normed = rms_norm(hidden, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv.linear(normed, layer.qkv_bias)
             windowed = self._windowed[index]
             cos, signed_sin = local_angles if windowed else angles
             key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
@@ -140,7 +139,7 @@ class Decoder:
             if at_end:
                 assert batch.last_rows is not None
                 attended, hidden = (rows.index_select(0, batch.last_rows) for rows in (attended, hidden))
-            attended = self._parallel.all_reduce(linear(attended.flatten(1), layer.o, layer.o_bias))
+            attended = self._parallel.all_reduce(layer.o.linear(attended.flatten(1), layer.o_bias))
             if layer.attention_post_norm is not None:
                 attended = rms_norm(attended, layer.attention_post_norm, eps)
             hidden, update = self._mlps.add(index, hidden, attended, layer.mlp_norm, batch.ranks)

@@ -5,17 +5,16 @@ model and a rank reads only its part: its layers, its heads, its columns of the 
 its rows of the vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.backends.dispatch import numba_computes
-from ...kernels.gguf.blocks import GgufBlocks
-from ...kernels.linear.block_format import Weight
 from ..layers.moe import MlpParameters, MoeParameters
+from ..weights.format import Part
+from ..weights.slots import Slot
+from ..weights.weight import AnyWeight
 from .mlp_parameters import mlp_slots, split_rows
-from .rank_parameters import EMBEDDING, LayerMemory, RankParameters, head_name
-from .slots import Slot
+from .rank_parameters import LayerMemory, RankParameters
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,11 @@ class LayerParameters:
     """
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: Weight  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv: AnyWeight  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
-    o: Weight  # [hidden, heads * head_dim]
+    o: AnyWeight  # [hidden, heads * head_dim]
     o_bias: torch.Tensor | None
     mlp_norm: torch.Tensor  # [hidden]
     mlp: MlpParameters | MoeParameters
@@ -43,18 +42,7 @@ class LayerParameters:
 class _Memory(LayerMemory[LayerParameters]):
     """Allocates the layers of one rank."""
 
-    def wide(self, rows: int, columns: int) -> torch.Tensor:
-        """A matrix, stored [in, out] if torch computes on the CPU: up to 1.5 times as fast for few rows."""
-        by_torch = self.device.type == "cpu" and not (self.dtype == torch.float32 and numba_computes())
-        return self.tensor(columns, rows).t() if by_torch else self.tensor(rows, columns)
-
-    def head(self, rows: int) -> torch.Tensor | GgufBlocks:
-        hidden = self.config.hidden_size
-        return self.in_blocks([(head_name(self.config), rows)], hidden) or self.wide(rows, hidden)
-
-    def embedding(self, rows: int) -> torch.Tensor | GgufBlocks:
-        hidden = self.config.hidden_size
-        return self.in_blocks([(EMBEDDING, rows)], hidden) or self.tensor(rows, hidden)
+    wide = True
 
     def layer(self, index: int) -> LayerParameters:
         config, shard, head_dim = self.config, self.shard.attention, self.config.head_dim
@@ -68,7 +56,12 @@ class _Memory(LayerMemory[LayerParameters]):
             qkv_bias=self._optional(config.qkv_bias, q_size + 2 * kv_size),
             q_norm=self.norm(head_dim) if config.qk_norm else None,
             k_norm=self.norm(head_dim) if config.qk_norm else None,
-            o=self._columns(f"{prefix}.self_attn.o_proj.weight", hidden, q_size, heads.start * head_dim),
+            o=self.weight(
+                hidden,
+                q_size,
+                parts=[Part(f"{prefix}.self_attn.o_proj.weight", hidden)],
+                first_column=heads.start * head_dim,
+            ),
             o_bias=self._optional(config.o_bias and shard.tp_rank == 0, hidden),
             mlp_norm=self.norm(hidden),
             mlp=self.mlp(prefix) if moe is None else self.mixture(prefix, moe),
@@ -77,41 +70,22 @@ class _Memory(LayerMemory[LayerParameters]):
             sinks=self.tensor(len(heads), dtype=torch.float32) if config.sinks else None,
         )
 
-    def _qkv(self, prefix: str, heads: range, kv_heads: range) -> Weight:
-        head_dim, hidden = self.config.head_dim, self.config.hidden_size
-        q_size, kv_size = len(heads) * head_dim, len(kv_heads) * head_dim
-        rows, names = q_size + 2 * kv_size, [f"{prefix}.{name}_proj.weight" for name in "qkv"]
-        blocks = self.in_blocks(list(zip(names, (q_size, kv_size, kv_size), strict=True)), hidden)
-        if blocks is not None:
-            return blocks
-        if not self.in_int4(names) and not self.in_fp8(names):
-            return self.wide(rows, hidden)
-        first_rows = (q_size, q_size + kv_size, heads.start * head_dim, kv_heads.start * head_dim)
-        return self.weight(rows, hidden, names=names, first_rows=first_rows)
+    def _qkv(self, prefix: str, heads: range, kv_heads: range) -> AnyWeight:
+        head_dim, parts, rows = self.config.head_dim, [], 0
+        for name, held in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            size = len(held) * head_dim
+            parts.append(Part(f"{prefix}.{name}_proj.weight", size, rows, held.start * head_dim))
+            rows += size
+        return self.weight(rows, self.config.hidden_size, parts=parts, wide=True)
 
     def mlp(self, layer: str) -> MlpParameters:
-        config, shard = self.config, self.shard
-        names = [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")]
-        part, hidden = shard.part("intermediate_size", config.intermediate_size), config.hidden_size
-        size = len(part)
-        if self.in_int4(names) or self.in_fp8(names):
-            stored = super().mlp(layer)
-            gate_up, down = stored.gate_up, stored.down
-        else:
-            gate_up = self.in_blocks([(name, size) for name in names], hidden) or self.wide(2 * size, hidden)
-            down = self._columns(f"{layer}.mlp.down_proj.weight", hidden, size, part.start)
-        return MlpParameters(
-            gate_up=gate_up,
-            down=down,
-            gate_up_bias=self._optional(config.mlp_bias, 2 * size),
-            down_bias=self._optional(config.mlp_bias and shard.tp_rank == 0, hidden),
+        config, parameters = self.config, super().mlp(layer)
+        return replace(
+            parameters,
+            gate_up_bias=self._optional(config.mlp_bias, len(parameters.gate_up)),
+            down_bias=self._optional(config.mlp_bias and self.shard.tp_rank == 0, config.hidden_size),
             gelu=config.gelu,
         )
-
-    def _columns(self, name: str, rows: int, columns: int, first_column: int) -> Weight:
-        """A matrix of which this rank has the columns from `first_column` on."""
-        blocks = self.in_blocks([(name, rows)], columns, first_column=first_column)
-        return blocks or self.weight(rows, columns, names=[name], first_column=first_column)
 
     def _optional(self, present: bool, size: int) -> torch.Tensor | None:
         return self.tensor(size) if present else None

@@ -2,10 +2,10 @@
 
 Tensor parallelism divides attention heads, MLPs and experts (mlp_parameters.py) and the vocabulary. Every rank has the
 parts before the heads (compressions, indexer) whole. With data-parallel attention, every rank has all heads and the
-whole vocabulary. MLA's absorbed matrices are never in fp8, and no matrix of attention is in 4 bits.
+whole vocabulary. MLA's absorbed matrices are always
+expanded.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,11 @@ from ..config.mla import MlaConfig
 from ..layers.indexer import IndexerParameters
 from ..layers.mla import MlaParameters
 from ..layers.moe import MlpParameters, MoeParameters
+from ..weights.format import Part
+from ..weights.slots import Slot
+from ..weights.weight import AnyWeight
 from .mlp_parameters import mlp_slots, split_rows
 from .rank_parameters import LayerMemory, RankParameters
-from .slots import Slot
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,6 @@ class LatentLayerParameters:
 
 class _Memory(LayerMemory[LatentLayerParameters]):
     """Allocates the layers of one rank."""
-
-    def in_int4(self, names: Collection[str]) -> bool:
-        """Never matrices of attention."""
-        return super().in_int4(names) and not any(".self_attn." in name for name in names)
 
     @property
     def _mla(self) -> MlaConfig:
@@ -58,33 +56,29 @@ class _Memory(LayerMemory[LatentLayerParameters]):
         heads = self.shard.attention.part("num_attention_heads", self.config.num_heads)
         q_dim = mla.nope_dim + mla.rope_dim
         q_size, compressed = len(heads) * q_dim, mla.q_rank + mla.latent_dim
-        to_compress, to_expand = ["q_a_proj", "kv_a_proj_with_mqa"], ["q_b_proj"]
+        to_compress = [
+            Part(f"{prefix}.q_a_proj.weight", mla.q_rank),
+            Part(f"{prefix}.kv_a_proj_with_mqa.weight", mla.latent_dim, mla.q_rank),
+        ]
+        to_expand = [Part(f"{prefix}.q_b_proj.weight", q_size, 0, heads.start * q_dim)]
         if indexer is not None:
-            to_compress.append("indexer.wk")
-            to_expand.append("indexer.wq_b")
+            queries = indexer.index_heads * indexer.index_dim
+            to_compress.append(Part(f"{prefix}.indexer.wk.weight", indexer.index_dim, compressed))
+            to_expand.append(Part(f"{prefix}.indexer.wq_b.weight", queries, q_size))
         return MlaParameters(
-            compress=self.weight(
-                compressed + (0 if indexer is None else indexer.index_dim),
-                hidden,
-                names=[f"{prefix}.{name}.weight" for name in to_compress],
-                first_rows=(mla.q_rank, compressed),
-            ),
+            compress=self._latent(to_compress, hidden),
             q_norm=self.tensor(mla.q_rank),
             kv_norm=self.tensor(mla.kv_rank),
-            expand=self.weight(
-                q_size + (0 if indexer is None else indexer.index_heads * indexer.index_dim),
-                mla.q_rank,
-                names=[f"{prefix}.{name}.weight" for name in to_expand],
-                first_rows=(heads.start * q_dim, q_size),
-            ),
+            expand=self._latent(to_expand, mla.q_rank),
             kv_b=self.tensor(len(heads), mla.nope_dim + mla.value_dim, mla.kv_rank),
-            o=self.weight(
-                hidden,
-                len(heads) * mla.value_dim,
-                names=[f"{prefix}.o_proj.weight"],
-                first_column=heads.start * mla.value_dim,
+            o=self._latent(
+                [Part(f"{prefix}.o_proj.weight", hidden)], len(heads) * mla.value_dim, heads.start * mla.value_dim
             ),
         )
+
+    def _latent(self, parts: list[Part], columns: int, first_column: int = 0) -> AnyWeight:
+        rows = sum(part.rows for part in parts)
+        return self.weight(rows, columns, parts=parts, first_column=first_column, place="latent")
 
     def _indexer_of(self, index: int) -> DsaConfig | None:
         """The indexer of a layer, if it has one."""

@@ -2,15 +2,13 @@
 
 import torch
 
-from ...kernels.gguf.blocks import GgufBlocks
-from ...kernels.layer_stack.layer_stack import Layer, LayerStack, Linear
-from ...kernels.linear.block_format import Weight
+from ...kernels.layer_stack.layer_stack import Layer, LayerStack
 from ..layers.moe import MlpParameters
 from .dense_parameters import DecoderParameters, LayerParameters
 
 
 def make_layer_stack(parameters: DecoderParameters, kv_dtype: torch.dtype, scale: float) -> LayerStack | None:
-    """The layers for decode steps on the CPU, if all their weights are interleaved GGUF blocks. None if a weight is
+    """The layers for decode steps on the CPU, if its kernel reads all their weights. None if a weight is
     not, and for architectures with windows, sinks, mixtures of experts, GELU or post-norms. `scale` is that of
     attention scores.
     """
@@ -27,12 +25,8 @@ def _layer(layer: LayerParameters) -> Layer | None:
     mlp = layer.mlp
     if not isinstance(mlp, MlpParameters):
         return None
-    qkv, o = _linear(layer.qkv, layer.qkv_bias), _linear(layer.o, layer.o_bias)
-    gate_up, down = _linear(mlp.gate_up, mlp.gate_up_bias), _linear(mlp.down, mlp.down_bias)
+    qkv, o = layer.qkv.in_stack(layer.qkv_bias), layer.o.in_stack(layer.o_bias)
+    gate_up, down = mlp.gate_up.in_stack(mlp.gate_up_bias), mlp.down.in_stack(mlp.down_bias)
     if qkv is None or o is None or gate_up is None or down is None:
         return None
     return Layer(layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, qkv, o, gate_up, down)
-
-
-def _linear(weight: Weight, bias: torch.Tensor | None) -> Linear | None:
-    return Linear(weight, bias) if isinstance(weight, GgufBlocks) else None

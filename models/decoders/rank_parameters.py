@@ -1,17 +1,17 @@
 """The weights of one rank of a decoder: base classes of all families."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 
-from ...kernels.gguf.blocks import GgufBlocks
 from ..config.model import ModelConfig
 from ..config.sharding import WHOLE, Shard
+from ..weights.format import Format, Part
+from ..weights.slots import Slot
+from ..weights.weight import AnyWeight
 from .mlp_parameters import WeightMemory
-from .slots import Slot
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -40,11 +40,12 @@ class LayerMemory(WeightMemory, ABC, Generic[LayerT]):
         """The weight of a norm. A float32 one is applied before its result is rounded (rms_norm.py)."""
         return self.tensor(size, dtype=torch.float32 if self.config.float32_norms else None)
 
-    def embedding(self, rows: int) -> torch.Tensor | GgufBlocks:
-        return self.tensor(rows, self.config.hidden_size)
+    def embedding(self, rows: int) -> AnyWeight:
+        return self.weight(rows, self.config.hidden_size, parts=[Part(EMBEDDING, rows)], place="vocabulary")
 
-    def head(self, rows: int) -> torch.Tensor | GgufBlocks:
-        return self.tensor(rows, self.config.hidden_size)
+    def head(self, rows: int) -> AnyWeight:
+        part = Part(head_name(self.config), rows)
+        return self.weight(rows, self.config.hidden_size, parts=[part], place="vocabulary", wide=self.wide)
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,9 @@ class RankParameters(ABC, Generic[LayerT]):
     config: ModelConfig
     shard: Shard
     layers: tuple[LayerT, ...]  # of its stage
-    embedding: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the first stage
+    embedding: AnyWeight | None  # [vocabulary rows, hidden] on the first stage
     norm: torch.Tensor | None  # [hidden] on the last stage
-    head: torch.Tensor | GgufBlocks | None  # [vocabulary rows, hidden] on the last stage
+    head: AnyWeight | None  # [vocabulary rows, hidden] on the last stage
     dtype: torch.dtype  # of the hidden state and, by default, of the cache
 
     memory: ClassVar[type[LayerMemory[Any]]]
@@ -69,15 +70,12 @@ class RankParameters(ABC, Generic[LayerT]):
         *,
         device: torch.device,
         dtype: torch.dtype,
-        fp8: Collection[str] = frozenset(),
-        int4: Collection[str] = frozenset(),
-        gguf: Mapping[str, str] | None = None,
+        stored: Format | None = None,
     ) -> Self:
-        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `fp8`
-        and `int4` are the checkpoint tensors to keep in fp8 and in 4 bits where possible, `gguf` those to keep in GGUF
-        blocks, with their types.
+        """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `stored`
+        has the checkpoint tensors to keep as they are stored where possible.
         """
-        memory = cls.memory(config, shard, device=device, dtype=dtype, fp8=fp8, int4=int4, gguf=gguf)
+        memory = cls.memory(config, shard, device=device, dtype=dtype, stored=stored)
         layers = tuple(memory.layer(index) for index in config.stage_layers(shard))
         rows = shard.attention.vocabulary_rows(config.vocab_size)
         norm, head = (memory.norm(config.hidden_size), memory.head(rows)) if shard.last else (None, None)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.head_linear.head_linear import head_linear
-from ...kernels.linear.block_format import Weight
-from ...kernels.linear.linear import linear
 from ...kernels.mla.key_write import KeyWrite
 from ...kernels.mla.latent_write import latent_write
 from ...kernels.mla.rotate_queries import IndexQueries, rotate_queries
 from ..config.dsa import DsaConfig
 from ..config.mla import MlaConfig
+from ..weights.weight import AnyWeight
 from .latent_rows import RowPlaces
 
 NORM_EPS = 1e-6
@@ -33,16 +32,16 @@ class MlaParameters:
     rank.
 
     The rows of `compress` compute the queries' latent, the cache row and, with an indexer, its key; those of `expand`
-    compute the queries of the heads and of the indexer. `kv_b` is never fp8: it is small, and used in batched products
-    per head.
+    compute the queries of the heads and of the indexer. `kv_b` is always expanded: it is small, and used in batched
+    products per head.
     """
 
-    compress: Weight  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
+    compress: AnyWeight  # [q_rank + kv_rank + rope_dim (+ index_dim), hidden]
     q_norm: torch.Tensor  # [q_rank]
     kv_norm: torch.Tensor  # [kv_rank]
-    expand: Weight  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
+    expand: AnyWeight  # [heads * (nope_dim + rope_dim) (+ index_heads * index_dim), q_rank]
     kv_b: torch.Tensor  # [heads, nope_dim + value_dim, kv_rank]: expands keys, then values
-    o: Weight  # [hidden, heads * value_dim]
+    o: AnyWeight  # [hidden, heads * value_dim]
 
 
 def compress(
@@ -57,7 +56,7 @@ def compress(
     of attention and of the indexer.
     """
     return latent_write(
-        linear(x, parameters.compress),
+        parameters.compress.linear(x),
         parameters.q_norm,
         parameters.kv_norm,
         cos,
@@ -97,7 +96,7 @@ def expand_index_queries(
 
 def _expand(
     compressed: torch.Tensor,
-    expand: Weight,
+    expand: AnyWeight,
     kv_b: torch.Tensor,
     config: MlaConfig,
     cos: torch.Tensor,
@@ -106,7 +105,7 @@ def _expand(
 ) -> tuple[torch.Tensor, IndexQueries | None]:
     """The queries of the heads of `kv_b`, which come first in `expand`, and of an indexer, if rows remain."""
     tokens, heads, head_dim = len(compressed), len(kv_b), config.nope_dim + config.rope_dim
-    expanded = linear(compressed, expand)
+    expanded = expand.linear(compressed)
     query = compressed.new_empty(tokens, heads, config.latent_dim)
     if heads:
         plain = expanded[:, : heads * head_dim].view(tokens, heads, head_dim)[:, :, : config.nope_dim]
@@ -130,4 +129,4 @@ def project_output(attended: torch.Tensor, parameters: MlaParameters, config: Ml
     up_value = parameters.kv_b[:, config.nope_dim :].transpose(1, 2)
     values = attended.new_empty(*attended.shape[:2], config.value_dim)
     head_linear(attended, up_value, values)
-    return linear(values.flatten(1), parameters.o)
+    return parameters.o.linear(values.flatten(1))

@@ -15,26 +15,23 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backends.streams import beside_if_few
-from ...kernels.linear.block_format import BlockScaled, Weight
-from ...kernels.linear.block_scaled import block_scaled_mlp
 from ...kernels.linear.float_linear import float_linear
-from ...kernels.linear.linear import gated_linear, linear
+from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import add_rms_norm
 from ...kernels.linear.row_tiles import RowTiles
-from ...kernels.moe.experts import grouped_experts, routing_rows
-from ...kernels.moe.grouped_product import grouped_without_wait
 from ...kernels.moe.router.norm_route_cuda import add_norm_route, suits_norm_route
 from ...kernels.moe.router.routing import select_and_route
 from ...kernels.moe.router.selection import SelectionRule, select_experts
 from ..config.moe import MoeConfig
+from ..weights.weight import AnyWeight
 
 
 @dataclass(frozen=True)
 class MlpParameters:
     """A gated MLP; `size` is this rank's part of its width."""
 
-    gate_up: Weight  # [2 * size, hidden]
-    down: Weight  # [hidden, size]
+    gate_up: AnyWeight  # [2 * size, hidden]
+    down: AnyWeight  # [hidden, size]
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gelu: bool = False  # its gate is GELU (tanh) instead of SiLU; not with quantised weights
@@ -49,8 +46,8 @@ class MoeParameters:
     router: torch.Tensor  # [E, hidden]
     router_bias: torch.Tensor | None  # [E] float32
     experts: range  # which of the E
-    gate_up: Weight  # [len(experts), 2 * size, hidden]
-    down: Weight  # [len(experts), hidden, size]
+    gate_up: AnyWeight  # [len(experts), 2 * size, hidden]
+    down: AnyWeight  # [len(experts), hidden, size]
     shared: MlpParameters | None
     logit_bias: torch.Tensor | None = None  # [E], of the router's product
     gate_up_bias: torch.Tensor | None = None  # [len(experts), 2 * size]
@@ -58,9 +55,8 @@ class MoeParameters:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can capture it: experts that are not quantised use torch's grouped product."""
-        gate_up = self.gate_up
-        return not isinstance(gate_up, torch.Tensor) or grouped_without_wait(gate_up.dtype, gate_up.device)
+        """Whether a CUDA graph can capture it."""
+        return self.gate_up.capturable
 
 
 def feed_forward(x: torch.Tensor, parameters: MlpParameters | MoeParameters, moe: MoeConfig | None) -> torch.Tensor:
@@ -93,11 +89,8 @@ def add_feed_forward(
 
 def mlp(x: torch.Tensor, parameters: MlpParameters) -> torch.Tensor:
     """x [T, hidden] through one MLP."""
-    gate_up, down = parameters.gate_up, parameters.down
-    if isinstance(gate_up, BlockScaled) and isinstance(down, BlockScaled):
-        return block_scaled_mlp(x, gate_up, down, parameters.gate_up_bias, parameters.down_bias)
-    gated = gated_linear(x, gate_up, parameters.gate_up_bias, gelu=parameters.gelu)
-    return linear(gated, down, parameters.down_bias)
+    biases = parameters.gate_up_bias, parameters.down_bias
+    return parameters.gate_up.mlp(x, parameters.down, *biases, gelu=parameters.gelu)
 
 
 def mixture(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> torch.Tensor:
@@ -118,11 +111,10 @@ def _experts(
     *,
     shared: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    return grouped_experts(
+    return parameters.gate_up.experts(
         x,
         weights,
         experts,
-        parameters.gate_up,
         parameters.down,
         first=parameters.experts.start,
         num_experts=len(parameters.router),
@@ -150,10 +142,9 @@ def route(
 
 def _routed_rows(x: torch.Tensor, parameters: MoeParameters, config: MoeConfig) -> int | None:
     """The rows of the tiles into which the tokens are sorted; None if they are not sorted."""
-    return routing_rows(
+    return parameters.gate_up.routing_rows(
         x,
         config.experts_per_token,
-        parameters.gate_up,
         parameters.down,
         num_experts=len(parameters.router),
         plain=parameters.gate_up_bias is None and parameters.down_bias is None and config.limit is None,

@@ -3,13 +3,10 @@ attention, each rank has all of it.
 """
 
 import torch
-from torch.nn.functional import embedding as look_up
 
-from ...kernels.gguf.blocks import GgufBlocks
-from ...kernels.gguf.gguf_linear import gguf_rows
-from ...kernels.linear.linear import linear
 from ...kernels.linear.rms_norm import rms_norm
 from ..config.model import ModelConfig
+from ..weights.weight import AnyWeight
 from .parallel import Parallel
 
 
@@ -21,16 +18,16 @@ class Vocabulary:
         config: ModelConfig,
         parallel: Parallel,
         *,
-        embedding: torch.Tensor | GgufBlocks | None,
+        embedding: AnyWeight | None,
         norm: torch.Tensor | None,
-        head: torch.Tensor | GgufBlocks | None,
+        head: AnyWeight | None,
     ) -> None:
         self._config = config
         self._parallel = parallel
         self._embedding, self._norm, self._head = embedding, norm, head
         self._scale: float | None = None  # of embeddings, rounded to their dtype as in transformers
         if config.scaled_embedding and embedding is not None:
-            self._scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.dtype).item()
+            self._scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.values.dtype).item()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T, hidden]. Each rank looks up the tokens of its part; the sum over ranks has all of them."""
@@ -45,9 +42,7 @@ class Vocabulary:
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of this rank's embedding."""
         assert self._embedding is not None, "the first stage embeds tokens"
-        if isinstance(self._embedding, GgufBlocks):
-            return gguf_rows(self._embedding, indices)
-        return look_up(indices, self._embedding)
+        return self._embedding.look_up(indices)
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._scale is None else rows * self._scale
@@ -59,7 +54,7 @@ class Vocabulary:
         """
         assert self._norm is not None, "the last stage computes logits"
         assert self._head is not None
-        shares = linear(rms_norm(hidden, self._norm, self._config.norm_eps), self._head)
+        shares = self._head.linear(rms_norm(hidden, self._norm, self._config.norm_eps))
         if (cap := self._config.logit_cap) is not None:
             shares = torch.tanh(shares / cap) * cap
         logits = self._parallel.gather_last_dim(shares, self._config.vocab_size)

@@ -12,7 +12,6 @@ from ..config.dsa import DsaConfig
 from ..config.mla import MlaConfig
 from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
-from ..config.quantization import Int4Format
 from ..config.rope import RopeConfig
 
 _Fields = dict[str, Any]
@@ -43,9 +42,6 @@ def protocol3_configuration(config: ModelConfig) -> bytes:
     later: _Fields = {
         "moe": _moe(config.moe) if config.moe is not None else None,
         "mixed": config.mixed,
-        "weight_block": config.weight_block,
-        "row_scaled_fp8": config.row_scaled_fp8,
-        "int4": _int4(config.int4) if config.int4 is not None else None,
         "window": config.window,
         "windowed": config.windowed,
         "local_rope": _rope(config.local_rope) if config.local_rope is not None else None,
@@ -57,8 +53,9 @@ def protocol3_configuration(config: ModelConfig) -> bytes:
         "scaled_embedding": config.scaled_embedding,
         "logit_cap": config.logit_cap,
         "sinks": config.sinks,
-        "mxfp4_experts": config.mxfp4_experts,
     }
+    if config.scheme is not None:
+        later |= config.scheme.protocol3
     return json.dumps(fields | _set(later), sort_keys=True).encode()
 
 
@@ -116,7 +113,3 @@ def _moe(moe: MoeConfig) -> _Fields:
         "scoring": moe.scoring,
     }
     return fields | _set({"biases": moe.biases, "limit": moe.limit})
-
-
-def _int4(int4: Int4Format) -> _Fields:
-    return {"method": int4.method, "group": int4.group, "zero_offset": int4.zero_offset}

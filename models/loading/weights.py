@@ -1,5 +1,6 @@
 """Loads checkpoint files into a model's memory, one tensor at a time, without a second copy of the model."""
 
+import functools
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -11,21 +12,19 @@ from safetensors import SafetensorError, safe_open
 
 from ...configs.errors import StartupError
 from ...configs.progress import ProgressLog
-from ...kernels.gguf.blocks import block_size
-from ...kernels.gguf.interleaved import interleave
+from ...configs.setting_types import LoadFormat
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
+from ..decoders.dense_parameters import DecoderParameters
+from ..decoders.latent_parameters import LatentParameters
 from ..decoders.rank_parameters import EMBEDDING, HEAD
-from ..decoders.slots import Slot
-from ..formats.gguf_file import GgufFile, GgufTensor, open_gguf
+from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
 from ..formats.model_files import open_model_file, safetensors_header
-from .block_scaled_checkpoint import BlockScaledCheckpoint
+from ..weights.format import Checkpoint, Format, StoredCheckpoint, format_of
+from ..weights.gguf import GgufCheckpoint, GgufFormat
+from ..weights.slots import Slot
 from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors, safetensors_files
-from .checkpoint import Checkpoint
-from .int4_checkpoint import Int4Checkpoint
-from .mxfp4_checkpoint import Mxfp4Checkpoint
-from .row_scaled_checkpoint import RowScaledCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +48,10 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
             )
     known = set(slots if names is None else names)
     unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
-    if isinstance(checkpoint, Int4Checkpoint):
-        unexpected = [name for name in unexpected if not checkpoint.is_zero_bias(name)]
+    if isinstance(checkpoint, StoredCheckpoint):
+        unexpected = [name for name in unexpected if not checkpoint.is_filler(name)]
     if source.config.tied_embeddings and HEAD in unexpected:
-        _check_tied_head(SafetensorsCheckpoint(source.path))
+        _check_tied_head(SafetensorsCheckpoint(source.path, source.config))
         unexpected.remove(HEAD)  # some tools save the tied matrix twice
     if unexpected:
         raise StartupError(
@@ -86,29 +85,53 @@ _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     if source.format == "gguf":
-        return GgufCheckpoint(open_gguf(source.path), source.config)
-    files: Checkpoint = SafetensorsCheckpoint(source.path)
-    if source.config.int4 is not None:
-        files = int4_checkpoint(source)
-    if source.config.row_scaled_fp8:
-        files = RowScaledCheckpoint(files)
-    if source.config.mxfp4_experts:
-        return Mxfp4Checkpoint(files)
-    plain = source.config.mla is None and source.config.weight_block is None
-    return files if plain else BlockScaledCheckpoint(files, source.config)
+        return _gguf_checkpoint(source)
+    files, scheme = SafetensorsCheckpoint(source.path, source.config), source.config.scheme
+    return files if scheme is None else format_of(scheme).open(scheme, files)
 
 
-def int4_checkpoint(source: ModelSource) -> Int4Checkpoint:
-    assert source.config.int4 is not None
-    return Int4Checkpoint(SafetensorsCheckpoint(source.path), source.config.int4)
+def _gguf_checkpoint(source: ModelSource) -> GgufCheckpoint:
+    config = source.config
+    return GgufCheckpoint(open_gguf(source.path), config.head_dim if config.architecture == "llama" else None)
+
+
+def stored_format(source: ModelSource, load_format: LoadFormat) -> Format | None:
+    """The format of the checkpoint, with the tensors in it that kernels can read somewhere; with dummy weights, those
+    that such a checkpoint usually has. None if there are none.
+    """
+    if source.format == "gguf":
+        return None if load_format == "dummy" else GgufFormat.of(_gguf_checkpoint(source))
+    if load_format == "dummy":
+        return usual_format(source.config)
+    scheme = source.config.scheme
+    if scheme is None or not (found := format_of(scheme)).keeps(scheme):
+        return None
+    return found(scheme, found.open(scheme, SafetensorsCheckpoint(source.path, source.config)).tensors)
+
+
+@functools.lru_cache(maxsize=4)
+def usual_format(config: ModelConfig) -> Format | None:
+    """The format of a model, with the tensors that checkpoints usually have in it.
+
+    Cached, because plans ask for the same model with several layouts, and each call takes a second for a model with
+    many experts.
+    """
+    scheme = config.scheme
+    if scheme is None or not (found := format_of(scheme)).keeps(scheme):
+        return None
+    parameters = DecoderParameters if config.mla is None else LatentParameters
+    slots = parameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
+    return found(scheme, found.usual({name: slot.shape for name, slot in slots.items()}))
 
 
 class SafetensorsCheckpoint:
-    """One or several memory-mapped safetensors files."""
+    """One or several memory-mapped safetensors files, without tensors of DeepSeek and GLM that nothing uses: the extra
+    layers for multi-token prediction, and the indexers of layers that do not select.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
         self.directory = directory
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         placed: dict[str, str] | None = None
         self._file_of: dict[str, Any] = {}  # safe_open is an extension type without annotations
         for path in safetensors_files(directory):
@@ -119,7 +142,7 @@ class SafetensorsCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise StartupError(f"model {path}: not a readable safetensors file: {error}") from error
             for name in file.keys():  # noqa: SIM118 - not a dict, only .keys() exists
-                if name in self.shapes:
+                if name in shapes:
                     if placed is None and (directory / WEIGHT_INDEX).is_file():
                         placed = indexed_tensors(directory / WEIGHT_INDEX, f"model {directory}")
                     if (own := (placed or {}).get(name)) is None:
@@ -129,8 +152,9 @@ class SafetensorsCheckpoint:
                         )
                     if directory / own != path:
                         continue
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._file_of[name] = file
+        self.shapes = {n: shape for n, shape in shapes.items() if config.mla is None or not _is_unused(n, config)}
 
     def read_into(self, name: str, slot: Slot) -> None:
         if slot.fills_whole:
@@ -150,86 +174,11 @@ class SafetensorsCheckpoint:
         )
 
 
-class GgufCheckpoint:
-    """A GGUF file with Hugging Face's names. Tensors are dequantised during loading, or copied as blocks."""
-
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
-        self._file = file
-        self._config = config
-        self._gguf_names = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
-        self.shapes = {name: file.tensors[stored].shape for name, stored in self._gguf_names.items()}
-        self.types = {name: file.tensors[stored].type_name for name, stored in self._gguf_names.items()}
-
-    def read_into(self, name: str, slot: Slot) -> None:
-        tensor = self._file.tensors[self._gguf_names[name]]
-        # llama.cpp interleaves the two halves of each q and k head of Llama models; Hugging Face keeps them apart
-        permuted = self._config.architecture == "llama" and _ROTARY.search(name) is not None
-        head_dim = self._config.head_dim
-        if slot.gguf is not None:
-            self._copy_blocks(tensor, slot, head_dim if permuted else None)
-            return
-        if slot.target.ndim == 1:
-            ((_, row),) = self._file.read_rows(tensor)
-            values = torch.from_numpy(row)
-            values = _unpermute(values.T, head_dim).T if permuted else values
-            slot.target.copy_(values[0, slot.start[0] : slot.start[0] + len(slot.target)])
-            return
-        first_row, first_column = slot.start
-        count, columns = slot.target.shape
-        wanted = range(first_row, first_row + count)
-        for first, rows in self._file.read_rows(tensor, head_dim if permuted else 1, wanted):
-            values = torch.from_numpy(rows)
-            values = _unpermute(values, head_dim) if permuted else values
-            at = first - first_row
-            slot.target[at : at + len(rows)].copy_(values[:, first_column : first_column + columns])
-
-    def _copy_blocks(self, tensor: GgufTensor, slot: Slot, head_dim: int | None) -> None:
-        """The rows of permuted heads are put in order (`head_dim`); their blocks stay as they are."""
-        (first_row, first_column), (rows, row_bytes) = slot.start, slot.target.shape
-        elements, size_bytes = block_size(tensor.type_name)
-        first_byte = first_column // elements * size_bytes
-        stored = self._file.stored_rows(tensor)
-        wanted = stored[first_row : first_row + rows, first_byte : first_byte + row_bytes]
-        target = slot.target.numpy()
-        if head_dim is None:
-            target[:] = wanted
-        else:
-            pairs = wanted.reshape(-1, head_dim // 2, 2, row_bytes)
-            target.reshape(-1, 2, head_dim // 2, row_bytes)[:] = pairs.transpose(0, 2, 1, 3)
-        if slot.gguf is not None and slot.gguf.interleaved:
-            interleave(slot.target, tensor.type_name)
-
-
-_ROTARY = re.compile(r"self_attn\.[qk]_proj\.(weight|bias)$")
-
-
-def _unpermute(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows 0, 2, 4, ... of each head first, then rows 1, 3, 5, ..."""
-    return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
-
-
-_GGUF_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def hf_name(gguf_name: str) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`; unknown names stay as they are."""
-    module, _, kind = gguf_name.rpartition(".")
-    prefix = ""
-    if (block := re.fullmatch(r"blk\.(\d+)\.(\w+)", module)) is not None:
-        prefix, module = f"model.layers.{block[1]}.", block[2]
-    return f"{prefix}{_GGUF_MODULES[module]}.{kind}" if module in _GGUF_MODULES else gguf_name
+def _is_unused(name: str, config: ModelConfig) -> bool:
+    found = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
+    if found is None:
+        return False
+    layer = int(found[1])
+    if layer >= config.num_layers:
+        return True
+    return found[2] is not None and config.dsa is not None and not config.dsa.indexed[layer]

@@ -24,9 +24,9 @@ from ...memory.sizing import GIB, check_weights_fit, peak_bytes
 from ...models.grammar.compiler import GrammarCompiler
 from ...models.layers.parallel import Parallel
 from ...models.loading.catalog import ModelSource
-from ...models.loading.gguf_weights import keeps_blocks
 from ...models.runner import ModelRunner, resolve_dtype
 from ...models.sampling.sampler import TokenMasks
+from ...models.weights.gguf import keeps_blocks
 from ...transfer.plan.staged_regions import MAX_PART_BYTES
 from ..messages.step import Draw, StepRow, tokens_of
 from .cache_size import STAGED_RANKS, hisparse_pages, plain_pages, staging_bytes

@@ -1,5 +1,6 @@
 """`pdserve models`: the supported model families, and the memory of some models. Reads configurations only."""
 
+import textwrap
 from collections.abc import Iterator
 
 from rich import box
@@ -10,20 +11,22 @@ from rich.text import Text
 from ...configs.errors import StartupError
 from ...models.config.model import ModelConfig
 from ...models.loading.catalog import EMBEDDED_MODEL, GEOMETRIES, locate_geometry, locate_model
+from ...models.weights.schemes import SUPPORTED
 from .families import FamilyRow, family_rows
 
 GIB = 1 << 30
 _FP8_KEY_BYTES = 132
 """An indexer key in fp8 and its scale, the default on GPUs that have fp8."""
 
-NOTES = """\
+_FORMATS = textwrap.fill(
+    f"Quantized safetensors: {SUPPORTED}. gpt_oss has MXFP4 experts instead, gemma3_text none.", 78
+)
+NOTES = f"""\
 KV of 1,000 tokens; weights and KV in 16 bits, weights in fp8 where the
 checkpoint has them. A server also needs about 4 GiB on each GPU:
 'pdserve plan --model NAME --gpus 8xH200' computes what fits.
 
-Quantized safetensors: fp8 with a scale per block, row or matrix, and 4 bits
-of AWQ, GPTQ and compressed-tensors; gpt_oss has MXFP4 experts instead,
-gemma3_text none.
+{_FORMATS}
 
   pdserve serve --model ORG/NAME           a model of the Hugging Face Hub
   pdserve serve --model ORG/NAME:Q4_K_M    a GGUF file there, or a part of its name
@@ -59,7 +62,8 @@ def listing() -> Group:
 def weight_bytes(config: ModelConfig) -> int:
     """Bytes of one copy of the weights. The embeddings of fp8 checkpoints have 16 bits."""
     embeddings = config.parameters - config.layer_parameters
-    return (1 if config.has_fp8 else 2) * config.layer_parameters + 2 * embeddings
+    in_fp8 = config.scheme is not None and config.scheme.bits == 8
+    return (1 if in_fp8 else 2) * config.layer_parameters + 2 * embeddings
 
 
 def kv_token_bytes(config: ModelConfig) -> int:

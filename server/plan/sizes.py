@@ -21,8 +21,7 @@ from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ...models.config.sharding import Shard
 from ...models.loading.catalog import ModelSource
-from ...models.loading.fp8_weights import fp8_tensors
-from ...models.loading.int4_weights import int4_tensors
+from ...models.loading.weights import usual_format
 from ...models.runner import ModelRunner, fp8_index, resolve_dtype
 from ...scheduler.ranks.cache_size import hisparse_pages, plain_pages
 
@@ -230,14 +229,13 @@ def _outline(
     fp8: bool,
 ) -> ModelRunner:
     """Builds a rank on the meta device. Cached, because a model of many experts has tens of thousands of tensors."""
-    dsa = source.config.dsa
+    dsa, stored = source.config.dsa, usual_format(source.config)
     return ModelRunner.outline(
         source.config,
         shard,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        fp8=fp8_tensors(source, "dummy") if fp8 else frozenset(),
-        int4=int4_tensors(source, "dummy"),
+        stored=stored if stored is not None and (fp8 or not stored.needs_fp8) else None,
         fp8_index=dsa is not None and fp8_index(index_dtype, dtype, dsa.index_dim, has_fp8=fp8),
     )
 

@@ -425,7 +425,7 @@ def _main() -> int:
     multiply_without_onednn()
     torch = importlib.import_module("torch")
     importlib.import_module("pdserve.kernels.backends.dispatch").prepare_kernels(
-        torch.device("cpu"), torch.float32, os.environ.get(CPU_KERNELS, "auto"), gguf=True
+        torch.device("cpu"), torch.float32, os.environ.get(CPU_KERNELS, "auto"), blocks=True
     )
     importlib.import_module("pdserve.server.observability.versions").installed_versions()  # caches the versions
     _prepare_frontends()

@@ -347,8 +347,12 @@ class PretendGpu(TorchFunctionMode):
             *,
             gated: bool,
         ) -> None:
-            compute = linear.gated_linear if gated else linear.linear
-            out.copy_(compute(x, weight, bias, impl="reference"))
+            if isinstance(weight, BlockScaled):
+                scaled = block_scaled.block_scaled_gated_linear if gated else block_scaled.block_scaled_linear
+                out.copy_(scaled(x, weight, bias, impl="reference"))
+            else:
+                plain = linear.gated_linear if gated else linear.linear
+                out.copy_(plain(x, weight, bias, impl="reference"))
 
         def mix(x: torch.Tensor, *args: Any, first: int, shared: Callable[[], torch.Tensor] | None) -> None:
             *inputs, out = args

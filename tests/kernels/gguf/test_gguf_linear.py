@@ -11,8 +11,8 @@ from gguf.quants import dequantize
 from pdserve.kernels.backends.dispatch import Impl, launcher
 from pdserve.kernels.gguf import gguf_linear as module
 from pdserve.kernels.gguf.blocks import PACKED_TYPES, GgufBlocks, GgufRows, block_size
-from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_linear, gguf_rows
-from pdserve.kernels.linear.linear import gated_linear, linear
+from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_gated_linear, gguf_linear, gguf_rows
+from pdserve.kernels.linear.swiglu import swiglu
 from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -20,6 +20,13 @@ from tests.kernels.random_blocks import random_rows
 
 where = each_of(("reference", "cpu"), ("numba", "cpu"))
 TOLERANCE = 2e-5
+
+
+def gated_linear(
+    x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor, *, gelu: bool = False, impl: Impl
+) -> torch.Tensor:
+    found = gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)
+    return swiglu(gguf_linear(x, weight, bias, impl=impl), gelu=gelu) if found is None else found
 
 
 def matrix(*parts: GgufRows) -> GgufBlocks:
@@ -55,8 +62,8 @@ def test_products_equal_float64(rows: int, type_name: str, where: tuple[Impl, to
         bias = torch.randn(out_size, generator=generator)
         expected = x.double() @ library_rows(stored).double().T
         with poisoned(impl):
-            plain = linear(x, matrix(stored), impl=impl)
-            shifted = linear(x, matrix(stored), bias, impl=impl)
+            plain = gguf_linear(x, matrix(stored), impl=impl)
+            shifted = gguf_linear(x, matrix(stored), bias, impl=impl)
         torch.testing.assert_close(plain.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(shifted.double(), expected + bias.double(), rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -87,8 +94,10 @@ def test_parts_of_several_types_are_one_matrix(rows: int, where: tuple[Impl, tor
     stored, x, bias = matrix(*parts), torch.randn(rows, 256), torch.randn(17)
     assert stored.shape == (17, 256)
     expected = x @ torch.cat([library_rows(part) for part in parts]).T + bias
-    torch.testing.assert_close(linear(x, stored, bias, impl=impl), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(linear(x, stored[4:13], impl=impl), (expected - bias)[:, 4:13], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gguf_linear(x, stored, bias, impl=impl), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        gguf_linear(x, stored[4:13], impl=impl), (expected - bias)[:, 4:13], rtol=1e-4, atol=1e-4
+    )
 
 
 @needs_numba
@@ -125,8 +134,8 @@ def test_adjacent_parts_of_one_type_are_merged_and_memory_is_that_of_the_blocks(
 def test_wrong_shapes_are_refused() -> None:
     stored = matrix(random_rows(4, 64, "Q8_0"))
     with pytest.raises(ValueError, match="must be contiguous float32 rows"):
-        linear(torch.zeros(1, 32), stored)
+        gguf_linear(torch.zeros(1, 32), stored)
     with pytest.raises(ValueError, match="must be contiguous float32 rows"):
-        linear(torch.zeros(1, 64, dtype=torch.bfloat16), stored)
+        gguf_linear(torch.zeros(1, 64, dtype=torch.bfloat16), stored)
     with pytest.raises(ValueError, match="an element for each row"):
-        linear(torch.zeros(1, 64), stored, torch.zeros(5))
+        gguf_linear(torch.zeros(1, 64), stored, torch.zeros(5))

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from pdserve.kernels.backends.dispatch import has_interleaved_kernels
+from pdserve.kernels.backends.dispatch import Impl, has_interleaved_kernels
 from pdserve.kernels.gguf.blocks import GgufBlocks, GgufRows
-from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_rows
+from pdserve.kernels.gguf.gguf_linear import FEW_ROWS, gguf_gated_linear, gguf_linear, gguf_rows
 from pdserve.kernels.gguf.interleaved import LARGEST, SMALLEST, TILE_COLUMNS, interleave, plain_rows
-from pdserve.kernels.linear.linear import gated_linear, linear
 from tests.kernels.numba_kernels import needs_numba
 from tests.kernels.poison import poisoned
 from tests.kernels.random_blocks import random_rows
@@ -17,6 +16,14 @@ needs_interleaved = pytest.mark.skipif(
 )
 types = pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 TOLERANCE = 2e-6
+
+
+def gated_linear(
+    x: torch.Tensor, weight: GgufBlocks, bias: torch.Tensor | None = None, *, gelu: bool = False, impl: Impl
+) -> torch.Tensor:
+    found = gguf_gated_linear(x, weight, bias, gelu=gelu, impl=impl)
+    assert found is not None, "interleaved blocks have one kernel"
+    return found
 
 
 def round_x(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +69,7 @@ def test_products_equal_float64_of_rounded_x(rows: int, type_name: str) -> None:
     x[0, :32] = 0
     expected = round_x(x).double() @ weights.double().T
     with poisoned("numba"):
-        plain, shifted = linear(x, matrix, impl="numba"), linear(x, matrix, bias, impl="numba")
+        plain, shifted = gguf_linear(x, matrix, impl="numba"), gguf_linear(x, matrix, bias, impl="numba")
     torch.testing.assert_close(plain.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
     torch.testing.assert_close(shifted.double(), expected + bias, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -97,7 +104,7 @@ def test_results_do_not_depend_on_the_number_of_threads(gated: bool, monkeypatch
     """Each thread packs some rows of x, and all threads multiply all of them."""
     monkeypatch.setattr("pdserve.kernels.numba.openmp._THREAD_ELEMENTS", 1)
     matrix, _ = draw_interleaved(96, 4096, "Q4_1")
-    x, compute = torch.randn(7, 4096), gated_linear if gated else linear
+    x, compute = torch.randn(7, 4096), gated_linear if gated else gguf_linear
     alone = compute(x, matrix, impl="numba")
     torch.set_num_threads(3)
     try:
@@ -115,7 +122,7 @@ def test_tiny_x_is_rounded_to_zero() -> None:
     x[:, :32] *= 1e-36
     expected = round_x(x).double() @ weights.double().T
     assert expected.isfinite().all()
-    torch.testing.assert_close(linear(x, matrix, impl="numba").double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gguf_linear(x, matrix, impl="numba").double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_numba
@@ -124,6 +131,6 @@ def test_nan_reaches_the_result() -> None:
     matrix, _ = draw_interleaved(16, 64, "Q4_1")
     x = torch.randn(2, 64)
     x[1, 40] = torch.nan
-    found = linear(x, matrix, impl="numba")
+    found = gguf_linear(x, matrix, impl="numba")
     assert found[0].isfinite().all()
     assert found[1].isnan().all()

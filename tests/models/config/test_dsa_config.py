@@ -21,6 +21,7 @@ from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprints
+from pdserve.models.weights.schemes import Fp8Scheme
 from tests.checkpoints import make_dsa_checkpoint
 
 
@@ -54,7 +55,7 @@ def test_sparse_model_config_is_read(checkpoints: Path) -> None:
     assert config.mixed == (False, True, True, True)
     assert sparse.indexed == (True, True, True, True)
     assert config.moe is not None
-    assert (config.moe.num_groups, config.moe.scale, config.weight_block) == (2, 2.5, None)
+    assert (config.moe.num_groups, config.moe.scale, config.scheme) == (2, 2.5, None)
 
 
 def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> None:
@@ -78,9 +79,9 @@ def test_released_deepseek_config_is_read(checkpoints: Path, tmp_path: Path) -> 
         num_nextn_predict_layers=1,
     )
     assert (config.rope.kind, config.rope.factor, config.context_length) == ("yarn", 40.0, 163840)
-    assert (config.dtype, config.weight_block, config.mixed) == (
+    assert (config.dtype, config.scheme, config.mixed) == (
         "bfloat16",
-        (128, 128),
+        Fp8Scheme((128, 128)),
         (False, True, True, True),
     )
 

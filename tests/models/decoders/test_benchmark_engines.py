@@ -19,9 +19,9 @@ from benchmarks import (
 )
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
-from pdserve.models.config.quantization import Int4Format
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import DecodeGraphs
+from pdserve.models.weights.schemes import Packed4Scheme, Scheme
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
@@ -79,12 +79,12 @@ def test_latent_benchmark_steps_read_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("int4", [None, Int4Format("awq", 32)])
-def test_dense_benchmark_steps_are_timed(int4: Int4Format | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", [None, Packed4Scheme("awq", 32)])
+def test_dense_benchmark_steps_are_timed(scheme: Scheme | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(
         engine.QWEN3_8B, vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1
     )
-    config = replace(config, int4=int4)
+    config = replace(config, scheme=scheme)
     bench = engine.Engine(replace(config, head_dim=16), kv_tokens=256, page_size=16)
     monkeypatch.setattr(engine, "gpu_ms", lambda _call, _repeats: 2.0)
     executor, graphs = Executor(bench.runner, bench.cache, (), overlap=True), mock.create_autospec(DecodeGraphs)

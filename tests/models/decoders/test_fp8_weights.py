@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.linear.block_scaled import FEW_ROWS
 from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.dsa import DsaDecoder
@@ -23,15 +22,16 @@ from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.decoders.mla import MlaDecoder
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
+from pdserve.models.weights.fp8 import Fp8Weight
 from tests.checkpoints import (
     load_reference,
     make_dsa_checkpoint,
     quantise_checkpoint,
     reference_greedy,
     reference_logits,
+    stored_in,
 )
 from tests.models.ranks import NUM_PAGES, PAGE_SIZE, Pass, RankProcesses, run_passes
 
@@ -92,7 +92,7 @@ def kept(model: Path, shard: Shard = WHOLE, device: torch.device = CPU) -> Laten
     """Weights that stay fp8, also on a CPU."""
     source = locate_model(str(model))
     parameters = LatentParameters.allocate(
-        source.config, shard, device=device, dtype=torch.float32, fp8=fp8_tensors(source, "auto")
+        source.config, shard, device=device, dtype=torch.float32, stored=stored_in(source, "auto")
     )
     load_weights(source, parameters.slots(), parameters.names(source.config))
     return parameters
@@ -122,7 +122,7 @@ def test_fp8_weights_give_transformers_logits_in_short_steps(
 ) -> None:
     case = cases[name]
     parameters = kept(case.model, device=device)
-    assert isinstance(parameters.layers[0].attention.compress, BlockScaled)
+    assert isinstance(parameters.layers[0].attention.compress, Fp8Weight)
     runner = ModelRunner(decoder(parameters), device=device, dtype=torch.float32)
     logits = torch.cat([torch.from_numpy(rows) for rows in run_passes(runner, case.passes).logits])
     torch.testing.assert_close(logits, case.expected, rtol=0, atol=TOLERANCE)
@@ -158,14 +158,11 @@ def test_ranks_have_their_parts_of_values_and_scales(cases: dict[str, Case], nam
         slots = kept(cases[name].model, Shard(rank, 2, whole_experts=whole_experts)).slots()
         for key, slot in slots.items():
             values, expected = (
-                each.target if each.block_scaled is None else each.block_scaled.expanded()
-                for each in (slot, whole[key])
+                each.target if each.weight is None else each.weight.expanded() for each in (slot, whole[key])
             )
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             assert values.equal(expected[part]), key
-        expanded = {
-            key for key, slot in slots.items() if slot.block_scaled is None and whole[key].block_scaled is not None
-        }
+        expanded = {key for key, slot in slots.items() if slot.weight is None and whole[key].weight is not None}
         inside = ".mlp.down_proj." if whole_experts else "down_proj."
         assert all(inside in key or ".shared_experts.down_proj." in key for key in expanded)
         assert bool(expanded) == (rank == 1)
@@ -173,7 +170,7 @@ def test_ranks_have_their_parts_of_values_and_scales(cases: dict[str, Case], nam
 
 def test_cost_of_expanding_is_logged(cases: dict[str, Case], caplog: pytest.LogCaptureFixture) -> None:
     source = locate_model(str(cases["deepseek"].model))
-    with caplog.at_level(logging.INFO, "pdserve.models.loading.fp8_weights"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights.format"):
         ModelRunner.load(source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "fp8" in record.getMessage())
     assert line.startswith("fp8 weights: 112 of 112 tensors are dequantized to float32 and take 0.0")
@@ -183,10 +180,10 @@ def test_cost_of_expanding_is_logged(cases: dict[str, Case], caplog: pytest.LogC
 def test_weight_bytes_are_those_of_the_device(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
     source = locate_model(str(cases["deepseek"].model))
     expanded = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
-    monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.fp8.supports_fp8", lambda _: True)
     found = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
     parameters = LatentParameters.allocate(
-        source.config, device=CPU, dtype=torch.bfloat16, fp8=fp8_tensors(source, "auto")
+        source.config, device=CPU, dtype=torch.bfloat16, stored=stored_in(source, "auto")
     )
     assert found == sum(slot.nbytes for slot in parameters.slots().values())
     assert 0.5 * expanded < found < 0.6 * expanded  # embedding, head, kv_b and the router have more than 8 bits

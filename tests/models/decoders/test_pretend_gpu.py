@@ -186,7 +186,7 @@ def test_steps_in_graphs_equal_the_cpu_and_do_not_wait(
 ) -> None:
     model: Model = request.getfixturevalue(name)
     if name == "experts":
-        monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda device: device.type == "cuda")
+        monkeypatch.setattr("pdserve.models.weights.fp8.supports_fp8", lambda device: device.type == "cuda")
     with PretendGpu() as gpu:
         use_own_stream(DEVICE)
         runner = ModelRunner.load(model.source, device=DEVICE, dtype=model.dtype)

@@ -16,7 +16,6 @@ from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.graphs.mla import MlaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import (
@@ -25,6 +24,7 @@ from tests.checkpoints import (
     quantise_checkpoint,
     reference_greedy,
     reference_logits,
+    stored_in,
 )
 from tests.memory.hisparse.hot_buffer import open_loaded
 from tests.models.graphs.steps import run_graph
@@ -124,8 +124,8 @@ class Setup:
         if fp8:
             quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
-        kept = fp8_tensors(source, "auto")
-        parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, fp8=kept)
+        kept = stored_in(source, "auto")
+        parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, stored=kept)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)
         self.decoder: DsaDecoder | MlaDecoder

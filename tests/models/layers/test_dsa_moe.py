@@ -14,6 +14,7 @@ from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.kernels.moe.router.selection import select_experts
 from pdserve.models.config.moe import MoeConfig
 from pdserve.models.layers.moe import MlpParameters, MoeParameters, mixture, router_logits, selection_rule
+from pdserve.models.weights.plain import PlainWeight
 
 HIDDEN, SIZE = 48, 24
 
@@ -156,9 +157,9 @@ def test_mixture_in_a_cuda_graph_routes_any_tokens(experts_here: range) -> None:
         router=draw(32, HIDDEN, dtype=torch.float32),
         router_bias=draw(32, dtype=torch.float32),
         experts=experts_here,
-        gate_up=gate_up,
-        down=down,
-        shared=MlpParameters(*shared),
+        gate_up=PlainWeight(gate_up),
+        down=PlainWeight(down),
+        shared=MlpParameters(PlainWeight(shared[0]), PlainWeight(shared[1])),
     )
     x = draw(5, HIDDEN)
     mixture(x, parameters, ours)  # compiles, which is forbidden during capture

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from pdserve.models.config.sharding import WHOLE, Shard
-from pdserve.models.decoders.slots import Slot
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.fingerprint import fingerprints
-from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.runner import ModelRunner, allocate_parameters
-from tests.checkpoints import make_checkpoint, make_dsa_checkpoint
+from pdserve.models.weights.slots import Slot
+from tests.checkpoints import make_checkpoint, make_dsa_checkpoint, stored_in
 
 CPU = torch.device("cpu")
 
@@ -99,18 +98,18 @@ def test_dummy_fp8_weights_equal_expanded_ones(tmp_path: Path, tp_size: int) -> 
     plain = make_dsa_checkpoint(tmp_path / "plain", hidden_size=192, moe_intermediate_size=160)
     (tmp_path / "fp8").mkdir()
     source = quantised(locate_model(str(plain)), tmp_path / "fp8")
-    fp8 = fp8_tensors(source, "dummy")
+    fp8 = stored_in(source, "dummy")
     whole = allocate_parameters(source.config, WHOLE, device=CPU, dtype=torch.float32).slots()
     fill_with_noise(whole, fp8)
     assert whole["model.layers.0.mlp.gate_proj.weight"].target.std().item() == pytest.approx(192**-0.5, rel=0.05)
     kept = 0
     for rank in range(tp_size):
         shard = Shard(rank, tp_size)
-        slots = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, fp8=fp8).slots()
+        slots = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, stored=fp8).slots()
         fill_with_noise(slots, fp8)
         for name, slot in slots.items():
-            kept += slot.block_scaled is not None
-            values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+            kept += slot.weight is not None
+            values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             assert values.equal(whole[name].target[part]), name
     assert kept > 60

@@ -1,7 +1,6 @@
 """Block-scaled fp8 checkpoints of models without latent attention: expanded, and kept in fp8."""
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
-from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, quantise_checkpoint
+from pdserve.models.weights.format import Format
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, quantise_checkpoint, stored_in
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
@@ -38,8 +37,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelSource, 
     return locate_model(str(directory)), load_reference(expanded)
 
 
-def runner_with(source: ModelSource, fp8: Collection[str]) -> ModelRunner:
-    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, fp8=fp8)
+def runner_with(source: ModelSource, fp8: Format | None) -> ModelRunner:
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, stored=fp8)
     load_weights(source, parameters.slots())
     return ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
 
@@ -48,7 +47,7 @@ def runner_with(source: ModelSource, fp8: Collection[str]) -> ModelRunner:
 def test_tokens_equal_transformers(model: tuple[ModelSource, Any], keep: bool) -> None:
     """Token by token: the products of few rows are exact with weights in fp8."""
     source, reference = model
-    fp8 = fp8_tensors(source, "auto") if keep else frozenset[str]()
+    fp8 = stored_in(source, "auto") if keep else None
     runner = runner_with(source, fp8)
     assert (runner.held_weight_bytes < 0.6 * ModelRunner.weight_bytes(source, torch.float32, device=CPU)) == keep
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
@@ -66,19 +65,19 @@ def test_tokens_equal_transformers(model: tuple[ModelSource, Any], keep: bool) -
 def test_ranks_hold_their_parts_in_fp8(model: tuple[ModelSource, Any], tp_size: int) -> None:
     source, reference = model
     del reference
-    fp8 = fp8_tensors(source, "auto")
+    fp8 = stored_in(source, "auto")
     whole = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32)
     load_weights(source, whole.slots())
     expected, kept = {name: slot.target for name, slot in whole.slots().items()}, set()
     for rank in range(tp_size):
         shard = Shard(rank, tp_size)
-        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, fp8=fp8)
+        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, stored=fp8)
         load_weights(source, parameters.slots(), DecoderParameters.names(source.config))
         for name, slot in parameters.slots().items():
-            values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+            values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             torch.testing.assert_close(values, expected[name][part], rtol=1e-6, atol=0, msg=name)
-            kept |= {name} if slot.block_scaled is not None else set()
+            kept |= {name} if slot.weight is not None else set()
     assert "model.layers.0.self_attn.q_proj.weight" in kept
     assert "model.layers.1.mlp.up_proj.weight" in kept
 
@@ -95,13 +94,13 @@ def test_blocks_of_compressed_tensors_load_like_those_of_deepseek(tmp_path: Path
     scheme = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
     source = locate_model(str(directory))
-    fp8 = fp8_tensors(source, "auto")
-    assert "model.layers.0.mlp.down_proj.weight" in fp8
-    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, fp8=fp8)
+    fp8 = stored_in(source, "auto")
+    assert "model.layers.0.mlp.down_proj.weight" in fp8.tensors
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, stored=fp8)
     load_weights(source, parameters.slots())
     for name, slot in parameters.slots().items():
-        values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
-        assert (slot.block_scaled is not None) == (name in fp8)
+        values = slot.target if slot.weight is None else slot.weight.expanded()
+        assert (slot.weight is not None) == (name in fp8.tensors)
         torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=0, msg=name)
 
 

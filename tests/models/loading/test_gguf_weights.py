@@ -13,14 +13,15 @@ from pdserve.kernels.gguf.blocks import GgufBlocks
 from pdserve.kernels.gguf.interleaved import interleaves
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.decoders.slots import Slot
 from pdserve.models.formats.gguf_file import GgufFile
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.gguf_weights import gguf_types, keeps_blocks
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
-from tests.checkpoints import make_checkpoint, reference_logits
+from pdserve.models.weights.gguf import GgufWeight, keeps_blocks
+from pdserve.models.weights.plain import PlainWeight
+from pdserve.models.weights.slots import Slot
+from tests.checkpoints import make_checkpoint, reference_logits, stored_in
 from tests.gguf_checkpoints import convert
 from tests.kernels.numba_kernels import needs_numba
 from tests.models.ranks import Pass, RankProcesses
@@ -77,9 +78,9 @@ def test_fused_matrices_may_have_several_types(tmp_path: Path) -> None:
     parameters = runner._decoder.parameters
     assert isinstance(parameters, DecoderParameters)
     layer = parameters.layers[0]
-    assert isinstance(layer.qkv, GgufBlocks)
-    assert [part.type_name for part in layer.qkv.parts] == ["Q4_0", "Q8_0"]
-    assert isinstance(layer.o, torch.Tensor)
+    assert isinstance(layer.qkv, GgufWeight)
+    assert [part.type_name for part in layer.qkv.operand.parts] == ["Q4_0", "Q8_0"]
+    assert isinstance(layer.o, PlainWeight)
     logits = runner.forward(runner.make_cache(8, 16), [SequenceSlice(TOKENS, 0, range(4))])
     assert logits is not None
     assert_logits(logits[0], reference_logits(reference, TOKENS)[-1], "Q4_0")
@@ -102,17 +103,17 @@ def test_ranks_read_blocks_of_their_rows_and_columns(tmp_path: Path) -> None:
     expected = {name: value.detach() for name, value in reference.named_parameters()}
     for rank in range(4):
         shard = Shard.of(rank, tp_size=2, stages=2)
-        types = gguf_types(source, "auto")
-        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, gguf=types)
+        types = stored_in(source, "auto")
+        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32, stored=types)
         slots = parameters.slots()
         for slot in slots.values():
             slot.target.fill_(255)
         load_weights(source, slots, DecoderParameters.names(source.config))
         for name, slot in slots.items():
-            values = slot.target if slot.gguf is None else slot.gguf.expanded()
+            values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, values.shape, strict=True))
             assert values.equal(expected[name][part]), name
-            assert (slot.gguf is None) == (values.ndim == 1 or "down_proj" in name), name
+            assert (slot.weight is None) == (values.ndim == 1 or "down_proj" in name), name
         held = ModelRunner.weight_bytes(source, torch.float32, shard, device=CPU, keep_blocks=True)
         assert held == sum(slot.nbytes for slot in slots.values())
 
@@ -167,7 +168,7 @@ def test_random_weights_have_no_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, _ = write(tmp_path, "Q8_0", others={"v_proj": "Q4_1"})
-    with caplog.at_level(logging.INFO, "pdserve.models.loading.gguf_weights"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights.gguf"):
         ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=keep)
     (line,) = (record.getMessage() for record in caplog.records if "GGUF" in record.getMessage())
     expected = (
@@ -177,7 +178,7 @@ def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pyt
 
 
 def test_a_slot_has_the_size_of_its_tensor() -> None:
-    stored = GgufBlocks.allocate([(4, "Q8_0")], 64, device=torch.device("cpu"))
+    stored = GgufWeight(GgufBlocks.allocate([(4, "Q8_0")], 64, device=torch.device("cpu")))
     slot = Slot.whole(stored)
     assert (slot.size, slot.shape, slot.nbytes) == ((4, 64), (4, 64), 4 * 2 * 34)
     none = Slot.part(stored[:0], dim=0, start=4, size=4)  # a rank without rows

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.configs.errors import StartupError
-from pdserve.kernels.int4.group_format import GroupScaled
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
@@ -18,10 +17,10 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.moe import MoeParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.int4_weights import int4_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner, allocate_parameters
-from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint
+from pdserve.models.weights.packed4 import Packed4Weight
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint, stored_in
 from tests.int4_checkpoints import Int4Method, pack_checkpoint, quantization_config
 
 CPU = torch.device("cpu")
@@ -58,13 +57,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -> None:
     """Expanded, as on a CPU, and in 4 bits, as on a GPU."""
     source = model.source
-    kept = int4_tensors(source, "auto") if keep else frozenset[str]()
-    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, int4=kept)
+    kept = stored_in(source, "auto") if keep else None
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, stored=kept)
     load_weights(source, parameters.slots())
     runner = ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
-    assert isinstance(parameters.layers[-1].qkv, GroupScaled) == keep
+    assert isinstance(parameters.layers[-1].qkv, Packed4Weight) == keep
     experts = [layer.mlp for layer in parameters.layers if isinstance(layer.mlp, MoeParameters)]
-    assert all(isinstance(part, GroupScaled) == keep for each in experts for part in (each.gate_up, each.down))
+    assert all(isinstance(part, Packed4Weight) == keep for each in experts for part in (each.gate_up, each.down))
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
     prompt, out = list(range(5, 25)), list[int]()
     slices = [SequenceSlice(tuple(prompt), 0, pages)]
@@ -80,20 +79,20 @@ def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -
 def test_ranks_hold_their_parts(model: Model, keep: bool) -> None:
     """Parts of o_proj and down_proj are 64 and 96 columns; scales of a whole row, or of 64 columns, are repeated."""
     source = model.source
-    kept = int4_tensors(source, "auto")
+    kept = stored_in(source, "auto")
     packed = set()
     for rank in range(2):
         shard = Shard(rank, 2)
         parameters = allocate_parameters(
-            source.config, shard, device=CPU, dtype=torch.float32, int4=kept if keep else frozenset()
+            source.config, shard, device=CPU, dtype=torch.float32, stored=kept if keep else None
         )
         load_weights(source, parameters.slots(), parameters.names(source.config))
         for name, slot in parameters.slots().items():
-            values = slot.target if slot.int4 is None else slot.int4.expanded()
+            values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
             torch.testing.assert_close(values, model.expanded[name][part], rtol=1e-6, atol=0, msg=name)
-            packed |= {name} if slot.int4 is not None else set()
-    assert packed == (kept if keep else set())
+            packed |= {name} if slot.weight is not None else set()
+    assert packed == (set(kept.tensors) if keep else set())
 
 
 def test_experts_are_expanded_if_one_matrix_has_no_groups(tmp_path: Path) -> None:
@@ -101,12 +100,12 @@ def test_experts_are_expanded_if_one_matrix_has_no_groups(tmp_path: Path) -> Non
     directory = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=96)
     pack_checkpoint(directory, "gptq", 32)
     source = locate_model(str(directory))
-    kept = int4_tensors(source, "auto")
+    kept = stored_in(source, "auto")
     for tp_size, packed in ((1, True), (2, False)):
         slots = allocate_parameters(
-            source.config, Shard(0, tp_size), device=CPU, dtype=torch.float32, int4=kept
+            source.config, Shard(0, tp_size), device=CPU, dtype=torch.float32, stored=kept
         ).slots()
-        assert all((slot.int4 is not None) == packed for name, slot in slots.items() if ".experts." in name)
+        assert all((slot.weight is not None) == packed for name, slot in slots.items() if ".experts." in name)
 
 
 def test_latent_attention_is_expanded(tmp_path: Path) -> None:
@@ -115,45 +114,45 @@ def test_latent_attention_is_expanded(tmp_path: Path) -> None:
     directory = make_dsa_checkpoint(tmp_path, "deepseek_v3", **sizes)
     expanded = pack_checkpoint(directory, "compressed-tensors", -1)
     source = locate_model(str(directory))
-    kept = int4_tensors(source, "auto")
-    assert "model.layers.1.mlp.experts.7.down_proj.weight" in kept
-    parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, int4=kept)
+    kept = stored_in(source, "auto")
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in kept.tensors
+    parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=kept)
     load_weights(source, parameters.slots(), parameters.names(source.config))
     for name, slot in parameters.slots().items():
-        values = slot.target if slot.int4 is None else slot.int4.expanded()
+        values = slot.target if slot.weight is None else slot.weight.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.size, strict=True))
         torch.testing.assert_close(values, expanded[name][part], rtol=1e-6, atol=0, msg=name)
-        assert (slot.int4 is not None) == (name in kept and ".self_attn." not in name), name
+        assert (slot.weight is not None) == (name in kept.tensors and ".self_attn." not in name), name
 
 
 def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pdserve.models.loading.int4_weights"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights.format"):
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "4-bit" in record.getMessage())
-    count = len(int4_tensors(model.source, "auto"))
+    count = len(stored_in(model.source, "auto").tensors)
     assert line.startswith(f"4-bit weights: {count} of {count} tensors are dequantized to float32 and take 0.0")
     assert line.endswith("GiB more (cpu has no 4-bit kernels)")
 
 
 def test_weight_bytes_are_those_of_the_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     expanded = ModelRunner.weight_bytes(model.source, torch.bfloat16, device=CPU)
-    monkeypatch.setattr("pdserve.models.loading.int4_weights.supports_int4", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.packed4.supports_int4", lambda _: True)
     found = ModelRunner.weight_bytes(model.source, torch.bfloat16, device=CPU)
-    kept = int4_tensors(model.source, "auto")
-    parameters = allocate_parameters(model.source.config, Shard(), device=CPU, dtype=torch.bfloat16, int4=kept)
+    kept = stored_in(model.source, "auto")
+    parameters = allocate_parameters(model.source.config, Shard(), device=CPU, dtype=torch.bfloat16, stored=kept)
     assert found == sum(slot.nbytes for slot in parameters.slots().values())
     assert found < 0.85 * expanded
 
 
 def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
     source = model.source
-    stored = int4_tensors(source, "dummy")
-    assert stored == int4_tensors(source, "auto")
+    stored = stored_in(source, "dummy")
+    assert stored.tensors == stored_in(source, "auto").tensors
     found = []
-    for kept in (stored, frozenset[str]()):
-        slots = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, int4=kept).slots()
-        fill_with_noise(slots, int4=stored)
-        found.append({name: slot.target if slot.int4 is None else slot.int4.expanded() for name, slot in slots.items()})
+    for kept in (stored, None):
+        slots = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=kept).slots()
+        fill_with_noise(slots, stored)
+        found.append({n: slot.target if slot.weight is None else slot.weight.expanded() for n, slot in slots.items()})
     for name, values in found[0].items():
         torch.testing.assert_close(values, found[1][name], rtol=1e-6, atol=0, msg=name)
 

@@ -12,14 +12,13 @@ from pdserve.configs.errors import StartupError
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters
-from pdserve.models.decoders.slots import Slot
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.int4_weights import int4_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner, allocate_parameters
-from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, pack_experts
+from pdserve.models.weights.slots import Slot
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, pack_experts, stored_in
 
 CPU = torch.device("cpu")
 SHARDS = (Shard(), Shard(1, 2), Shard(1, 2, whole_experts=True))
@@ -44,23 +43,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def held(slot: Slot) -> torch.Tensor:
-    return slot.target if slot.int4 is None else slot.int4.expanded().transpose(1, 2)
+    return slot.target if slot.weight is None else slot.weight.expanded().transpose(1, 2)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("shard", SHARDS)
 def test_tensors_are_those_that_transformers_expands(model: Model, shard: Shard, keep: bool) -> None:
     source = model.source
-    stored = int4_tensors(source, "auto")
-    assert stored == model.expanded.keys()
+    stored = stored_in(source, "auto")
+    assert stored.tensors == model.expanded.keys()
     parameters = DecoderParameters.allocate(
-        source.config, shard, device=CPU, dtype=torch.float32, int4=stored if keep else frozenset()
+        source.config, shard, device=CPU, dtype=torch.float32, stored=stored if keep else None
     )
     slots = parameters.slots()
     load_weights(source, slots, parameters.names(source.config))
     for name, tensor in model.expanded.items():
         slot = slots[name]
-        assert (slot.int4 is not None) == keep
+        assert (slot.weight is not None) == keep
         part = tuple(slice(start, start + size) for start, size in zip(slot.start, slot.size, strict=True))
         assert held(slot).equal(tensor[part]), name
 
@@ -92,16 +91,16 @@ def test_parts_inside_a_block_are_expanded(model: Model) -> None:
         Shard(1, 4),
         device=torch.device("meta"),
         dtype=torch.float32,
-        int4=int4_tensors(model.source, "auto"),
+        stored=stored_in(model.source, "auto"),
     ).slots()
-    assert all(slot.int4 is None for slot in slots.values())
+    assert all(slot.weight is None for slot in slots.values())
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_tokens_equal_transformers(model: Model, keep: bool) -> None:
     source = model.source
-    kept = int4_tensors(source, "auto") if keep else frozenset[str]()
-    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, int4=kept)
+    kept = stored_in(source, "auto") if keep else None
+    parameters = DecoderParameters.allocate(source.config, device=CPU, dtype=torch.float32, stored=kept)
     load_weights(source, parameters.slots())
     runner = ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
@@ -116,7 +115,7 @@ def test_tokens_equal_transformers(model: Model, keep: bool) -> None:
 
 
 def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pdserve.models.loading.int4_weights"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights.format"):
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "4-bit" in record.getMessage())
     assert line.startswith("4-bit weights: 4 of 4 tensors are dequantized to float32 and take 0.00 GiB more")
@@ -124,7 +123,7 @@ def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixt
 
 def test_weight_bytes_are_those_of_the_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     expanded = ModelRunner.weight_bytes(model.source, torch.bfloat16, device=CPU)
-    monkeypatch.setattr("pdserve.models.loading.int4_weights.supports_int4", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.mxfp4.supports_int4", lambda _: True)
     elements = sum(tensor.numel() for tensor in model.expanded.values())
     saved = 2 * elements - elements // 2 - elements // 32
     assert ModelRunner.weight_bytes(model.source, torch.bfloat16, device=CPU) == expanded - saved
@@ -132,13 +131,13 @@ def test_weight_bytes_are_those_of_the_device(model: Model, monkeypatch: pytest.
 
 @pytest.mark.parametrize("shard", SHARDS[1:])
 def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model, shard: Shard) -> None:
-    config, stored = model.source.config, int4_tensors(model.source, "dummy")
-    assert stored == int4_tensors(model.source, "auto")
+    config, stored = model.source.config, stored_in(model.source, "dummy")
+    assert stored.tensors == stored_in(model.source, "auto").tensors
     whole = allocate_parameters(config, Shard(), device=CPU, dtype=torch.float32).slots()
-    fill_with_noise(whole, int4=stored)
-    slots = allocate_parameters(config, shard, device=CPU, dtype=torch.float32, int4=stored).slots()
-    fill_with_noise(slots, int4=stored)
-    for name in stored:
+    fill_with_noise(whole, stored)
+    slots = allocate_parameters(config, shard, device=CPU, dtype=torch.float32, stored=stored).slots()
+    fill_with_noise(slots, stored)
+    for name in stored.tensors:
         part = tuple(slice(at, at + size) for at, size in zip(slots[name].start, slots[name].size, strict=True))
         assert held(slots[name]).equal(whole[name].target[part]), name
         assert float(whole[name].target.std()) == pytest.approx(whole[name].shape[-1] ** -0.5, rel=0.1)

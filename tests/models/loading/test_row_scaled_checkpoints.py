@@ -16,11 +16,10 @@ from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
-from pdserve.models.loading.fp8_weights import fp8_tensors
 from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner, allocate_parameters
 from pdserve.server.plan.models import weight_bytes
-from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint
+from tests.checkpoints import is_reference_greedy, load_reference, make_checkpoint, make_dsa_checkpoint, stored_in
 
 CPU = torch.device("cpu")
 Fp8Method = Literal["channel", "tensor", "fbgemm", "plain", "transformers"]
@@ -108,14 +107,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_tokens_equal_those_of_the_dequantised_model(model: Model, keep: bool) -> None:
     """Expanded, as on a CPU, and in fp8, as on a GPU: products of few rows are exact."""
     source = model.source
-    stored = fp8_tensors(source, "auto")
+    stored = stored_in(source, "auto")
     parameters = DecoderParameters.allocate(
-        source.config, device=CPU, dtype=torch.float32, fp8=stored if keep else frozenset()
+        source.config, device=CPU, dtype=torch.float32, stored=stored if keep else None
     )
     load_weights(source, parameters.slots())
-    kept = {name for name, slot in parameters.slots().items() if slot.block_scaled is not None}
-    assert kept == (stored if keep else set())
-    assert KEPT_IN_16_BITS not in stored
+    kept = {name for name, slot in parameters.slots().items() if slot.weight is not None}
+    assert kept == (set(stored.tensors) if keep else set())
+    assert KEPT_IN_16_BITS not in stored.tensors
     runner = ModelRunner(Decoder(parameters), device=CPU, dtype=torch.float32)
     cache, pages = runner.make_cache(4, 16), (2, 0, 3, 1)
     prompt, out = list(range(5, 25)), list[int]()
@@ -135,37 +134,37 @@ def test_ranks_hold_their_parts(model: Model, keep: bool, whole_experts: bool) -
     source = model.source
     if whole_experts and source.config.moe is None:
         return
-    stored = fp8_tensors(source, "auto") if keep else frozenset[str]()
+    stored = stored_in(source, "auto") if keep else None
     for rank in range(2):
         shard = Shard(rank, 2, whole_experts=whole_experts)
-        parameters = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, fp8=stored)
+        parameters = allocate_parameters(source.config, shard, device=CPU, dtype=torch.float32, stored=stored)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         for name, slot in parameters.slots().items():
-            values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+            values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             torch.testing.assert_close(values, model.values[name][part], rtol=1e-6, atol=0, msg=name)
-            assert (slot.block_scaled is not None) == (name in stored)
+            assert (slot.weight is not None) == (stored is not None and name in stored.tensors)
 
 
 def test_latent_attention_stays_in_fp8(tmp_path: Path) -> None:
     directory = make_dsa_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
     values = quantise_by_row(directory, "channel")
     source = locate_model(str(directory))
-    stored = fp8_tensors(source, "auto")
-    parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, fp8=stored)
+    stored = stored_in(source, "auto")
+    parameters = allocate_parameters(source.config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=stored)
     load_weights(source, parameters.slots(), parameters.names(source.config))
     for name, slot in parameters.slots().items():
-        found = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+        found = slot.target if slot.weight is None else slot.weight.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
         torch.testing.assert_close(found, values[name][part], rtol=1e-6, atol=0, msg=name)
-        assert (slot.block_scaled is not None) == (name in stored and "kv_b_proj" not in name), name
+        assert (slot.weight is not None) == (name in stored.tensors and "kv_b_proj" not in name), name
 
 
 def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pdserve.models.loading.fp8_weights"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights.format"):
         ModelRunner.load(model.source, device=CPU, dtype=torch.float32)
     (line,) = (record.getMessage() for record in caplog.records if "fp8" in record.getMessage())
-    count = len(fp8_tensors(model.source, "auto"))
+    count = len(stored_in(model.source, "auto").tensors)
     assert line.startswith(f"fp8 weights: {count} of {count} tensors are dequantized to float32 and take 0.0")
     assert line.endswith("GiB more (cpu has no fp8 kernels)")
 
@@ -173,20 +172,20 @@ def test_cost_of_expanding_is_logged(model: Model, caplog: pytest.LogCaptureFixt
 def test_weight_bytes_count_fp8(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     source = model.source
     expanded = ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU)
-    monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.fp8.supports_fp8", lambda _: True)
     assert ModelRunner.weight_bytes(source, torch.bfloat16, device=CPU) < 0.85 * expanded
     config = source.config
     assert weight_bytes(config) == config.layer_parameters + 2 * (config.parameters - config.layer_parameters)
 
 
 def test_dummy_weights_do_not_depend_on_what_is_expanded(model: Model) -> None:
-    config, stored = model.source.config, fp8_tensors(model.source, "dummy")
+    config, stored = model.source.config, stored_in(model.source, "dummy")
     whole = allocate_parameters(config, Shard(), device=CPU, dtype=torch.float32).slots()
-    fill_with_noise(whole, stored, row_scaled=True)
-    slots = allocate_parameters(config, Shard(1, 2), device=CPU, dtype=torch.float32, fp8=stored).slots()
-    fill_with_noise(slots, stored, row_scaled=True)
+    fill_with_noise(whole, stored)
+    slots = allocate_parameters(config, Shard(1, 2), device=CPU, dtype=torch.float32, stored=stored).slots()
+    fill_with_noise(slots, stored)
     for name, slot in slots.items():
-        values = slot.target if slot.block_scaled is None else slot.block_scaled.expanded()
+        values = slot.target if slot.weight is None else slot.weight.expanded()
         part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
         assert values.equal(whole[name].target[part]), name
 

@@ -36,8 +36,9 @@ FAMILY_OF = {
 
 @pytest.fixture(autouse=True)
 def _weights_stay_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.models.loading.fp8_weights.supports_fp8", lambda _: True)
-    monkeypatch.setattr("pdserve.models.loading.int4_weights.supports_int4", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.fp8.supports_fp8", lambda _: True)
+    for name in ("packed4", "mxfp4"):
+        monkeypatch.setattr(f"pdserve.models.weights.{name}.supports_int4", lambda _: True)
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
-"""How a checkpoint stores its matrices, from `quantization_config` of config.json. No torch."""
+"""How a checkpoint stores its matrices, from `quantization_config` of config.json. No torch.
+
+A scheme is what config.json says; the file of this folder that it names has the format: what loads and multiplies it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ...configs.errors import StartupError
 from ..formats.json_fields import Json, bare
@@ -15,71 +18,114 @@ _COMPRESSED_TENSORS = "compressed-tensors"
 
 
 @dataclass(frozen=True)
-class Int4Format:
+class Scheme:
+    """How matrices are stored that are not in 16 or 32 bits."""
+
+    file: ClassVar[str]
+    """The file of the format."""
+    bits: ClassVar[int]
+    """Of an element."""
+
+    @property
+    def protocol3(self) -> Json:
+        """What protocol3_fingerprint.py covers of it: frozen, and empty for schemes that came after that."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Fp8Scheme(Scheme):
+    """Matrices in fp8."""
+
+    file, bits = "fp8", 8
+    block: tuple[int, int] | None  # rows and columns that share a scale; None: a scale per row or per matrix
+
+    @property
+    def protocol3(self) -> Json:
+        return {"row_scaled_fp8": True} if self.block is None else {"weight_block": self.block}
+
+
+@dataclass(frozen=True)
+class Packed4Scheme(Scheme):
     """Matrices of 4-bit integers with a scale and a zero point per group of columns."""
 
+    file, bits = "packed4", 4
     method: Literal["awq", "gptq", "compressed-tensors"]
     group: int | None  # columns; None: all columns of a row
     zero_offset: int = 0  # added to the stored zero points
 
+    @property
+    def protocol3(self) -> Json:
+        return {"int4": {"method": self.method, "group": self.group, "zero_offset": self.zero_offset}}
+
 
 @dataclass(frozen=True)
-class Quantization:
-    """At most one of these; none in a checkpoint of 16 or 32 bits."""
+class Mxfp4Scheme(Scheme):
+    """Experts in MXFP4."""
 
-    weight_block: tuple[int, int] | None = None  # rows and columns that share a scale in block-scaled fp8
-    row_scaled_fp8: bool = False  # fp8 with a scale per row or per matrix
-    int4: Int4Format | None = None
+    file, bits = "mxfp4", 4
+
+    @property
+    def protocol3(self) -> Json:
+        return {"mxfp4_experts": True}
 
 
-def read_quantization(path: Path, raw: Json) -> Quantization:
-    """Raises StartupError for schemes that are not supported."""
+def read_scheme(path: Path, raw: Json) -> Scheme | None:
+    """None if all matrices are in 16 or 32 bits. Raises StartupError for schemes that are not supported."""
     config: Json | None = raw.get("quantization_config")
     if not config:
-        return Quantization()
+        return None
     method, block = config.get("quant_method", "unknown"), config.get("weight_block_size")
     match method, block:
         case "awq", _:
-            return Quantization(int4=_awq(path, config))
+            return _awq(path, config)
         case "gptq", _:
-            return Quantization(int4=_gptq(path, config))
+            return _gptq(path, config)
         case "compressed-tensors", _:
             return _compressed_tensors(path, config)
         case "fbgemm_fp8", _:
-            return Quantization(row_scaled_fp8=True)
+            return Fp8Scheme(None)
         case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
-            return Quantization(weight_block=(rows, columns))
+            return Fp8Scheme((rows, columns))
         case "fp8", None:
             _check_fp8(path, config)
-            return Quantization(row_scaled_fp8=True)
+            return Fp8Scheme(None)
     raise _unsupported(path, method, f"weight_block_size {block}")
 
 
+def read_mxfp4_experts(path: Path, raw: Json) -> Scheme | None:
+    """The same for gpt-oss, whose experts may be in MXFP4."""
+    config: Json = raw.get("quantization_config") or {}
+    method = config.get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise StartupError(f"{path}: quantized weights ({bare(method)}) are not supported; supported are mxfp4 experts")
+    return Mxfp4Scheme() if config else None
+
+
 def _check_fp8(path: Path, config: Json) -> None:
-    """fp8 with a scale per matrix. Scales of activations are not used: see row_scaled_checkpoint.py."""
+    """fp8 with a scale per matrix. Scales of activations are not used: see fp8.py."""
     _require(path, "fp8", config, "activation_scheme", ("dynamic", "static"), missing=True)
     _require(path, "fp8", config, "fmt", ("e4m3",), missing=True)
     _require(path, "fp8", config, "kv_cache_scheme", (None, {}), missing=True)
 
 
-def _awq(path: Path, config: Json) -> Int4Format:
+def _awq(path: Path, config: Json) -> Packed4Scheme:
     _require(path, "awq", config, "bits", (4,))
     _require(path, "awq", config, "version", ("gemm", "GEMM"), missing=True)
     _require(path, "awq", config, "zero_point", (True,), missing=True)
-    return Int4Format("awq", _group(path, "awq", config.get("group_size", 128)))
+    return Packed4Scheme("awq", _group(path, "awq", config.get("group_size", 128)))
 
 
-def _gptq(path: Path, config: Json) -> Int4Format:
+def _gptq(path: Path, config: Json) -> Packed4Scheme:
     """Checkpoints of the first format store zero points minus 1."""
     _require(path, "gptq", config, "bits", (4,))
     _require(path, "gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), missing=True)
     group = _group(path, "gptq", config.get("group_size", 128))
     if group is not None and not config.get("static_groups", False):
         _require(path, "gptq", config, "desc_act", (False,), missing=True)
-    return Int4Format("gptq", group, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
+    return Packed4Scheme("gptq", group, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
 
 
-def _compressed_tensors(path: Path, config: Json) -> Quantization:
+def _compressed_tensors(path: Path, config: Json) -> Scheme:
     """Modules that `ignore` names have no scales, which shows what is quantised: the list is not read."""
     method = _COMPRESSED_TENSORS
     _require(path, method, config, "format", ("pack-quantized", "float-quantized", "naive-quantized"))
@@ -90,15 +136,14 @@ def _compressed_tensors(path: Path, config: Json) -> Quantization:
     )
     schemes: dict[str, Json] = config.get("config_groups") or {}
     if config["format"] == "pack-quantized":
-        return Quantization(int4=_packed_scheme(path, schemes))
+        return _packed_scheme(path, schemes)
     blocks = {_float_scheme(path, f"{method}, {name}", scheme) for name, scheme in schemes.items()}
     if len(blocks) != 1:
         raise _unsupported(path, method, f"config_groups with {len(blocks)} kinds of scales")
-    block = blocks.pop()
-    return Quantization(weight_block=block, row_scaled_fp8=block is None)
+    return Fp8Scheme(blocks.pop())
 
 
-def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Int4Format:
+def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Packed4Scheme:
     groups: set[int | None] = set()
     for name, scheme in schemes.items():
         method, weights = f"{_COMPRESSED_TENSORS}, {name}", scheme.get("weights") or {}
@@ -112,7 +157,7 @@ def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Int4Format:
         groups.add(_group(path, _COMPRESSED_TENSORS, size))
     if len(groups) != 1:
         raise _unsupported(path, _COMPRESSED_TENSORS, f"{len(groups)} group sizes")
-    return Int4Format("compressed-tensors", groups.pop())
+    return Packed4Scheme("compressed-tensors", groups.pop())
 
 
 def _float_scheme(path: Path, method: str, scheme: Json) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Checkpoints of 4-bit weights in AWQ, GPTQ and compressed-tensors format, repacked or expanded during loading.
+"""Weights in 4 bits with a scale and a zero point per group of columns: AWQ, GPTQ and compressed-tensors.
 
     weight[i, j]  =  (value[i, j] - zero[i, j // group]) * scale[i, j // group]
 
@@ -10,79 +10,105 @@ Eight values are in an int32, the first in its lowest bits. A matrix [out, in] o
                          first of its two formats; g_idx [in], the group of each column
     compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], weight_shape; weight_zero_point
                          [out / 8, groups] unless all zeros are 8
+
+A matrix is repacked for the kernels of kernels/int4/ if a rank's columns are groups of at least 32 columns; of experts,
+both matrices are or neither is. Others are expanded, and matrices of latent attention always.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
-from ..config.quantization import Int4Format
-from ..decoders.slots import Slot
-from .checkpoint import Checkpoint
+from ...kernels.backends.dispatch import use_triton
+from ...kernels.int4.group_format import GroupScaled, group_in_memory, supports_int4
+from ...kernels.int4.int4_linear import choose_method, int4_gated_linear, int4_linear
+from ...kernels.linear.swiglu import swiglu
+from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint
+from .noise import draw_rows
+from .schemes import Packed4Scheme
+from .slots import Slot
+from .weight import Weight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where an int32 of AWQ has the values of its eight columns."""
 _WEIGHT, _PACKED = ".weight", 8
 _SYMMETRIC_ZERO = 8
 _OTHER_PARTS = ("qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_ROW_GROUP = 128
+"""Columns of a group in memory if a checkpoint has a scale per row, which is valid for any number of columns."""
+_SPREAD = 3.0
+"""Standard deviation of random 4-bit values; the largest is at 2.3 of them."""
 
 
-class Int4Checkpoint:
-    """The files of a checkpoint, with `<module>.weight` in place of the parts of quantised matrices. Modules that are
-    not quantised have their weights as they are.
-    """
+class Packed4Weight(Weight[GroupScaled]):
+    @property
+    def values(self) -> torch.Tensor:
+        return self.operand.packed
 
-    def __init__(self, files: Checkpoint, stored: Int4Format) -> None:
-        self._files = files
-        self._format = stored
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        main = ".weight_packed" if stored.method == "compressed-tensors" else ".qweight"
+    def expanded(self) -> torch.Tensor:
+        return self.operand.expanded()
+
+    def each(self) -> Iterator["Packed4Weight"]:
+        return map(type(self), self.operand.experts())
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return int4_linear(x, self.operand, bias)
+
+    def gated(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, gelu: bool = False) -> torch.Tensor:
+        assert not gelu, "GELU is not supported for 4-bit weights"
+        if use_triton("auto", x.device) and choose_method(x, self.operand) == "cuda":
+            return int4_gated_linear(x, self.operand, bias)
+        return swiglu(self.linear(x, bias))
+
+
+class Packed4Checkpoint(StoredCheckpoint):
+    """Modules that are not quantised have their weights as they are."""
+
+    def __init__(self, scheme: Packed4Scheme, files: Checkpoint) -> None:
+        super().__init__(files)
+        self._scheme = scheme
+        main = ".weight_packed" if scheme.method == "compressed-tensors" else ".qweight"
         quantised = [name.removesuffix(main) for name in files.shapes if name.endswith(main)]
-        self.int4 = frozenset(module + _WEIGHT for module in quantised)
-        """The tensors in 4 bits."""
+        self.tensors = frozenset(module + _WEIGHT for module in quantised)
         parts = {f"{module}.{part}" for module in quantised for part in _OTHER_PARTS}
-        for name, shape in files.shapes.items():
-            if name not in parts and not name.endswith(main):
-                self.shapes[name] = shape
+        shapes = {n: shape for n, shape in files.shapes.items() if n not in parts and not n.endswith(main)}
         for module in quantised:
             packed = files.shapes[module + main]
             if len(packed) != 2:
                 raise StartupError(f"tensor '{module}{main}' has shape {list(packed)}; 4-bit values are matrices")
             first, second = packed
-            match stored.method:
+            match scheme.method:
                 case "awq":
-                    self.shapes[module + _WEIGHT] = (second * _PACKED, first)
+                    shapes[module + _WEIGHT] = (second * _PACKED, first)
                 case "gptq":
-                    self.shapes[module + _WEIGHT] = (second, first * _PACKED)
+                    shapes[module + _WEIGHT] = (second, first * _PACKED)
                 case "compressed-tensors":
-                    self.shapes[module + _WEIGHT] = (first, second * _PACKED)
+                    shapes[module + _WEIGHT] = (first, second * _PACKED)
+        self.shapes = shapes
 
-    def is_zero_bias(self, name: str) -> bool:
-        """Whether this is a bias of zeros: some GPTQ checkpoints have one for every matrix."""
-        if not name.endswith(".bias") or name.removesuffix(".bias") + _WEIGHT not in self.int4:
+    def is_filler(self, name: str) -> bool:
+        """A bias of zeros: some GPTQ checkpoints have one for every matrix."""
+        if not name.endswith(".bias") or name.removesuffix(".bias") + _WEIGHT not in self.tensors:
             return False
-        return not self._read(name, torch.float32, slice(0, self.shapes[name][0])).any()
+        return not self._read(name, torch.float32).any()
 
-    def read_into(self, name: str, slot: Slot) -> None:
-        """See `Checkpoint`; raises StartupError if the parts do not fit together."""
-        if name not in self.int4:
-            self._files.read_into(name, slot)
-            return
+    def _read_stored(self, name: str, slot: Slot) -> None:
         module, device = name.removesuffix(_WEIGHT), slot.target.device
         rows, columns = (slice(start, start + count) for start, count in zip(slot.start, slot.size, strict=True))
-        group = self._format.group or slot.shape[1]
+        group = self._scheme.group or slot.shape[1]
         groups = slice(columns.start // group, ceil_div(columns.stop, group))
         self._check(module, slot.shape, group)
         values, scales, zeros = self._parts(module, rows, columns, groups, device)
-        step = 1 if slot.int4 is None else slot.int4.group
+        held = slot.weight.operand if isinstance(slot.weight, Packed4Weight) else None
+        step = 1 if held is None else held.group
         at = torch.arange(columns.start, columns.stop, step, device=device) // group - groups.start
         scales, zeros = scales[:, at], zeros[:, at]
-        if slot.int4 is None:
+        if held is None:
             slot.target.copy_((values.float() - zeros) * scales)
         else:
-            slot.int4.fill(values, scales, zeros)
+            held.fill(values, scales, zeros)
 
     def _parts(
         self, module: str, rows: slice, columns: slice, groups: slice, device: torch.device
@@ -92,15 +118,15 @@ class Int4Checkpoint:
         def unpacked(part: str, *ranges: slice, dim: int) -> torch.Tensor:
             return self._unpack(f"{module}.{part}", *ranges, dim=dim, device=device)
 
-        if self._format.method == "compressed-tensors":
+        if self._scheme.method == "compressed-tensors":
             values = unpacked("weight_packed", rows, columns, dim=1)
             scales = self._read(f"{module}.weight_scale", torch.float32, rows, groups).to(device)
             if f"{module}.weight_zero_point" in self._files.shapes:
                 return values, scales, unpacked("weight_zero_point", rows, groups, dim=0).float()
             return values, scales, torch.full_like(scales, _SYMMETRIC_ZERO)
-        by_column = self._format.method == "awq"
+        by_column = self._scheme.method == "awq"
         values = unpacked("qweight", columns, rows, dim=1 if by_column else 0).t()
-        zeros = unpacked("qzeros", groups, rows, dim=1).t().float() + self._format.zero_offset
+        zeros = unpacked("qzeros", groups, rows, dim=1).t().float() + self._scheme.zero_offset
         return values, self._read(f"{module}.scales", torch.float32, groups, rows).to(device).t(), zeros
 
     def _unpack(self, name: str, *part: slice, dim: int, device: torch.device) -> torch.Tensor:
@@ -109,22 +135,17 @@ class Int4Checkpoint:
         words = slice(inner.start // _PACKED, ceil_div(inner.stop, _PACKED))
         stored = self._read(name, torch.int32, *(words if index == dim else each for index, each in enumerate(part)))
         packed = stored.to(device)
-        order = _AWQ_ORDER if self._format.method == "awq" else range(_PACKED)
+        order = _AWQ_ORDER if self._scheme.method == "awq" else range(_PACKED)
         values = torch.stack([(packed >> 4 * place & 15).to(torch.uint8) for place in order], dim=dim + 1)
         first = inner.start - words.start * _PACKED
         return values.flatten(dim, dim + 1).narrow(dim, first, inner.stop - inner.start)
-
-    def _read(self, name: str, dtype: torch.dtype, *part: slice) -> torch.Tensor:
-        target = torch.empty([each.stop - each.start for each in part], dtype=dtype)
-        self._files.read_into(name, Slot(target, self._files.shapes[name], tuple(each.start for each in part)))
-        return target
 
     def _check(self, module: str, shape: tuple[int, ...], group: int) -> None:
         """Raise StartupError if shapes do not fit together, or columns have groups of their own (desc_act)."""
         rows, columns = shape
         groups, words = ceil_div(columns, group), ceil_div(rows, _PACKED)
         expected: Mapping[str, tuple[int, ...]] = {"scales": (groups, rows), "qzeros": (groups, words)}
-        if self._format.method == "compressed-tensors":
+        if self._scheme.method == "compressed-tensors":
             expected = {"weight_scale": (rows, groups)}
             if f"{module}.weight_zero_point" in self._files.shapes:
                 expected = {**expected, "weight_zero_point": (words, groups)}
@@ -143,3 +164,39 @@ class Int4Checkpoint:
                         f"tensor '{name}' orders columns by activation (desc_act), which is not supported; supported "
                         "are groups of adjacent columns"
                     )
+
+
+class Packed4Format(SafetensorsFormat):
+    label = "4-bit"
+    together = True
+    reason = "latent attention, and shards whose columns are not a multiple of 32"
+    open = Packed4Checkpoint
+
+    def runs_on(self, device: torch.device) -> bool:
+        return supports_int4(device)
+
+    def _divides(self, matrix: Matrix) -> bool:
+        return self._group(matrix) is not None
+
+    def _group(self, matrix: Matrix) -> int | None:
+        return group_in_memory(self.scheme.group or _ROW_GROUP, matrix.columns, matrix.first_column)
+
+    def allocate(self, matrix: Matrix) -> Packed4Weight:
+        group = self._group(matrix)
+        assert group is not None, "held matrices are not divided inside of groups"
+        return Packed4Weight(GroupScaled.allocate(*matrix.shape, group=group, dtype=matrix.dtype, device=matrix.device))
+
+    def draw(self, name: str, slot: Slot, spread: float) -> None:
+        """Values of 0 to 15 around a zero point of 8, with one scale."""
+        scale = spread / _SPREAD
+        for held, _, drawn in draw_rows(name, slot, 8.0, _SPREAD):
+            values = drawn.round_().clamp_(0, 15)
+            if not isinstance(slot.weight, Packed4Weight):
+                slot.target[held].copy_((values - 8) * scale)
+                continue
+            part = slot.weight.operand[held]
+            scales = torch.full((len(values), part.columns // part.group), scale, device=values.device)
+            part.fill(values.to(torch.uint8), scales, torch.full_like(scales, 8))
+
+
+FORMAT = Packed4Format

@@ -1,6 +1,6 @@
 """Speed of the model loop on one GPU: decode steps and prefill, with random weights at a published geometry.
 
-    python -m benchmarks.engine [--model qwen3-8b] [--weights int4] [--json results.json]
+    python -m benchmarks.engine [--model qwen3-8b] [--weights int4|nvfp4] [--json results.json]
 
 Decode steps are timed in three ways: `graph` is the GPU time of a replay; `step` the wall time of a decode server's
 step, by the same executor (fill the inputs, replay, sample, read back), with overlap scheduling: each starts before
@@ -9,8 +9,8 @@ the tokens of the last one are read; `alone` the same without overlap. All are c
 same run; prefill with the products at their rate. Before timing, logits of a prompt and of decode steps in graphs are
 compared with those of transformers with the same weights.
 
-`--model` is a name that `pdserve plan` knows. With another one than qwen3-8b, or with `--weights int4` (matrices of
-layers in groups of 128 columns), logits are not compared.
+`--model` is a name that `pdserve plan` knows. With another one than qwen3-8b, or with `--weights` (4-bit
+matrices of layers, of integers in groups of 128 columns or in NVFP4), logits are not compared.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from pdserve.models.loading.catalog import locate_geometry
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.weights import usual_format
 from pdserve.models.runner import ModelRunner
-from pdserve.models.weights.schemes import Packed4Scheme
+from pdserve.models.weights.schemes import Nvfp4Scheme, Packed4Scheme
 from pdserve.models.weights.slots import Slot
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor
@@ -62,7 +62,8 @@ def published(name: str) -> ModelConfig:
 
 QWEN3_8B = published("qwen3-8b")
 
-SCHEMES = {"bfloat16": None, "int4": Packed4Scheme("awq", 128)}
+SCHEMES = {"bfloat16": None, "int4": Packed4Scheme("awq", 128), "nvfp4": Nvfp4Scheme("modelopt")}
+LABELS = {"bfloat16": "", "int4": "4-bit weights: ", "nvfp4": "NVFP4 weights: "}
 
 EXPERTS = ".mlp.experts."
 """In the names of weights of experts."""
@@ -366,12 +367,12 @@ def main() -> None:
 def figures_of(results: Mapping[str, Any]) -> dict[str, float]:
     """The figures of rows in the results."""
     model = {"qwen3-8b": "", "qwen3-30b-a3b": "Qwen3-30B-A3B: "}.get(results["model"], f"{results['model']}: ")
-    model += "4-bit weights: " if results["weights"] == "int4" else ""
+    model += LABELS[results["weights"]]
     figures = {}
     for row in results["decode"]:
         context = f", context {row['context']:,}" if row["batch"] == 1 and not model else ""
         figures[f"{model}step, batch {row['batch']}{context}"] = row["step_ms"]
-    at_once = "prompt of 8,192 tokens" if results["weights"] == "int4" else "prefill of 8,192 tokens at once"
+    at_once = "prompt of 8,192 tokens" if results["weights"] != "bfloat16" else "prefill of 8,192 tokens at once"
     return figures | {f"{model}{at_once}": results["prefill_8192"][8192]}
 
 

@@ -25,6 +25,7 @@ from tests.checkpoints import (
 )
 from tests.int4_checkpoints import pack_checkpoint
 from tests.models.loading.test_row_scaled_checkpoints import quantise_by_row
+from tests.nvfp4_checkpoints import pack_nvfp4
 
 Dtype = Literal["float32", "bfloat16"]
 Fields = dict[str, Any]
@@ -111,6 +112,8 @@ FORMATS: dict[str, Quantiser] = {
     "w4a16": partial(pack_checkpoint, method="compressed-tensors", group=128),
     "w4a16-asymmetric": partial(pack_checkpoint, method="compressed-tensors-asymmetric", group=32),
     "int4-experts": partial(pack_checkpoint, method="compressed-tensors", group=32, only=".mlp.experts."),
+    "nvfp4": partial(pack_nvfp4, method="modelopt"),
+    "nvfp4-packed": partial(pack_nvfp4, method="compressed-tensors"),
     "mxfp4": _pack_experts_and_keep_others,
 }
 
@@ -171,7 +174,9 @@ def shift_scales(path: Path) -> int:
     for name, tensor in tensors.items():
         if name.endswith(("scale", "scales", "scale_inv")) and ".input_" not in name:
             groups = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim] > 1)
-            tensors[name] = tensor.roll(1, groups).contiguous() if tensor.numel() > 1 else tensor * 2
+            bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+            rolled = bits.roll(1, groups).contiguous().view(tensor.dtype)
+            tensors[name] = rolled if tensor.numel() > 1 else tensor * 2
             changed += 1
     save_file(tensors, path, {"format": "pt"})
     return changed

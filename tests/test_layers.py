@@ -65,6 +65,7 @@ LAYERS = {
     "memory": ["hisparse", ""],
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
+        "nvfp4",
         "dense_mla",
         "mla",
         "moe",

@@ -12,7 +12,8 @@ from ..formats.json_fields import Json, bare
 
 SUPPORTED = (
     "fp8 with a weight_block_size of rows and columns, or with a scale per matrix; fbgemm_fp8; compressed-tensors in "
-    "fp8 (float-quantized); 4-bit awq (gemm), gptq and compressed-tensors (pack-quantized)"
+    "fp8 (float-quantized); 4-bit awq (gemm), gptq and compressed-tensors (pack-quantized); NVFP4 of "
+    "compressed-tensors (nvfp4-pack-quantized) and modelopt"
 )
 _COMPRESSED_TENSORS = "compressed-tensors"
 
@@ -69,6 +70,14 @@ class Mxfp4Scheme(Scheme):
         return {"mxfp4_experts": True}
 
 
+@dataclass(frozen=True)
+class Nvfp4Scheme(Scheme):
+    """Matrices in NVFP4."""
+
+    file, bits = "nvfp4", 4
+    method: Literal["compressed-tensors", "modelopt"]
+
+
 def read_scheme(path: Path, raw: Json) -> Scheme | None:
     """None if all matrices are in 16 or 32 bits. Raises StartupError for schemes that are not supported."""
     config: Json | None = raw.get("quantization_config")
@@ -82,6 +91,8 @@ def read_scheme(path: Path, raw: Json) -> Scheme | None:
             return _gptq(path, config)
         case "compressed-tensors", _:
             return _compressed_tensors(path, config)
+        case "modelopt", _:
+            return _modelopt(path, config)
         case "fbgemm_fp8", _:
             return Fp8Scheme(None)
         case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
@@ -128,19 +139,43 @@ def _gptq(path: Path, config: Json) -> Packed4Scheme:
 def _compressed_tensors(path: Path, config: Json) -> Scheme:
     """Modules that `ignore` names have no scales, which shows what is quantised: the list is not read."""
     method = _COMPRESSED_TENSORS
-    _require(path, method, config, "format", ("pack-quantized", "float-quantized", "naive-quantized"))
+    packed, floats = "pack-quantized", ("float-quantized", "naive-quantized")
+    _require(path, method, config, "format", (packed, *floats, "nvfp4-pack-quantized"))
     for field in ("kv_cache_scheme", "transform_config"):
         _require(path, method, config, field, (None, {}), missing=True)
     _require(
         path, f"{method}, sparsity_config", config.get("sparsity_config") or {}, "format", ("dense",), missing=True
     )
     schemes: dict[str, Json] = config.get("config_groups") or {}
-    if config["format"] == "pack-quantized":
+    if config["format"] == packed:
         return _packed_scheme(path, schemes)
+    if config["format"] not in floats:
+        _check_nvfp4(path, method, schemes)
+        return Nvfp4Scheme("compressed-tensors")
     blocks = {_float_scheme(path, f"{method}, {name}", scheme) for name, scheme in schemes.items()}
     if len(blocks) != 1:
         raise _unsupported(path, method, f"config_groups with {len(blocks)} kinds of scales")
     return Fp8Scheme(blocks.pop())
+
+
+def _modelopt(path: Path, config: Json) -> Nvfp4Scheme:
+    """Scales of activations and of KV are ignored: neither is quantised."""
+    _require(path, "modelopt", config, "quant_algo", ("NVFP4",))
+    _check_nvfp4(path, "modelopt", config.get("config_groups") or {})
+    return Nvfp4Scheme("modelopt")
+
+
+def _check_nvfp4(path: Path, method: str, schemes: dict[str, Json]) -> None:
+    for name, scheme in schemes.items():
+        weights = scheme.get("weights") or {}
+        _require(path, f"{method}, {name}", weights, "num_bits", (4,))
+        _require(path, f"{method}, {name}", weights, "type", ("float",))
+        _require(path, f"{method}, {name}", weights, "group_size", (16,))
+        _require(path, f"{method}, {name}", weights, "strategy", ("tensor_group",), missing=True)
+        _require(path, f"{method}, {name}", weights, "symmetric", (True,), missing=True)
+        _require(path, f"{method}, {name}", weights, "actorder", (None, False, "weight", "static"), missing=True)
+    if not schemes:
+        raise _unsupported(path, method, "config_groups missing")
 
 
 def _packed_scheme(path: Path, schemes: dict[str, Json]) -> Packed4Scheme:

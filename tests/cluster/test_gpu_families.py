@@ -92,6 +92,8 @@ CASES = {
         case("qwen3-moe", "w4a16-asymmetric", "from-tp2", "to-ep2"),
         case("kimi-k2", "int4-experts", "to-ep2", "from-tp2"),
         case("gpt-oss", "mxfp4", "to-tp2", "from-pp2"),
+        case("llama", "nvfp4", "from-tp2", "to-pp2"),
+        case("qwen3-moe", "nvfp4-packed", "to-ep2", "from-tp2"),
     )
 }
 

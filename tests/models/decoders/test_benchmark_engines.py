@@ -21,7 +21,7 @@ from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.models.config.model import ModelConfig
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.graphs.capture import DecodeGraphs
-from pdserve.models.weights.schemes import Packed4Scheme, Scheme
+from pdserve.models.weights.schemes import Nvfp4Scheme, Packed4Scheme, Scheme
 from pdserve.scheduler.ranks.executor import Executor
 from tests.kernels.interpreter import INTERPRETED
 from tests.models.pretend_gpu import DEVICE, PretendGpu
@@ -79,7 +79,7 @@ def test_latent_benchmark_steps_read_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("scheme", [None, Packed4Scheme("awq", 32)])
+@pytest.mark.parametrize("scheme", [None, Packed4Scheme("awq", 32), Nvfp4Scheme("modelopt")])
 def test_dense_benchmark_steps_are_timed(scheme: Scheme | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(
         engine.QWEN3_8B, vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1

@@ -31,6 +31,8 @@ FAMILY_OF = {
     "w4a16-asymmetric": "qwen3-moe",
     "int4-experts": "kimi-k2",
     "mxfp4": "gpt-oss",
+    "nvfp4": "llama",
+    "nvfp4-packed": "qwen3-moe",
 }
 
 
@@ -39,6 +41,7 @@ def _weights_stay_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.models.weights.fp8.supports_fp8", lambda _: True)
     for name in ("packed4", "mxfp4"):
         monkeypatch.setattr(f"pdserve.models.weights.{name}.supports_int4", lambda _: True)
+    monkeypatch.setattr("pdserve.models.weights.nvfp4.supports_nvfp4", lambda _: True)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 
+from tests.scheduler.simulation.joint_simulator import JointSimulator
 from tests.scheduler.simulation.simulator import ENDPOINTS, Simulator
 from tests.scheduler.simulation.staged_simulator import StagedSimulator
 from tests.scheduler.simulation.store_simulator import StoreSimulator
@@ -39,6 +40,8 @@ STORE_ACTIONS = {
     "pass_time": 8,
 }
 """For servers that compute their prompts."""
+ON_ALL_RANKS = frozenset({"flush", "kill", "start", "drain", "hang", "wake", "prefill_alone_loses_decode", "pass_time"})
+"""What happens to all data-parallel ranks at once."""
 
 
 def run_workload(simulator: Simulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
@@ -49,6 +52,19 @@ def run_workload(simulator: Simulator, actions: Mapping[str, float], seed: int, 
         _act(simulator, action, draw)
         simulator.check()
     simulator.finish()
+
+
+def run_joint_workload(joint: JointSimulator, actions: Mapping[str, float], seed: int, steps: int) -> None:
+    """The same with data-parallel ranks: an action is one of a random rank, or one of all."""
+    draw = random.Random(seed)
+    for _ in range(steps):
+        (action,) = draw.choices(list(actions), list(actions.values()))
+        ranks, state = joint.ranks if action in ON_ALL_RANKS else [draw.choice(joint.ranks)], draw.getstate()
+        for rank in ranks:
+            draw.setstate(state)
+            _act(rank, action, draw)
+        joint.check()
+    joint.finish()
 
 
 def _act(simulator: Simulator, action: str, draw: random.Random) -> None:

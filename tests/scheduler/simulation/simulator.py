@@ -76,6 +76,8 @@ DECODE = InstanceId("decode")
 ENDPOINTS = ("a:1", "b:1")
 EOS = 7
 QUARANTINE_S = 6.0
+SETTLED_AFTER = 1500
+"""Turns after which every request has ended, in less time than any deadline."""
 PAGES = 12
 PAGE_SIZE = 4
 PREFILL = PrefillLimits(page_size=2, chunk_size=4, max_queued_requests=3, context_length=64, vocab_size=100)
@@ -250,7 +252,11 @@ class Simulator:
             tokens = (*self.last_conversation[:30], *range(90, 93))
         grammar = Grammar("regex", ".*") if self.slow_masks and family != 1 else None
         sampling = SamplingParams(max_new_tokens=new, grammar=grammar)
-        self.decode.handle(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority), self.now)
+        self.take(Submit(rids[0], tokens, sampling, pinned, more_rids=rids[1:], priority=priority))
+
+    def take(self, submit: Submit) -> None:
+        """The decode server gets this prompt."""
+        self.decode.handle(submit, self.now)
         self.act()
 
     def ask_for(self, tokens: Prefix, new: int) -> str:
@@ -281,7 +287,7 @@ class Simulator:
         if hot is not None:
             self.hot_seen["reopened"] += any(rid in hot.owners and not hot.of(rid).evicting for rid in evicting)
         self.act()
-        self._look_at_requests()
+        self.look_at_requests()
         while (step := self.decode.next_step(self.now)) is not None:
             self.act()  # pages of retracted requests are saved before the step
             self.commands.append(step)
@@ -290,7 +296,7 @@ class Simulator:
             self.hot_seen["lent"] += lending.borrowed > 0
             self.hot_seen["reclaimed"] += lending.borrowed < borrowed
 
-    def _look_at_requests(self) -> None:
+    def look_at_requests(self) -> None:
         """Assert that no deadline has passed, and count what happens to requests."""
         requests = self.decode.requests.values()
         late = [request.rid for request in requests if self.decode._deadlines._next(request)[0] <= self.now]
@@ -700,6 +706,12 @@ class Simulator:
 
     def finish(self) -> None:
         """End all faults, run until every request has ended, and check that nothing is left."""
+        self.heal()
+        self._settle()
+        self.check_end()
+
+    def heal(self) -> None:
+        """End all faults: every endpoint has a server that accepts prompts."""
         while any(server.hung for server in self.servers.values()):
             self.wake(0, lost_us=False)
         for which, server in reversed(list(enumerate(self.servers.values()))):
@@ -707,7 +719,9 @@ class Simulator:
                 self.kill(which)  # another one starts below
         for endpoint in self.endpoints:
             self.start(endpoint)
-        self._settle()
+
+    def check_end(self) -> None:
+        """Nothing is left of any request, after all pages have left quarantine."""
         for _ in range(60):
             self.now += QUARANTINE_S
             for server in list(self.servers.values()):
@@ -734,21 +748,25 @@ class Simulator:
 
     def _settle(self) -> None:
         """Run, within a time in which no deadline passes, until every request has ended."""
-        for _ in range(1500):
-            self.now += 0.012
-            for server in list(self.servers.values()):
-                while server.to_prefill:
-                    self._deliver_down(server)
-                self._turn(server)
-                while server.writes:
-                    self._end_write(server, ok=True, late=False)
-                while server.to_decode:
-                    self._deliver_up(server)
-            self.decode_turn()
-            self.work_ranks(eos=False)
+        for _ in range(SETTLED_AFTER):
+            self.settle_some()
             if not self.decode.requests:
                 return
         raise AssertionError(f"stuck: {self.decode.state_counts()}")
+
+    def settle_some(self) -> None:
+        """A short time passes, in which everything in flight ends."""
+        self.now += 0.012
+        for server in list(self.servers.values()):
+            while server.to_prefill:
+                self._deliver_down(server)
+            self._turn(server)
+            while server.writes:
+                self._end_write(server, ok=True, late=False)
+            while server.to_decode:
+                self._deliver_up(server)
+        self.decode_turn()
+        self.work_ranks(eos=False)
 
     def work_ranks(self, *, eos: bool = False) -> None:
         """The ranks run all commands and copies."""

@@ -128,7 +128,7 @@ class StagedSimulator(Simulator):
 
     def decode_turn(self) -> None:
         if self.healing:
-            self._drain()
+            self.drain_parts()
         super().decode_turn()
 
     def check(self) -> None:
@@ -142,9 +142,12 @@ class StagedSimulator(Simulator):
             assert scatter.grant in self.decode.pages._grants, f"{scatter.command.part} goes to released pages"
         super().check()
 
-    def finish(self) -> None:
+    def heal(self) -> None:
         self.healing = True
-        super().finish()
+        super().heal()
+
+    def check_end(self) -> None:
+        super().check_end()
         self.decode.dispatcher.remote.staging.check_integrity(idle=True)
         for server in self.servers.values():
             assert not server.scheduler.staging._parts
@@ -202,7 +205,7 @@ class StagedSimulator(Simulator):
         server.scheduler.handle(PartReport(0, written), self.now)
         self.act()
 
-    def _drain(self) -> None:
+    def drain_parts(self) -> None:
         """Finish all parts, repeatedly: the grant of one may wait for the end of another."""
         for _ in range(20):
             for server in self.servers.values():

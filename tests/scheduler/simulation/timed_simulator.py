@@ -204,10 +204,10 @@ class TimedSimulator(Simulator):
             self._compute_next(server)
         self.act()
 
-    def _look_at_requests(self) -> None:
+    def look_at_requests(self) -> None:
         """In every sixteenth turn: a simulation has thousands, and `simulator.py` looks in every turn."""
         if next(self._turns) % 16 == 0:
-            super()._look_at_requests()
+            super().look_at_requests()
 
     def _seconds_of(self, step: DecodeStep) -> float:
         """Prompt tokens take as long as on prefill, in addition to the decode step."""

@@ -151,6 +151,35 @@ def test_data_parallel_ranks_compute_prompts_themselves(servers: Cluster, tmp_pa
     assert decode.stop() == 0
 
 
+def test_request_waits_until_a_rank_has_pages_and_takes_the_first_one(servers: Cluster, tmp_path: Path) -> None:
+    """Both ranks are full: one soon has pages again, the other one not before the request has ended."""
+    model = make_model(tmp_path / "model", "qwen3_moe")
+    flags = ("--kv-tokens", "320", "--growth-tokens", "8", "--no-prefix-cache")
+    prefill, decode = start(servers, model, Case("qwen3_moe", "tp2", "dp2"), *flags)
+
+    def loads(name: str) -> list[int]:
+        return [rank[name] for rank in decode.info()["dp_ranks"]]
+
+    full = model.prompts[-1]
+    with ThreadPoolExecutor(3) as pool:
+        long = pool.submit(decode.generate, full, 110)
+        wait_until(lambda: sum(loads("requests")) == 1, 30, "the long request has a rank")
+        short = pool.submit(decode.generate, full, 60)
+        wait_until(lambda: loads("requests") == [1, 1], 30, "each rank has a request")
+        assert min(loads("kv_tokens")) >= len(full)
+        waiting = pool.submit(decode.generate, full, NEW_TOKENS)
+        wait_until(lambda: sum(loads("waiting")) == 1, 30, "the request waits for a rank")
+        assert not short.done()
+        assert waiting.result() == model.expected[-1]
+        assert not long.done(), "the long request has ended too early for this test"
+        assert len(short.result()) == 60
+        assert len(long.result()) == 110
+    assert [rank["requests"] for rank in decode.settled_info()["dp_ranks"]] == [0, 0]
+    for server in (prefill, decode):
+        server.check_clean()
+    assert decode.stop() == 0
+
+
 def test_requests_of_a_dead_prefill_server_end_and_rings_are_empty(servers: Cluster, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "mixtral")
     flags = ("--kv-tokens", "2048", "--staging-ring-mib", "0.03", "--quarantine-s", "1")

@@ -202,7 +202,7 @@ class Rig:
             return self.request
         if state.name == "loading":
             decode.generate(self.request.prompt, 1)  # its KV is cached
-        if state.name in ("saving", "saved", "restoring"):
+        if state.name in ("saving", "saved", "restoring", "opening"):
             self._reach_retracted(state.points[0])
             return self._long
         for point in state.points:
@@ -219,10 +219,10 @@ class Rig:
 
     def _reach_retracted(self, point: Point) -> None:
         """Two requests of a higher priority take the pages of the request, if all three run at the same time. It is
-        restored when they have left.
+        restored when they have left, and gets a hot buffer (HiSparse).
         """
         decode = self.servers["decode"]
-        first = Point("decode", "saved") if point.state == "restoring" else point
+        first = Point("decode", "saved") if point.state in ("restoring", "opening") else point
         for _ in range(RETRACTION_ATTEMPTS):
             self._arm(first)
             for _ in range(2):

@@ -12,7 +12,10 @@ import torch
 
 from pdserve.configs.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
@@ -176,7 +179,13 @@ class Decode:
         self.equal_order = shape.order(shape.page_size, seed=101)
         self.effects: list[Effect] = []
         rings = [RankRing(StagingRing(shape.ring_bytes, epoch=1), cell_bytes=2 * shape.row_bytes)]
-        self.staging = StagedArrivals(rings, shape.decode_page_size, 1.0, collections.Counter(), self.effects)
+        allocator = PageAllocator[KvPage](max(self.order) + 1)
+        allocator.grant("all, so that transfers can share them", allocator.num_pages)
+        grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.order])
+        assert grant is not None
+        self.grant = grant
+        commands = CommandLog(allocator)
+        self.staging = StagedArrivals(rings, shape.decode_page_size, 1.0, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, shape.staged_regions())
         self.scatters: list[tuple[StagePart, torch.cuda.Event | None]] = []
         self.engine = ReceiveEngine("127.0.0.1", transport=shape.transport)
@@ -200,7 +209,7 @@ class Decode:
                 case ("check", arm, tokens):
                     self.control.send(self.check(arm, tokens))
                 case TransferKey():
-                    self.staging.open(message, PREFILL, 0, self.shape.tokens, self.order)
+                    self.staging.open(message, PREFILL, 0, self.shape.tokens, self.grant)
                     self.staging.hold(PrefillDone(message, (), self.shape.tokens, 1, 0, 0, 0.0, 0.0, 0.0))
                 case StageRequest() | StageArrived() | StageStopped():
                     problem = self.staging.receive(PREFILL, message, time.monotonic())

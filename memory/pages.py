@@ -52,7 +52,10 @@ class PageLeakError(PdserveError):
 
 @dataclass(slots=True, eq=False, repr=False)
 class PageGrant(Generic[PageT]):
-    """The pages of one owner, in sequence order, and how many more it may take. Released exactly once.
+    """The pages of one owner, in sequence order, and how many more it may take.
+
+    Whoever may touch the pages holds the grant: its owner, and each copy that reads or writes them. The pages are free
+    when every user has released it.
 
     It does not hold its first `freed` pages. No token sees them through the sliding window any more; their ids are
     placeholders that keep the index of the other pages.
@@ -62,6 +65,7 @@ class PageGrant(Generic[PageT]):
     pages: list[PageT]
     reserved: int
     freed: int = 0
+    users: int = 1
 
     def __repr__(self) -> str:
         return f"PageGrant({self.owner!r}, {len(self.held)} pages, {self.reserved} reserved)"
@@ -154,9 +158,17 @@ class PageAllocator(Generic[PageT]):
         grant.pages.extend(self._take(1))
         return True
 
+    def hold(self, grant: PageGrant[PageT]) -> None:
+        """Another user of these pages; it calls `release` when it has stopped."""
+        assert grant in self._grants, f"hold of a released grant: {grant}"
+        grant.users += 1
+
     def release(self, grant: PageGrant[PageT]) -> None:
-        """Release all pages. The caller guarantees that no local or remote writer still writes them."""
+        """One user has stopped, with its local and remote writers. The last one releases all pages."""
         assert grant in self._grants, f"second release of {grant}"
+        grant.users -= 1
+        if grant.users:
+            return
         self._grants.remove(grant)
         self._reserved -= grant.reserved
         grant.reserved = 0
@@ -173,6 +185,7 @@ class PageAllocator(Generic[PageT]):
     def split(self, grant: PageGrant[PageT], end: int) -> PageGrant[PageT]:
         """Move the pages of a grant before page `end` that it holds to a new grant; they are `freed` in the old one."""
         assert grant in self._grants, f"split of a released grant: {grant}"
+        assert grant.users == 1, f"split of {grant}, which has {grant.users} users"
         part = PageGrant(f"{grant.owner}, behind its window", grant.pages[grant.freed : end], 0)
         grant.freed = max(grant.freed, end)
         self._grants.add(part)

@@ -83,8 +83,8 @@ class Transitions:
         self._remote = dispatcher.remote
         self._run_queue = run_queue
         self._deadlines = deadlines
-        self._verifying: dict[TransferKey, PrefillDone] = {}
-        """Transfers that the ranks verify, also those that were given up meanwhile."""
+        self._verifying: dict[TransferKey, tuple[PrefillDone, PageGrant[KvPage]]] = {}
+        """Transfers that the ranks verify, also those that were given up meanwhile, with holds of their pages."""
         self._uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
 
@@ -156,15 +156,15 @@ class Transitions:
         if prompt is None or prompt.attempt is None or prompt.grant is None:
             self._received(done, now)
             return
-        self._verifying[done.key] = done
+        self._verifying[done.key] = done, self._memory.commands.hold(prompt.grant)
         attempt = prompt.attempt
         self._outbox.append(VerifyKv(done.key, prompt.grant.pages, tuple(attempt.chunks), attempt.hot_pages))
         _advance(prompt, State.VERIFYING, now)
 
     def verified(self, key: TransferKey, problem: str | None, now: float) -> None:
         """All ranks have compared the KV of a transfer with what was sent."""
-        done = self._verifying.pop(key)
-        # the pages of a transfer that was given up may have a new owner: then a difference means nothing
+        done, grant = self._verifying.pop(key)
+        self._memory.commands.release(grant)
         if problem is None or done.key not in self._remote.prompts:
             self._received(done, now)
             return
@@ -325,7 +325,7 @@ class Transitions:
 
     def copied(self, copy: Copy, seconds: float, now: float) -> None:
         """All ranks have made a background copy, which took `seconds`. Its owner may have ended meanwhile."""
-        if copy.tokens and copy.grant is not None:
+        if copy.tokens:
             self.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
         self._memory.release_copy(copy)
         if copy.kind == "save":

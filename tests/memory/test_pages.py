@@ -278,6 +278,19 @@ def test_second_release_is_refused() -> None:
         pages.release(grant)
 
 
+def test_pages_are_free_when_every_user_has_released_them() -> None:
+    pages = PageAllocator[KvPage](4)
+    grant = pages.grant("a", 2, reserve=1)
+    assert grant is not None
+    pages.hold(grant)
+    pages.release(grant)
+    assert (pages.held, pages.available) == (2, 1), "a copy still reads them"
+    pages.release(grant)
+    assert (pages.held, pages.available) == (0, 4)
+    with pytest.raises(AssertionError, match="released grant"):
+        pages.hold(grant)
+
+
 def test_pages_holding_finds_the_pages_of_a_token_range() -> None:
     pages = [7, 3, 9, 4]
     assert pages_holding(pages, 16, 0, 16) == ([7], 0)

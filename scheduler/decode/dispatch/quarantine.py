@@ -1,8 +1,7 @@
-"""Quarantine: pages of attempts that were given up, until their remote writer has stopped."""
+"""Quarantine: the holds of remote writers, of the pages of attempts that were given up, until they have stopped."""
 
 import dataclasses
 import math
-from collections.abc import Container
 
 from ....memory.index_spaces import HotPage, KvPage
 from ....memory.pages import PageGrant
@@ -73,15 +72,9 @@ class Quarantine:
             if quarantined.release_at < math.inf:
                 quarantined.release_at = min(quarantined.release_at + absent_s, now + self._quarantine_s)
 
-    def take_due(self, now: float, *, in_use: Container[TransferKey] = ()) -> list[QuarantinedPages]:
-        """Remove and return the pages whose quarantine is over; the caller releases their grants. Pages of transfers
-        that are `in_use` stay: our own ranks still write them.
-        """
-        due = [
-            quarantined
-            for quarantined in self._pages.values()
-            if quarantined.release_at <= now and quarantined.key not in in_use
-        ]
+    def take_due(self, now: float) -> list[QuarantinedPages]:
+        """Remove and return the pages whose writer has stopped; the caller releases its hold of their grants."""
+        due = [quarantined for quarantined in self._pages.values() if quarantined.release_at <= now]
         for quarantined in due:
             del self._pages[quarantined.key]
         return due

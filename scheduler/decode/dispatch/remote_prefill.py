@@ -40,7 +40,9 @@ class RemotePrefill:
         self._placer = placer
         self.prompts: dict[TransferKey, Prompt] = {}
         self.quarantine = Quarantine(limits.quarantine_s)
-        self.staging = StagedArrivals(rings, limits.page_size, limits.quarantine_s, counters, outbox)
+        self.staging = StagedArrivals(
+            rings, limits.page_size, limits.quarantine_s, counters, outbox, self._memory.commands
+        )
 
     def send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
         """Send a prompt, whose pages are reserved, to the selected server."""
@@ -108,7 +110,7 @@ class RemotePrefill:
         arrays += [()] * (3 - len(arrays))  # no hot indices
         arrays.append(pack_text(prompt.traceparent or ""))
         arrays.append((round(1000 * (now - prompt.arrived_at)), round(1000 * (prompt.slo_ttft_s or 0))))
-        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, new_pages)
+        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, reservation.prompt)
         self._outbox.append(SendToPeer(peer.instance, message, tuple(arrays)))
         if opened is not None:
             self._outbox.append(opened)
@@ -200,7 +202,7 @@ class RemotePrefill:
     def take_released(self, now: float) -> list[QuarantinedPages]:
         """The pages whose quarantine is over; the caller releases their grants."""
         self.staging.due(now)
-        return self.quarantine.take_due(now, in_use=self.staging.scattering | self._memory.copies.keys)
+        return self.quarantine.take_due(now)
 
     def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
         """Rows of a pool for `count` tokens, from offset `first` of the first page on."""

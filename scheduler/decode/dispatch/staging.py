@@ -7,8 +7,8 @@ Two rules keep memory safe.
 - A region that may still be written has an owner. It is freed after the final message of its writer (StageArrived,
   StageStopped, or the end of the transfer's writer), and after a quarantine where late writes may land. A closed
   connection counts as a final message with late writes; silence does not count.
-- Only scatters of our own ranks write the destination pages, and each scatter is issued once. When the scatters of a
-  transfer have ended, its pages are safe, regardless of its writers.
+- Only scatters of our own ranks write the destination pages, and each scatter is issued once. A scatter holds the pages
+  until it has ended, regardless of its writers.
 """
 
 import collections
@@ -18,7 +18,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ....memory.pages import pages_holding
+from ....memory.index_spaces import KvPage
+from ....memory.pages import PageGrant, pages_holding
 from ....transfer.data.chunks import PartScatter
 from ....transfer.plan.ring import Region, StagingRing
 from ....transfer.plan.staged_regions import StagedRegion
@@ -35,6 +36,7 @@ from ....transfer.protocol.messages import (
     TransferKey,
 )
 from ...messages.effects import Effect, SendToPeer
+from ..memory.command_log import CommandLog
 
 Source = tuple[int, int, HeadSlice]
 """A decode rank, a prefill rank that stages KV to it, and the layers and heads that it stages."""
@@ -68,16 +70,18 @@ class _Part:
     state: _State = _State.QUEUED
     region: Region | None = None
     release_at: float = math.inf
+    pages: PageGrant[KvPage] | None = None
+    """Held while they are SCATTERING."""
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """An open transfer. `pages` start with the page that holds token `token_start`."""
+    """An open transfer. Its `grant` has the pages of the prompt from token 0 on."""
 
     instance: InstanceId
     token_start: int
     token_end: int
-    pages: Sequence[int]
+    grant: PageGrant[KvPage]
     spans: dict[Source, list[tuple[int, int]]]
     """The tokens of the parts requested so far: ascending and disjoint."""
     missing_tokens: int
@@ -121,21 +125,18 @@ class StagedArrivals:
         quarantine_s: float,
         counters: "collections.Counter[str]",
         effects: list[Effect],
+        commands: CommandLog,
     ) -> None:
-        """One ring per rank, or none at all. Appends to `effects`."""
+        """One ring per rank, or none at all. Appends to `effects`. Holds pages in `commands`."""
         self._rings = rings
         self._page_size = page_size
         self._quarantine_s = quarantine_s
         self._counters = counters
         self._effects = effects
+        self._commands = commands
         self._sources: dict[InstanceId, list[Source]] = {}
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._parts: dict[StagePart, _Part] = {}
-
-    @property
-    def scattering(self) -> set[TransferKey]:
-        """Transfers, open or closed, whose destination pages our ranks are writing."""
-        return {part.key for part, held in self._parts.items() if held.state is _State.SCATTERING}
 
     def gauges(self) -> dict[str, float]:
         """Occupancy, for the metrics."""
@@ -168,7 +169,7 @@ class StagedArrivals:
             self._sources[instance] = sources
 
     def open(
-        self, key: TransferKey, instance: InstanceId, token_start: int, token_end: int, pages: Sequence[int]
+        self, key: TransferKey, instance: InstanceId, token_start: int, token_end: int, grant: PageGrant[KvPage]
     ) -> None:
         """Expect tokens [token_start, token_end) from this peer. Call before the transfer is sent to the peer."""
         sources = self._sources.get(instance)
@@ -177,10 +178,10 @@ class StagedArrivals:
         assert key not in self._transfers, f"transfer {key} is already open"
         missing_tokens = (token_end - token_start) * len(sources)
         spans: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
-        self._transfers[key] = _Transfer(instance, token_start, token_end, pages, spans, missing_tokens)
+        self._transfers[key] = _Transfer(instance, token_start, token_end, grant, spans, missing_tokens)
 
     def close(self, key: TransferKey) -> None:
-        """The transfer has ended or failed: issue no new scatters. Running ones are in `scattering`.
+        """The transfer has ended or failed: issue no new scatters. Running ones hold its pages.
 
         Regions that the writer may still write stay in use until it has stopped. Unknown keys are ignored.
         """
@@ -241,14 +242,15 @@ class StagedArrivals:
                     self._free(held)
                     self._grant([part.destination])
                 else:
-                    held.state = _State.SCATTERING
+                    held.state, held.pages = _State.SCATTERING, self._commands.hold(transfer.grant)
                     self._scatter(transfer, part, region.offset)
         return None
 
     def scattered(self, part: StagePart) -> PrefillDone | None:
         """The rank has scattered a part. Returns the PrefillDone that waited for it, if it was the last one."""
         held = self._parts[part]
-        assert held.state is _State.SCATTERING, f"{part} was not being scattered"
+        assert held.pages is not None, f"{part} was not being scattered"
+        self._commands.release(held.pages)
         self._counters["staged_parts"] += 1
         self._free(held)
         self._grant([part.destination])
@@ -296,9 +298,7 @@ class StagedArrivals:
         return part.tokens * part.block.cells * self._rings[part.destination].cell_bytes
 
     def _scatter(self, transfer: _Transfer, part: StagePart, offset: int) -> None:
-        before = transfer.token_start // self._page_size * self._page_size  # first token of the first page
-        start, end = part.token_start - before, part.token_end - before
-        pages, first = pages_holding(transfer.pages, self._page_size, start, end)
+        pages, first = pages_holding(transfer.grant.pages, self._page_size, part.token_start, part.token_end)
         size_bytes = self._size(part)
         self._counters["staged_bytes"] += size_bytes
         self._effects.append(PartScatter(part, offset, size_bytes, pages, first))

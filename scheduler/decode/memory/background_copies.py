@@ -1,7 +1,7 @@
 """Copies that ranks make beside the steps: pages to host memory and back, rows into hot buffers.
 
-Steps continue during a copy. So the memory that a copy reads or writes stays allocated until all ranks have reported
-the end of the copy. If the request ends or releases this memory earlier, the copy becomes its owner.
+Steps continue during a copy. So a copy holds the memory that it reads or writes until all ranks have reported its end,
+also if the request ends or releases this memory earlier.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from typing import Literal
 
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageGrant
-from ....transfer.protocol.messages import TransferKey
 from ..requests.request import Attempt, LocalPrompt, Request
 from .hot_buffers import HotBuffer
 
@@ -28,12 +27,12 @@ CopyOwner = Request | LocalPrompt | Attempt
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Copy:
-    """A copy in flight. `grant` and `buffer` are released when it ends."""
+    """A copy in flight. It holds `grant` and `buffer`."""
 
     number: int
     kind: CopyKind
     owner: CopyOwner
-    grant: PageGrant[KvPage] | None = None
+    grant: PageGrant[KvPage]
     buffer: HotBuffer | None = None
     pages: int = 0
     """Pages that a "save" copies."""
@@ -53,18 +52,16 @@ class BackgroundCopies:
         return len(self._in_flight)
 
     @property
-    def keys(self) -> set[TransferKey]:
-        """The transfers for which a cached prefix is being copied into a hot buffer."""
-        return {copy.owner.key for copy in self._in_flight.values() if isinstance(copy.owner, Attempt)}
-
-    @property
     def hold_pages(self) -> bool:
         """Whether pages are released when one of the copies ends."""
-        return any(copy.grant is not None for copy in self._in_flight.values())
+        return any(copy.grant.users == 1 for copy in self._in_flight.values())
 
-    def begin(self, kind: CopyKind, owner: CopyOwner) -> Copy:
+    def begin(
+        self, kind: CopyKind, owner: CopyOwner, grant: PageGrant[KvPage], buffer: HotBuffer | None = None
+    ) -> Copy:
+        """Add a copy, which has a hold of the grant and of the buffer."""
         assert owner not in self._of_owner, f"a copy for {owner} is in flight already"
-        copy = Copy(next(self._numbers), kind, owner)
+        copy = Copy(next(self._numbers), kind, owner, grant, buffer)
         self._in_flight[copy.number] = self._of_owner[owner] = copy
         return copy
 

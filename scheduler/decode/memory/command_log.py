@@ -1,8 +1,10 @@
-"""Commands that the ranks have not completed yet, and the pages that wait for them.
+"""Holds of pages: by their users, and by the commands that the ranks have not completed yet.
+
+Whoever may touch pages holds them: their owner, a copy, a verification, a scatter of a staged part, a remote writer.
 
 Ranks run steps and page copies in the order of the commands, some time after the scheduler has sent them. A prefill
 server writes pages without regard to that order. So a page that a command in flight may still read or write must not go
-to a new prompt: pages are released when all commands sent so far are done.
+to a new prompt: when the last user has released pages, they are free once all commands sent so far are done.
 """
 
 import collections
@@ -12,7 +14,7 @@ from ....memory.pages import PageAllocator, PageGrant
 
 
 class CommandLog:
-    """Numbers commands, and releases page grants when the commands before them are done."""
+    """Numbers commands, and holds page grants until the commands before their release are done."""
 
     def __init__(self, pages: PageAllocator[KvPage]) -> None:
         self._pages = pages
@@ -46,9 +48,14 @@ class CommandLog:
         while self._pending and self._pending[0][0] <= self._completed:
             self._pages.release(self._pending.popleft()[1])
 
+    def hold(self, grant: PageGrant[KvPage]) -> PageGrant[KvPage]:
+        """Another user of these pages, which calls `release` when it has stopped."""
+        self._pages.hold(grant)
+        return grant
+
     def release(self, grant: PageGrant[KvPage]) -> None:
-        """Release a grant when all commands sent so far are done."""
-        if self.issued > self._completed:
+        """A user has stopped. After the last one, the pages are free when the commands sent so far are done."""
+        if grant.users == 1 and self.issued > self._completed:
             self._pending.append((self.issued, grant))
         else:
             self._pages.release(grant)

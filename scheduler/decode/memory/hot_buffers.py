@@ -118,7 +118,7 @@ class HotBuffers:
         self.lending = PageLending(kv_pages, limits.overlay, commands)
         self._free_slots = [RequestSlot(number) for number in range(limits.slots - 1, -1, -1)]
         self._buffers: dict[HotOwner, HotBuffer] = {}
-        self._detached: list[HotBuffer] = []
+        self._copied_last: list[HotBuffer] = []
         """Buffers of ended requests that a copy still writes or reads."""
 
     def __len__(self) -> int:
@@ -252,18 +252,28 @@ class HotBuffers:
         self._set_capacity(buffer)
 
     def close(self, owner: HotOwner) -> None:
-        """Release the buffer of a request or prompt that has ended or was retracted, if it has one."""
+        """Release the buffer of a request or prompt that has ended or was retracted, if it has one. While a copy holds
+        it, that is its last user.
+        """
         buffer = self._buffers.pop(owner, None)
-        if buffer is not None:
+        if buffer is not None and buffer.grant.users > 1:
+            self.pages.release(buffer.grant)
+            self._copied_last.append(buffer)
+        elif buffer is not None:
             assert not buffer.loading, f"the hot buffer of {owner} is being written"
             assert not buffer.unsaved, f"rows of {owner} are not in host memory"
             self._release(buffer)
 
-    def detach(self, owner: HotOwner) -> HotBuffer:
-        """Take the buffer from an owner that ends while its rows are copied. Call `free` when the copy has ended."""
-        buffer = self._buffers.pop(owner)
-        self._detached.append(buffer)
-        return buffer
+    def copied(self, buffer: HotBuffer) -> None:
+        """The copy that held this buffer has ended."""
+        buffer.loading = buffer.unsaved = False
+        if buffer.grant.users > 1:
+            self.pages.release(buffer.grant)
+        elif buffer in self._copied_last:
+            self._copied_last.remove(buffer)
+            self._release(buffer)
+        else:
+            self.release_quarantined(buffer.grant)
 
     def quarantine(self, prompt_id: int) -> PageGrant[HotPage]:
         """Take the hot pages of a prompt whose transfer was given up. Call `release_quarantined` when the writer has
@@ -275,14 +285,9 @@ class HotBuffers:
         return buffer.grant
 
     def release_quarantined(self, grant: PageGrant[HotPage]) -> None:
-        """The writer of these pages has stopped."""
+        """The writer of these pages, or a copy that held them, has stopped."""
         self._note_release()
         self.pages.release(grant)
-
-    def free(self, buffer: HotBuffer) -> None:
-        """Release a detached buffer, when nothing accesses its pages any more."""
-        self._detached.remove(buffer)
-        self._release(buffer)
 
     def _release(self, buffer: HotBuffer) -> None:
         self._note_release()
@@ -312,7 +317,7 @@ class HotBuffers:
     def check_integrity(self, *, idle: bool) -> None:
         """Raise PageLeakError unless every hot page is accounted for."""
         self.pages.check_integrity(idle=idle)
-        buffers = [*self._buffers.values(), *self._detached]
+        buffers = [*self._buffers.values(), *self._copied_last]
         slots = sorted([*self._free_slots, *(buffer.slot for buffer in buffers)])
         assert slots == list(range(self.limits.slots)), f"request slots are {slots}"
         for buffer in buffers:

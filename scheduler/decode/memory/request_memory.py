@@ -10,7 +10,7 @@ from ...messages.lifecycle import State
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
 from ..requests.request import Attempt, LocalPrompt, Prompt, Request
 from ..requests.reservation import growth_pages
-from .background_copies import BackgroundCopies, Copy
+from .background_copies import BackgroundCopies, Copy, CopyKind, CopyOwner
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
 
@@ -27,7 +27,7 @@ class RequestMemory:
     When released memory is free:
     - KV pages: when the commands sent so far are done (command_log.py). From then on a prefill server may write them.
     - Hot pages: at once, for later commands. A prefill server gets them only when they are settled (hot_buffers.py).
-    - Memory that is being copied: when the copy has ended (background_copies.py).
+    - Memory that a copy, a verification or a scatter accesses: when that has ended too. Each of them holds it.
 
     With HiSparse, rows that prefill has written to the GPU are copied to host memory after the next step has started.
     Until that copy has ended, the request is `unsaved`: it does not give up hot rows, and its pages are not shared.
@@ -48,8 +48,8 @@ class RequestMemory:
     ) -> None:
         self.pages = pages
         self.copies = BackgroundCopies()
-        self._commands = CommandLog(pages)
-        self.hot = HotBuffers(hot_limits, pages, self._commands) if hot_limits is not None else None
+        self.commands = CommandLog(pages)
+        self.hot = HotBuffers(hot_limits, pages, self.commands) if hot_limits is not None else None
         self._page_size = page_size
         self._window = window
         self._outbox = outbox
@@ -59,19 +59,19 @@ class RequestMemory:
     @property
     def idle(self) -> bool:
         """No command and no copy is in flight, and no page waits for one."""
-        return not (len(self._commands) or self._commands.pending_grants or len(self.copies))
+        return not (len(self.commands) or self.commands.pending_grants or len(self.copies))
 
     def next_command(self) -> int:
         """The `command_id` of a step that is about to be sent."""
-        return self._commands.next_id()
+        return self.commands.next_id()
 
     def command_done(self, command_id: int) -> None:
         """All ranks have completed this command and all earlier ones."""
-        self._commands.completed(command_id)
+        self.commands.completed(command_id)
 
     def copy_page(self, source: KvPage, destination: KvPage, *, tokens: int | None = None) -> None:
         """Copy a page, or its first `tokens` tokens, in order with the steps."""
-        self._outbox.append(CopyPage(self._commands.next_id(), source, destination, tokens))
+        self._outbox.append(CopyPage(self.commands.next_id(), source, destination, tokens))
 
     def may_admit(self) -> bool:
         """Whether another request that has its pages can be admitted: with HiSparse it also needs a hot buffer."""
@@ -89,7 +89,7 @@ class RequestMemory:
             return True
         buffer, shrunk = self.hot.open(request.rid, request.kv_tokens + 1)
         self._outbox += [_resized(other) for other in shrunk]
-        copy = self.copies.begin("open", request) if buffer.loading else None
+        copy = self._begin_copy("open", request, request.grant, buffer) if buffer.loading else None
         self._outbox.append(_opened(buffer, copy, request.pages, request.kv_tokens))
         return copy is None
 
@@ -126,7 +126,7 @@ class RequestMemory:
         if self.hot is None:
             return True
         buffer = self.hot.of(local.prompt.prompt_id)
-        copy = self.copies.begin("prefix", local) if local.cached else None
+        copy = self._begin_copy("prefix", local, local.prompt.grant, buffer) if local.cached else None
         buffer.loading = copy is not None
         self._outbox.append(_opened(buffer, copy, local.pages, local.cached))
         return copy is None
@@ -141,7 +141,7 @@ class RequestMemory:
         assert not shrunk, f"prompt {prompt.prompt_id} took hot pages of other requests"
         attempt.hot_pages = tuple(buffer.pages)
         cached = attempt.prefix_tokens
-        copy = self.copies.begin("prefix", attempt) if cached else None
+        copy = self._begin_copy("prefix", attempt, prompt.grant, buffer) if cached else None
         buffer.loading = copy is not None
         return _opened(buffer, copy, pages, cached, exact=True)
 
@@ -153,8 +153,9 @@ class RequestMemory:
         self.hot.pass_on(prompt.prompt_id, request.rid)
         if attempt.prefix_tokens == prompt.tokens:
             return  # all rows came from host memory
-        self.hot.of(request.rid).unsaved = True
-        copy = self.copies.begin("write_back", request)
+        buffer = self.hot.of(request.rid)
+        buffer.unsaved = True
+        copy = self._begin_copy("write_back", request, request.grant, buffer)
         pages = tuple(request.pages[: len(attempt.hot_pages)])
         rows = attempt.prefix_tokens, prompt.tokens
         self._write_backs.append(WriteBackRows(copy.number, attempt.hot_pages, pages, *rows))
@@ -188,13 +189,9 @@ class RequestMemory:
         prompt = local.prompt
         grant, prompt.grant = prompt.grant, None
         assert grant is not None, f"prompt {prompt.prompt_id} was computed without pages"
-        copy = self.copies.of(local)
-        if self.hot is not None and copy is not None:
-            copy.grant, copy.buffer = grant, self.hot.detach(prompt.prompt_id)
-            return
         if self.hot is not None:
             self.hot.close(prompt.prompt_id)
-        self._commands.release(grant)
+        self.commands.release(grant)
 
     def fetches(self, batch: Iterable[Request]) -> bool:
         """Whether a decode step of these requests fetches rows, so that it cannot compute chunks of prompts."""
@@ -219,42 +216,40 @@ class RequestMemory:
         """Copy `pages` pages of a request, from its page number `first` on, to host memory, and take all its pages. The
         request must not be `unsaved`.
         """
-        copy = self.copies.begin("save", request)
+        assert request.grant is not None, f"{request.rid} is saved without pages"
+        copy = self.copies.begin("save", request, request.grant)
         copy.pages = pages
         self._outbox.append(SavePages(copy.number, request.rid, tuple(request.pages[first : first + pages])))
         self.close_hot(request)
-        copy.grant, request.grant = request.grant, None
+        request.grant = None  # the hold of the request is that of the copy
 
     def restore(self, request: Request) -> None:
         """Copy the saved KV of a request to its new pages."""
-        copy = self.copies.begin("restore", request)
-        assert request.grant is not None, f"{request.rid} is restored without pages"
-        self._outbox.append(LoadPages(copy.number, request.rid, tuple(request.grant.held)))
+        copy = self._begin_copy("restore", request, request.grant)
+        self._outbox.append(LoadPages(copy.number, request.rid, tuple(copy.grant.held)))
 
     def drop_saved(self, request: Request) -> None:
         """Drop the saved KV of a request."""
         self._outbox.append(DropPages(request.rid))
 
+    def _begin_copy(
+        self, kind: CopyKind, owner: CopyOwner, grant: PageGrant[KvPage] | None, buffer: HotBuffer | None = None
+    ) -> Copy:
+        assert grant is not None, f"a copy of {owner} without pages"
+        self.pages.hold(grant)
+        if self.hot is not None and buffer is not None:
+            self.hot.pages.hold(buffer.grant)
+        return self.copies.begin(kind, owner, grant, buffer)
+
     def release_copy(self, copy: Copy) -> None:
         """Release what a copy held that has ended."""
-        if copy.grant is not None:
-            self._commands.release(copy.grant)
+        self.commands.release(copy.grant)
         if self.hot is not None and copy.buffer is not None:
-            self.hot.free(copy.buffer)
-        elif self.hot is not None and copy.kind in ("open", "prefix", "write_back"):
-            owner = copy.owner
-            match owner:
-                case Request():
-                    buffer: HotBuffer | None = self.hot.of(owner.rid)
-                case LocalPrompt():
-                    buffer = self.hot.of(owner.prompt.prompt_id)
-                case Attempt():
-                    buffer = self.hot.of(owner.key.transfer_id) if not owner.given_up else None
-            if buffer is not None:
-                buffer.loading = buffer.unsaved = False
+            self.hot.copied(copy.buffer)
 
     def close_hot(self, request: Request) -> None:
         """Release its hot buffer, if it has one. Its KV stays in its pages."""
+        assert self.copies.of(request) is None or request.state is State.SAVING, f"rows of {request.rid} are copied"
         if self.hot is not None:
             self.hot.close(request.rid)
 
@@ -303,7 +298,7 @@ class RequestMemory:
     def _free(self, grant: PageGrant[KvPage], end: int) -> None:
         """Release the pages of a grant before page `end`, when all commands sent so far are done."""
         if grant.freed < end:
-            self._commands.release(self.pages.split(grant, end))
+            self.commands.release(self.pages.split(grant, end))
 
     def reclaim_lent(self, running: Iterable[Request]) -> bool:
         """Reclaim lent pages in two cases: an allocation has failed since the last call and lent pages can satisfy it;
@@ -340,23 +335,18 @@ class RequestMemory:
     def pages_pending(self) -> bool:
         """Whether pages become free when the commands or copies in flight are done."""
         borrowing = self.hot is not None and self.hot.borrower_is_loading
-        return bool(self._commands.pending_grants) or self.copies.hold_pages or borrowing
+        return bool(self.commands.pending_grants) or self.copies.hold_pages or borrowing
 
     def release_grant(self, grant: PageGrant[KvPage]) -> None:
         """Release pages when all commands sent so far are done."""
-        self._commands.release(grant)
+        self.commands.release(grant)
 
     def release(self, request: Request) -> None:
         """Release all memory of a request, if it has any."""
-        copy = self.copies.of(request)
-        if copy is not None and copy.kind != "save":
-            copy.grant, request.grant = request.grant, None
-            if self.hot is not None and copy.kind in ("open", "write_back"):
-                copy.buffer = self.hot.detach(request.rid)
-            return
-        self.close_hot(request)
+        if self.hot is not None:
+            self.hot.close(request.rid)
         if request.grant is not None:
-            self._commands.release(request.grant)
+            self.commands.release(request.grant)
             request.grant = None
 
     def gauges(self) -> dict[str, float]:
@@ -373,7 +363,7 @@ class RequestMemory:
             owners: set[HotOwner] = {rid for rid, request in requests.items() if request.state in _WITH_HOT_BUFFER}
             owners |= {request.prompt.prompt_id for request in requests.values() if _prompt_has_buffer(request)}
             assert self.hot.owners == owners, f"hot buffers of {self.hot.owners ^ owners} do not match their states"
-            returning = 0 if self._commands.pending_grants else self.hot.lending.returning
+            returning = 0 if self.commands.pending_grants else self.hot.lending.returning
             assert returning == 0, f"{returning} returned pages are not free"
 
 

@@ -254,9 +254,9 @@ def test_token_of_an_ended_request_is_dropped_and_its_pages_are_released_after_t
     first, second = running_steps(simulator, 1)
     simulator.decode.step_done(first.command_id, [sampled(7)], simulator.now)  # EOS
     assert simulator.decode.counters["requests_finished"] == 1
-    assert simulator.decode.memory._commands.pending_grants == 1
+    assert simulator.decode.memory.commands.pending_grants == 1
     simulator.decode.step_done(second.command_id, [sampled(50)], simulator.now)
-    assert simulator.decode.memory._commands.pending_grants == 0
+    assert simulator.decode.memory.commands.pending_grants == 0
     assert simulator.decode.counters["generation_tokens"] == 2
 
 

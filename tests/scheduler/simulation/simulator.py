@@ -698,7 +698,7 @@ class Simulator:
                     touched.update(page for slot in slots if slot is not None for page in buffers[slot].hot_pages)
         if self.decode.memory.hot is not None:
             touched.update(page for buffer in self.decode.memory.hot._buffers.values() for page in buffer.pages)
-            touched.update(page for buffer in self.decode.memory.hot._detached for page in buffer.pages)
+            touched.update(page for buffer in self.decode.memory.hot._copied_last for page in buffer.pages)
         lent = {page for loan in self.decode.pages._loans for page in loan.pages}
         assert {key for page in touched for key in self._keys_under(page)} <= lent, (
             "a hot page overlaps index keys in use"

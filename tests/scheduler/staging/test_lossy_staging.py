@@ -12,7 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator, PageGrant
 from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten
@@ -46,6 +49,7 @@ REGIONS = {  # of two prefill servers, with one rank and with two
     ),
 }
 MOST_REGIONS = 3
+MOST_TOKENS = 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +153,11 @@ class LossyStaging(RuleBasedStateMachine):
             RankRing(StagingRing(self.capacity * ALIGNMENT, epoch=self.epoch), cell_bytes=CELL_BYTES)
             for _ in range(RANKS)
         ]
-        self.receiver = StagedArrivals(rings, 1, QUARANTINE_S, collections.Counter(), self.decode_effects)
+        self.pages = PageAllocator[KvPage](MOST_TOKENS)
+        self.pages.grant("all, so that transfers can share them", MOST_TOKENS)
+        self.grants: dict[TransferKey, PageGrant[KvPage]] = {}
+        commands = CommandLog(self.pages)
+        self.receiver = StagedArrivals(rings, 1, QUARANTINE_S, collections.Counter(), self.decode_effects, commands)
         self.memory: list[list[StagePart | None]] = [[None] * self.capacity for _ in range(RANKS)]
         self.scatters: dict[StagePart, PartScatter] = {}
         self.scattered: set[StagePart] = set()
@@ -206,7 +214,10 @@ class LossyStaging(RuleBasedStateMachine):
         chunks = [range(start, min(start + chunk, tokens.stop)) for start in tokens[::chunk]]
         key = TransferKey(next(self.key_numbers), 1)
         instance = self.servers[server]
-        self.receiver.open(key, instance, tokens.start, tokens.stop, list(tokens))
+        grant = self.pages.grant(str(key), 0, shared=[KvPage(token) for token in range(tokens.stop)])
+        assert grant is not None
+        self.grants[key] = grant
+        self.receiver.open(key, instance, tokens.start, tokens.stop, grant)
         self.transfers[key] = Transfer(key, server, instance, tokens, [*chunks], [*chunks])
 
     def request(self, data: st.DataObject) -> None:
@@ -471,7 +482,8 @@ class LossyStaging(RuleBasedStateMachine):
         if not hasattr(self, "receiver"):
             return
         self.receiver.check_integrity(idle=False)
-        assert self.receiver.scattering == {part.key for part in self.scatters}
+        scattered_to = {key for key, grant in self.grants.items() if grant.users > 1}
+        assert scattered_to == {part.key for part in self.scatters}, "scatters hold the pages that they write"
         held = {
             (part.destination, unit): part
             for part, holder in self.receiver._parts.items()

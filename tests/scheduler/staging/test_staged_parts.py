@@ -4,7 +4,10 @@ import collections
 
 import pytest
 
+from pdserve.memory.index_spaces import KvPage
+from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
@@ -56,9 +59,14 @@ class Decode:
             RankRing(StagingRing(RING.size_bytes, epoch=EPOCH), ALIGNMENT // 2),
             RankRing(self.ring, ALIGNMENT // 2),
         ]
-        self.staging = StagedArrivals(rings, 2, QUARANTINE_S, collections.Counter(), self.effects)
+        self.pages = PageAllocator[KvPage](4, first=10)
+        commands = CommandLog(self.pages)
+        self.staging = StagedArrivals(rings, 2, QUARANTINE_S, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, REGIONS)
-        self.staging.open(KEY, PREFILL, 0, 8, [10, 11, 12, 13])
+        grant = self.pages.grant("prompt", 4)
+        assert grant is not None
+        self.grant = grant
+        self.staging.open(KEY, PREFILL, 0, 8, grant)
 
     def take(self) -> list[object]:
         """Messages to PREFILL and scatters since the last call."""
@@ -139,7 +147,7 @@ def test_part_goes_from_request_to_free() -> None:
     arrived = StageArrived(part(), grant.region)
     assert prefill.written(part()) == [arrived]
     assert decode.receive(arrived) == [PartScatter(part(), 0, 4 * ALIGNMENT, [10, 11], 0)]
-    assert decode.staging.scattering == {KEY}
+    assert decode.grant.users == 2, "the scatter holds the pages"
     assert decode.receive(arrived) == []
     assert decode.receive(request(part())) == []
     assert decode.scattered(part()) == [StageFree(part())]
@@ -228,7 +236,7 @@ def test_region_of_an_aborted_transfer_is_freed_when_its_writer_has_stopped() ->
     assert decode.receive(request(part(0, 8, writer=1))) == []
     decode.staging.close(KEY)
     assert decode.take() == []
-    assert not decode.staging.scattering, "only scatters write pages: they are safe at once"
+    assert decode.grant.users == 1, "only scatters write pages: they are safe at once"
     assert decode.due(1e9) == []
     assert decode.ring.granted_bytes == 8 * ALIGNMENT
     assert decode.writer_stopped(2.0, late_writes=False) == [StageFree(part(0, 8))]
@@ -273,14 +281,14 @@ def test_stopped_writer_gets_no_grants_for_its_queued_parts() -> None:
     assert (decode.ring.waiting, decode.ring.granted_bytes) == (0, 0)
 
 
-def test_closed_transfer_is_scattering_until_its_scatter_has_ended() -> None:
+def test_scatter_holds_the_pages_of_a_closed_transfer_until_it_has_ended() -> None:
     decode = Decode()
     decode.receive(StageArrived(part(), decode.granted(part()).region))
     decode.staging.close(KEY)
     assert decode.writer_stopped(0.0, late_writes=False) == []
-    assert decode.staging.scattering == {KEY}
+    assert decode.grant.users == 2, "the scatter holds the pages"
     assert decode.scattered(part()) == [StageFree(part())]
-    assert not decode.staging.scattering
+    assert decode.grant.users == 1
 
 
 def test_abort_stops_a_running_write_only_when_it_has_ended() -> None:

@@ -7,8 +7,11 @@ import numpy as np
 import torch
 
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
+from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.kv_pool import KvPool
+from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.dispatch.staging import RankRing, StagedArrivals
+from pdserve.scheduler.decode.memory.command_log import CommandLog
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
 from pdserve.transfer.data.chunks import ChunkWrite, PartScatter, PartWrite, PartWritten
@@ -86,7 +89,12 @@ class StagedPair:
         self.sends = StagedSends(16, counters, self.effects)
         self.sends.peer_up(DECODE, regions)
         rings = [RankRing(StagingRing(RING_BYTES, epoch=5), CELL_BYTES)]
-        self.arrivals = StagedArrivals(rings, 7, 1.0, counters, self.effects)
+        allocator = PageAllocator[KvPage](self.target.num_pages)
+        allocator.grant("all, so that a transfer can share them", self.target.num_pages)
+        grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.target_pages])
+        assert grant is not None
+        self.grant = grant
+        self.arrivals = StagedArrivals(rings, 7, 1.0, counters, self.effects, CommandLog(allocator))
         self.arrivals.peer_up(PREFILL, regions)
         self.results: queue.Queue[SendResult] = queue.Queue()
         row = KvLayout((Plane("k", 1),), 0, 1, 0, 1, 1, RING_BYTES, "uint8")
@@ -104,7 +112,7 @@ class StagedPair:
     def transfer(self, start: int) -> None:
         """Transfer tokens [start, TOKENS); every message is delivered at once."""
         done = PrefillDone(KEY, (), TOKENS, 1, 0, 0, 0.0, 0.0, 0.0)
-        self.arrivals.open(KEY, PREFILL, start, TOKENS, self.target_pages[start // 7 :])
+        self.arrivals.open(KEY, PREFILL, start, TOKENS, self.grant)
         assert self.arrivals.hold(done)
         self.sends.request((DECODE, KEY), start, TOKENS, 0.0)
         # on a real server all ranks have the same page ids; here they are indices, which act() maps to ids of a rank

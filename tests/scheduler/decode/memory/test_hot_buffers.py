@@ -140,14 +140,14 @@ def test_random_workloads_always_have_their_rows_and_release_everything(seed: in
             hot.of(opening).loading = False
             opening = None
         if detached is not None and draw.random() < 0.5:
-            hot.free(detached)
+            hot.copied(detached)
             detached = None
         if tokens and detached is None and draw.random() < 0.15:
             gone = tokens.popitem()[0]
             if gone == opening:
-                detached, opening = hot.detach(gone), None
-            else:
-                hot.close(gone)
+                detached, opening = hot.of(gone), None
+                hot.pages.hold(detached.grant)
+            hot.close(gone)
         for rid in tokens:
             if rid == opening:
                 continue
@@ -172,7 +172,7 @@ def test_random_workloads_always_have_their_rows_and_release_everything(seed: in
         hot.check_integrity(idle=False)
         pages.check_integrity()
     if detached is not None:
-        hot.free(detached)
+        hot.copied(detached)
     for rid in tokens:
         hot.of(rid).loading = False
         hot.close(rid)

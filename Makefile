@@ -186,6 +186,7 @@ format: setup ## rewrite the code the way `make lint` wants it
 	$(BIN)/python docs/sizing_table.py
 	$(BIN)/python docs/metrics_table.py
 	$(BIN)/python docs/models_table.py
+	$(BIN)/python docs/lost_prefill_table.py
 	$(BIN)/python -m benchmarks.results
 	$(BIN)/python deploy/observability/write_dashboards.py
 

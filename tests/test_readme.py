@@ -33,7 +33,9 @@ def services() -> dict[str, Any]:
     return {name: service for name, service in compose["services"].items() if name != "check"}
 
 
-@pytest.mark.parametrize("name", ["settings_table", "sizing_table", "metrics_table", "models_table"])
+@pytest.mark.parametrize(
+    "name", ["settings_table", "sizing_table", "metrics_table", "models_table", "lost_prefill_table"]
+)
 def test_tables_in_docs_match_the_code(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

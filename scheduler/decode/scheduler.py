@@ -15,7 +15,7 @@ Three invariants:
 - `Transitions.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
 - `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into ENDED.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
-  (`quarantine.py`) until the writer has stopped.
+  (`Quarantine`) until the writer has stopped.
 
 Memory is over-committed: a request reserves its prompt and some growth, not its `max_new_tokens`. When the pool is
 empty, a request is retracted and continues later with the same tokens.
@@ -84,8 +84,7 @@ from .memory.resources import Resources
 from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Prompt, Request
 from .responses import grammar_failure
-from .run_queue import DecodeStep, RunQueue
-from .slow_masks import SlowMasks
+from .run_queue import DecodeStep, RunQueue, SlowMasks
 from .submissions import Submissions
 from .transitions import Transitions
 

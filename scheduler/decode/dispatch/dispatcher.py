@@ -17,8 +17,7 @@ from .local_prefill import LocalPrefill
 from .placement import Placement
 from .placer import Placer, most_cached
 from .prefill_peers import PrefillPeer, PrefillPeers, Selection
-from .prompt_queue import PromptQueue
-from .queue_pace import QueuePace
+from .prompt_queue import PromptQueue, QueuePace
 from .remote_prefill import RemotePrefill
 from .staging import RankRing
 

@@ -8,10 +8,9 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
-from pdserve.scheduler.decode.dispatch.prompt_queue import PromptQueue
-from pdserve.scheduler.decode.dispatch.queue_pace import MEASURED_S, QueuePace
+from pdserve.scheduler.decode.dispatch.prompt_queue import MEASURED_S, PromptQueue, QueuePace
 from pdserve.scheduler.decode.requests.request import Prompt, Request
-from pdserve.scheduler.decode.requests.waiting_queue import WaitingQueue
+from pdserve.scheduler.decode.run_queue import WaitingQueue
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.decode.test_precedence import ask, work

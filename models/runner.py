@@ -13,11 +13,11 @@ from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
 from .config.sharding import WHOLE, RankTokens, Shard
-from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
 from .decoders.latent_parameters import LatentParameters
 from .decoders.mla import MlaDecoder
+from .decoders.registry import dense_family, parameters_of
 from .graphs.capture import AnyDecoder, ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
@@ -76,8 +76,7 @@ def allocate_parameters(
     has the tensors to keep as they are stored where possible.
     """
     config.check_shares(shard)
-    parameters = DecoderParameters if config.mla is None else LatentParameters
-    return parameters.allocate(config, shard, device=device, dtype=dtype, stored=stored)
+    return parameters_of(config).allocate(config, shard, device=device, dtype=dtype, stored=stored)
 
 
 def _decoder(
@@ -89,7 +88,8 @@ def _decoder(
         return MlaDecoder(parameters, parallel)
     if isinstance(parameters, LatentParameters):
         return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
-    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+    _, decoder = dense_family(parameters.config)
+    return decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
 def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> Format | None:

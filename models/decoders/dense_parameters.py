@@ -39,7 +39,7 @@ class LayerParameters:
     sinks: torch.Tensor | None = None  # [heads] float32
 
 
-class _Memory(LayerMemory[LayerParameters]):
+class DenseMemory(LayerMemory[LayerParameters]):
     """Allocates the layers of one rank."""
 
     wide = True
@@ -94,7 +94,7 @@ class _Memory(LayerMemory[LayerParameters]):
 class DecoderParameters(RankParameters[LayerParameters]):
     """The weights of a rank of a decoder with full or windowed attention."""
 
-    memory = _Memory
+    memory = DenseMemory
 
     @property
     def heads(self) -> range:

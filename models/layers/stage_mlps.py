@@ -48,6 +48,12 @@ class StageMlps:
         hidden, normed = add_rms_norm(hidden, attended, norm, eps)
         return hidden, self._exchanged(index, normed, ranks)
 
+    def of_layer(self, index: int, rows: torch.Tensor, ranks: Sequence[RankTokens] | None) -> torch.Tensor:
+        """The result of a layer for rows [T, hidden], without a norm."""
+        if ranks is None:
+            return self._parallel.all_reduce(feed_forward(rows, self._mlps[index], self._config.moe))
+        return self._exchanged(index, rows, ranks)
+
     def assist(self, ranks: Sequence[RankTokens], nothing: torch.Tensor) -> None:
         """Take part in a step in which this rank has no tokens: compute its part of the MLPs for those of `ranks`.
         `nothing` is its hidden state, [0, hidden].

@@ -15,9 +15,8 @@ from ...configs.progress import ProgressLog
 from ...configs.setting_types import LoadFormat
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig
-from ..decoders.dense_parameters import DecoderParameters
-from ..decoders.latent_parameters import LatentParameters
 from ..decoders.rank_parameters import EMBEDDING, HEAD
+from ..decoders.registry import parameters_of
 from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import shown
 from ..formats.model_files import open_model_file, safetensors_header
@@ -119,8 +118,7 @@ def usual_format(config: ModelConfig) -> Format | None:
     scheme = config.scheme
     if scheme is None or not (found := format_of(scheme)).keeps(scheme):
         return None
-    parameters = DecoderParameters if config.mla is None else LatentParameters
-    slots = parameters.allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
+    slots = parameters_of(config).allocate(config, device=torch.device("meta"), dtype=torch.bfloat16).slots()
     return found(scheme, found.usual({name: slot.shape for name, slot in slots.items()}))
 
 

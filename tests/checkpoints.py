@@ -30,7 +30,9 @@ from pdserve.models.weights.format import Format
 from pdserve.models.weights.gguf import hf_name
 from tests.chat_template import CHAT_TEMPLATE
 
-TinyArchitecture = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]
+TinyArchitecture = Literal[
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2"
+]
 
 VOCAB_SIZE = 320
 EOS_ID = 258
@@ -59,6 +61,7 @@ def make_checkpoint(
         "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+        "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     }[architecture]
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,

@@ -85,6 +85,7 @@ FAMILIES = {
     "qwen3-moe": Family("qwen3_moe", {"norm_topk_prob": True}, WIDE_EXPERTS | HEADS, ALL_EXPERTS),
     "mistral": Family("mistral", {"sliding_window": 40}, WIDE | HEADS, {}),
     "mixtral": Family("mixtral", {}, WIDE | {"intermediate_size": 256}, ALL_EXPERTS),
+    "olmo2": Family("olmo2", {}, WIDE, {}),
     "gemma3": Family("gemma3_text", {}, WIDE | {"head_dim": 256}, {}),
     "gpt-oss": Family("gpt_oss", {}, WIDE | HEADS | {"intermediate_size": 256}, ALL_EXPERTS),
     "deepseek-v3": Family("deepseek_v3", MANY_EXPERTS, WIDE_LATENT, LATENT | ALL_OF_MANY | {"n_group": 1}),

@@ -25,7 +25,9 @@ from .rope import GPT_OSS_ROPE, RopeConfig, context_length, read_gguf_rope, read
 from .sharding import Shard
 from .windows import FULL, read_alternating_windows, read_layer_types, read_windows
 
-DenseArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss"]
+DenseArchitecture = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2"
+]
 SparseArchitecture = Literal["deepseek_v32", "glm_moe_dsa"]
 SPARSE_ARCHITECTURES: tuple[str, ...] = get_args(SparseArchitecture)
 LatentArchitecture = Literal["deepseek_v3"] | SparseArchitecture
@@ -41,6 +43,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
+    "Olmo2ForCausalLM": "olmo2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
@@ -55,6 +58,7 @@ _DEFAULT_CONTEXT: dict[Architecture, int] = {
     "qwen3_moe": 32768,
     "gemma3_text": 131072,
     "gpt_oss": 131072,
+    "olmo2": 2048,
     "deepseek_v3": 4096,
     "deepseek_v32": 163840,
     "glm_moe_dsa": 202752,
@@ -186,6 +190,8 @@ def _read_config(path: Path, raw: Json, architecture: Architecture) -> ModelConf
         return _latent_config(path, raw, architecture)
     if architecture == "gemma3_text":
         return _gemma3_config(path, raw)
+    if architecture == "olmo2":
+        return _olmo2_config(path, raw)
     return _gpt_oss_config(path, raw) if architecture == "gpt_oss" else _dense_config(path, raw, architecture)
 
 
@@ -227,7 +233,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         rope=rope,
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=architecture == "qwen2" or (architecture not in ("mistral", "mixtral") and attention_bias),
-        o_bias=architecture in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss") and attention_bias,
+        o_bias=architecture in ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2") and attention_bias,
         mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_hf_dtype(path, raw),
@@ -262,6 +268,12 @@ def _gemma3_config(path: Path, raw: Json) -> ModelConfig:
         scaled_embedding=True,
         logit_cap=own.logit_cap,
     )
+
+
+def _olmo2_config(path: Path, raw: Json) -> ModelConfig:
+    """OLMo-2: the fields of Llama, and norms after attention and the MLP."""
+    config = _dense_config(path, {"rms_norm_eps": 1e-5} | raw, "olmo2")
+    return replace(config, post_norms=True, float32_norms=True)
 
 
 def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:

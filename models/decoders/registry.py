@@ -4,8 +4,9 @@ from ..config.model import ModelConfig
 from .dense import Decoder
 from .dense_parameters import DecoderParameters
 from .latent_parameters import LatentParameters
+from .olmo2 import Olmo2Decoder, Olmo2Parameters
 
-DENSE: dict[str, tuple[type[DecoderParameters], type[Decoder]]] = {}
+DENSE: dict[str, tuple[type[DecoderParameters], type[Decoder]]] = {"olmo2": (Olmo2Parameters, Olmo2Decoder)}
 """Families with full or windowed attention that are not `Decoder` itself."""
 
 

@@ -74,6 +74,7 @@ CASES = {
         case("mistral", None, "from-pp2", "to-tp2"),
         case("mixtral", None, "from-tp2", "to-ep2"),
         case("gemma3", None, "to-pp2", "from-tp2"),
+        case("olmo2", None, "from-tp2", "to-pp2"),
         case("gpt-oss", None, "from-tp2", "to-ep2"),
         case("deepseek-v3", None, "from-tp2", "to-pp2"),
         case("kimi-k2", None, "to-pp2", "to-ep2"),

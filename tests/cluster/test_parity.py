@@ -51,6 +51,7 @@ CASES = {
     "mistral-window": Case("mistral", {"sliding_window": 40}, decode_page=8),
     "gemma3": Case("gemma3_text", {}, decode_page=8),
     "gpt-oss": Case("gpt_oss", {}, decode_page=8),
+    "olmo2": Case("olmo2", {}, decode_page=8),
     "mixtral": Case("mixtral", {}, decode_page=16),
     "qwen3-moe": Case("qwen3_moe", {"norm_topk_prob": True}, decode_page=16),
 }
@@ -66,7 +67,8 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(
-    scope="module", params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias-window", "qwen3-moe"]
+    scope="module",
+    params=list(CASES) if FULL else ["llama-tied-llama3-rope", "qwen2-bias-window", "qwen3-moe", "olmo2"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     case = CASES[request.param]

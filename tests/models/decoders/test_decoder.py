@@ -130,6 +130,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "gpt-oss": ("gpt_oss", {}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": 40}),
     "mixtral-window": ("mixtral", {"sliding_window": 40}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),

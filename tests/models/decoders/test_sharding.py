@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from pdserve.configs.errors import StartupError
 from pdserve.models.config.sharding import Shard
-from pdserve.models.decoders.dense_parameters import DecoderParameters
+from pdserve.models.decoders.registry import parameters_of
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.layers.parallel import ALONE, Parallel
 from pdserve.models.loading.catalog import ModelSource, locate_model
@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "qwen2": ("qwen2", {"vocab_size": 322}),
     "gpt-oss": ("gpt_oss", {"sliding_window": 6, "intermediate_size": 64}),
+    "olmo2": ("olmo2", {}),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True, "sliding_window": 6, "final_logit_softcapping": 5.0}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "qwen3-moe": ("qwen3_moe", {"moe_intermediate_size": 64, "mlp_only_layers": [1]}),
@@ -141,9 +142,10 @@ def copies(name: str, source: ModelSource, tp_size: int, stages: int) -> int:
     """Number of ranks that hold each element of a tensor."""
     if name.endswith(("o_proj.bias", "down_proj.bias")):
         return 1
-    if name.endswith(("norm.weight", "mlp.gate.weight")) or ".router." in name:
+    of_heads = source.config.architecture == "olmo2" and name.endswith(("q_norm.weight", "k_norm.weight"))
+    if (name.endswith(("norm.weight", "mlp.gate.weight")) or ".router." in name) and not of_heads:
         return tp_size
-    if ".k_proj." in name or ".v_proj." in name:
+    if any(each in name for each in (".k_proj.", ".v_proj.", ".k_norm.")):
         return max(1, tp_size // source.config.num_kv_heads)
     if name == "model.embed_tokens.weight" and source.config.tied_embeddings:
         return min(2, stages)
@@ -159,11 +161,11 @@ def test_ranks_read_their_parts_and_together_everything(
     expected = load_file(source.path / "model.safetensors")
     seen = {name: torch.zeros_like(value) for name, value in expected.items()}
     for shard in shards_of(tp_size, stages):
-        parameters = DecoderParameters.allocate(source.config, shard, device=CPU, dtype=torch.float32)
+        parameters = parameters_of(source.config).allocate(source.config, shard, device=CPU, dtype=torch.float32)
         slots = parameters.slots()
         for slot in slots.values():
             slot.target.fill_(torch.nan)
-        load_weights(source, slots, DecoderParameters.names(source.config))
+        load_weights(source, slots, parameters.names(source.config))
         for name, slot in slots.items():
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, slot.target.shape, strict=True))
             assert slot.target.equal(expected[name][part] + slot.offset), name

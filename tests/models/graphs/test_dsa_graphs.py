@@ -16,7 +16,7 @@ from pdserve.models.graphs.dsa import DsaStep
 from pdserve.models.graphs.mla import MlaStep
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, stored_format
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import (
     load_reference,
@@ -24,7 +24,6 @@ from tests.checkpoints import (
     quantise_checkpoint,
     reference_greedy,
     reference_logits,
-    stored_in,
 )
 from tests.memory.hisparse.hot_buffer import open_loaded
 from tests.models.graphs.steps import run_graph
@@ -124,7 +123,7 @@ class Setup:
         if fp8:
             quantise_checkpoint(directory, (128, 128))
         source = locate_model(str(directory))
-        kept = stored_in(source, "auto")
+        kept = stored_format(source, "auto")
         parameters = LatentParameters.allocate(source.config, device=device, dtype=dtype, stored=kept)
         load_weights(source, parameters.slots(), parameters.names(source.config))
         self.reference: Any = None if fp8 else load_reference(directory)

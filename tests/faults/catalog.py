@@ -146,7 +146,7 @@ class Config:
     """A pair of servers, or a decode server that computes its prompts itself."""
 
     name: str
-    sparse: bool = False
+    model: Literal["dense", "sparse", "mixture"] = "dense"
     prefill_ranks: int = 1
     decode_ranks: int = 1
     prefill_flags: tuple[str, ...] = ()
@@ -154,24 +154,52 @@ class Config:
     local: bool = False
     only: str = ""
     """The only state of its cells: the others are those of other configurations."""
+    faults: tuple[str, ...] = ()
+    """The names of its faults; none: all."""
+
+    @property
+    def decode_pools(self) -> int:
+        """The data-parallel ranks of decode: each has pages of its own, and is a peer of prefill."""
+        return self.decode_ranks if "--dp-attention" in self.decode_flags else 1
 
 
+KILLS = ("kill_frontend", "kill_leader", "kill_rank")
+DEP2 = ("--tp", "2", "--dp-attention")
+SMALL_RING = ("--staging-ring-mib", "0.05")
 CONFIGS = (
     Config("dense"),
-    Config("staged", prefill_ranks=2, prefill_flags=("--tp", "2"), decode_flags=("--staging-ring-mib", "0.05")),
+    Config("staged", prefill_ranks=2, prefill_flags=("--tp", "2"), decode_flags=SMALL_RING),
     Config(
         "hisparse",
-        sparse=True,
+        model="sparse",
         decode_ranks=2,
         decode_flags=("--pp", "2", "--enable-hisparse", "--hot-rows", "32", "--kv-memory-gib", "0.002"),
     ),
     Config("local", local=True, decode_flags=("--local-prefill", "always")),
     Config(
         "cached",
-        sparse=True,
+        model="sparse",
         decode_flags=("--local-prefill", "always", "--prefix-cache", "--enable-hisparse", "--hot-rows", "256"),
         local=True,
         only="loading",
+    ),
+    Config(
+        "TP to DEP",
+        model="mixture",
+        prefill_ranks=2,
+        decode_ranks=2,
+        prefill_flags=("--tp", "2"),
+        decode_flags=(*DEP2, *SMALL_RING),
+        faults=KILLS,
+    ),
+    Config(
+        "DEP to TP",
+        model="mixture",
+        prefill_ranks=2,
+        decode_ranks=2,
+        prefill_flags=DEP2,
+        decode_flags=("--tp", "2", *SMALL_RING),
+        faults=KILLS,
     ),
 )
 
@@ -182,6 +210,8 @@ def missing_because(config: Config, state: State, fault: Fault) -> str | None:
         return f"only with {state.only}"
     if config.only not in ("", state.name):
         return "the same as without a prefix cache"
+    if config.faults and fault.name not in config.faults:
+        return "as in the other tables"
     if config.local and not state.local:
         return "no prefill server: decode computes the prompt"
     if config.local and (fault.side == "prefill" or fault.needs == "link"):
@@ -221,8 +251,8 @@ def cells(config: Config) -> list[Cell]:
 
 
 def selection() -> list[Cell]:
-    """The cells of `make test-all`: each fault that needs no rank process once, and each state at least once, by
-    configuration.
+    """The cells of `make test-all`: each fault that needs no rank process once, each state at least once, by
+    configuration, and with data-parallel ranks a killed rank on either side.
     """
     chosen: list[Cell] = []
     dense, local = (config for config in CONFIGS if config.name in ("dense", "local"))
@@ -232,6 +262,15 @@ def selection() -> list[Cell]:
         if states:
             chosen.append(Cell(dense, states[turn % len(states)], fault))
             turn += 1
+    places = (("decode", "running"), ("prefill", "sending"))
+    chosen += [
+        Cell(config, state, fault)
+        for config in CONFIGS
+        for state in STATES
+        for fault in FAULTS
+        if config.model == "mixture" and (state.side, state.name) in places
+        if fault.name == "kill_rank" and fault.side == state.side
+    ]
     computing = next(state for state in STATES if state.name == "computing" and not state.remote)
     wanted = ("kill_leader", "fill_pools")
     chosen += [Cell(local, computing, fault) for fault in FAULTS[:10] + FAULTS[-8:] if fault.name in wanted]

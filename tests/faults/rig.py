@@ -12,7 +12,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from tests.checkpoints import GreedyTokens, load_reference, make_checkpoint, make_dsa_checkpoint
+from tests.checkpoints import (
+    GreedyTokens,
+    TinyArchitecture,
+    load_reference,
+    make_checkpoint,
+    make_dsa_checkpoint,
+)
 from tests.cluster.forkserver import HOOKS_VARIABLE, ROLE_VARIABLE
 from tests.cluster.servers import HTTP, REPOSITORY, Cluster, Server, cluster, python_path, wait_until
 from tests.faults.catalog import Cell, Config, Point, Side
@@ -218,14 +224,14 @@ class Rig:
         return work
 
     def _reach_retracted(self, point: Point) -> None:
-        """Two requests of a higher priority take the pages of the request, if all three run at the same time. It is
-        restored when they have left, and gets a hot buffer (HiSparse).
+        """Two requests of a higher priority for each pool take the pages of the request, if all run at the same time.
+        It is restored when they have left, and gets a hot buffer (HiSparse).
         """
         decode = self.servers["decode"]
         first = Point("decode", "saved") if point.state in ("restoring", "opening") else point
         for _ in range(RETRACTION_ATTEMPTS):
             self._arm(first)
-            for _ in range(2):
+            for _ in range(2 * self.config.decode_pools):
                 pressure = StreamClient(decode, self._pressure, PRESSURE_TOKENS, priority=1)
                 self._pressure_clients.append(pressure)
             self.client = StreamClient(decode, self._long.prompt, self._long.new_tokens)
@@ -271,8 +277,9 @@ class Rig:
                     leader.post(release=True)
 
     def wait_ready(self) -> None:
-        for server in self.servers.values():
-            server.wait_ready(peers=None if self.config.local else 1)
+        for side, server in self.servers.items():
+            peers = self.config.decode_pools if side == "prefill" else 1
+            server.wait_ready(peers=None if self.config.local else peers)
 
     def check_after(self, since: float = 0.0) -> float:
         """All pages become free, no counter shows an error, and the next request is served. Returns when all pages
@@ -338,8 +345,9 @@ def over_after(outcome: str, fired_at: float, over_at: float) -> float:
 
 
 def _make_model(config: Config, directory: Path) -> Path:
-    if config.sparse:
+    if config.model == "sparse":
         return make_dsa_checkpoint(directory, "glm_moe_dsa", index_topk=16, index_topk_pattern="FSSF")
+    family: TinyArchitecture = "qwen3_moe" if config.model == "mixture" else "qwen3"
     return make_checkpoint(
-        directory, "qwen3", num_attention_heads=8, num_key_value_heads=4, head_dim=16, max_position_embeddings=512
+        directory, family, num_attention_heads=8, num_key_value_heads=4, head_dim=16, max_position_embeddings=512
     )

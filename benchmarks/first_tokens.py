@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.simulation.cluster import Arrival, Cluster, Outcome, ServerSettings
@@ -62,6 +63,16 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         message_s=H200.message_s,
         write_s=H200.write_s,
     )
+    settings = server_settings("auto" if options.prefills else "always", options.limit_ms)
+    return [
+        outcome
+        for seed in range(options.seeds)
+        for outcome in Cluster(settings, times, prefills=options.prefills, decodes=1).run(arrivals_of(load, seed))
+    ]
+
+
+def server_settings(local_prefill: LocalPrefillSetting, limit_ms: float | None = None) -> ServerSettings:
+    """The defaults on a GPU, with much memory."""
     limits = DecodeLimits(
         page_size=PAGE_SIZE,
         max_running_requests=256,
@@ -74,9 +85,9 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         request_timeout_s=6000.0,
         quarantine_s=6.0,
         overlap=True,
-        local_prefill="auto" if options.prefills else "always",
+        local_prefill=local_prefill,
         max_step_tokens=6144,
-        slo_itl_s=options.limit_ms / 1000 if options.limit_ms is not None else None,
+        slo_itl_s=limit_ms / 1000 if limit_ms is not None else None,
     )
     prefill = PrefillLimits(
         page_size=PAGE_SIZE,
@@ -87,15 +98,10 @@ def _simulate(load: str, options: argparse.Namespace) -> list[Outcome]:
         steps_in_flight=2,
     )
     pages = (1 << 20) // PAGE_SIZE
-    settings = ServerSettings(limits, pages, prefill, pages)
-    return [
-        outcome
-        for seed in range(options.seeds)
-        for outcome in Cluster(settings, times, prefills=options.prefills, decodes=1).run(_arrivals(load, seed))
-    ]
+    return ServerSettings(limits, pages, prefill, pages)
 
 
-def _arrivals(load: str, seed: int) -> list[Arrival]:
+def arrivals_of(load: str, seed: int, seconds: float = SECONDS) -> list[Arrival]:
     draw = random.Random(seed)
     found: list[Arrival] = []
 
@@ -105,7 +111,7 @@ def _arrivals(load: str, seed: int) -> list[Arrival]:
     match load.split(":"):
         case ["poisson", rate]:
             at = draw.expovariate(float(rate))
-            while at < SECONDS:
+            while at < seconds:
                 tokens = int(min(8000, max(16, draw.lognormvariate(math.log(600), 1.0))))
                 add(at, tokens, int(min(800, max(10, draw.lognormvariate(math.log(150), 0.7)))))
                 at += draw.expovariate(float(rate))

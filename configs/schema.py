@@ -386,8 +386,8 @@ class DecodeConfig(ServerConfig):
     )
     local_prefill: LocalPrefillSetting = Field(
         "auto",
-        description="compute prompts on this server: never, always, or auto: if no prefill server takes them, if "
-        "prefill uses the same CPU cores, or if that is faster by measured rates",
+        description="compute prompts on this server: never, always, or auto: if a prefill server would be late, if "
+        "there is none or it uses the same GPU or CPU cores, and few tokens that hardly lengthen a step",
     )
     dispatch: DispatchSetting = Field(
         "prefix",

@@ -107,7 +107,7 @@ class Rates:
     def __init__(self) -> None:
         self.copied_pages = Rate()
         """From the GPU to host memory; the way back takes as long."""
-        self.prefilled_tokens = RateBySize()
+        self.prefilled_tokens = Rate()
         """Computed by prefill servers."""
         self.transfers = TransferRate()
         """Its inverse is the time that a prefill server adds to the queue and compute time of a prompt."""

@@ -215,6 +215,7 @@ class DecodeScheduler:
 
     def _handle_message(self, instance: InstanceId, message: object, now: float) -> None:
         remote = self.dispatcher.remote
+        self.dispatcher.peers.heard(instance, now)
         match message:
             case ChunkArrived():
                 self.counters["chunks" if remote.chunk_arrived(message) else "stale_messages"] += 1
@@ -307,6 +308,7 @@ class DecodeScheduler:
             self.memory.release_grant(quarantined.grant)  # a CopyPage in flight may still access a page of it
             if quarantined.hot_grant is not None and self.memory.hot is not None:
                 self.memory.hot.release_quarantined(quarantined.hot_grant)
+        self.transitions.take_back(now)
         self.transitions.give_memory(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)

@@ -561,6 +561,16 @@ class Transitions:
             self._remote.give_up(prompt, f"prefill server lost: {reason}", abort=True)
             self._retry_or_fail(prompt, now)
 
+    def take_back(self, now: float) -> None:
+        """Compute a prompt that a prefill server would bring late, and this server would not. One in a turn, because
+        each makes the others wait here.
+        """
+        prompt = self._remote.first_late(now)
+        if prompt is not None:
+            self._remote.give_up(prompt, "the prefill server was late", abort=True)
+            prompt.computed_here = True
+            self._retry_or_fail(prompt, now)
+
     def break_off(self, key: TransferKey, instance: InstanceId, problem: str, now: float) -> None:
         """Messages of a prefill server about staged parts make no sense: fail the transfer."""
         prompt = self._remote.prompts.get(key)

@@ -5,7 +5,7 @@ import logging
 from ...configs.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
-from ...transfer.plan.pairing import share_cpu
+from ...transfer.plan.pairing import share_device
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
 from ...transfer.protocol.wire import IntArray
@@ -45,10 +45,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     {endpoint},
                     capacity=layout.num_pages * layout.page_size,
                     writes_both=welcome.enable_hisparse,
-                    shares_cpu=share_cpu(self._hello.ranks, welcome.ranks),
+                    shares_device=share_device(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_cpu and self.scheduler.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same CPU cores: prompts after the first are computed here", endpoint)
+                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)

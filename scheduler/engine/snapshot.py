@@ -16,7 +16,7 @@ NOT_ADDED = frozenset(
     {
         "remote_prefill_tokens_per_second",
         "remote_prefill_overhead_seconds",
-        "local_prefill_crossover_tokens",
+        "local_prefill_short_tokens",
         "decode_step_seconds",
         "token_gap_limit_seconds",
     }

@@ -206,8 +206,8 @@ class PeerStatus(msgspec.Struct, frozen=True):
     """Tokens that the server computes before a prompt that is sent now (decode)."""
     cached_tokens: int | None = None
     """Tokens in its prefix cache; None if it does not report them (decode)."""
-    shares_cpu: bool | None = None
-    """It computes on the CPU cores that this server computes on (decode)."""
+    shares_device: bool | None = None
+    """It computes on the GPU or the CPU cores that this server computes on (decode)."""
     address: str | None = None
     """Its IP address, if `endpoint` has a host name, which may stand for several servers (decode)."""
     rdma_ports: dict[str, str] = {}

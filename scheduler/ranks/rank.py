@@ -400,7 +400,7 @@ class RankEngine:
                 sessions=self._arrivals.receivers.sessions if self._arrivals is not None else {},
                 ring=self._arrivals.ring if self._arrivals is not None else None,
                 staging=self._config.staging,
-                on_cpu=self._device.type == "cpu",
+                device=self._device,
             ),
             num_pages=cache.num_pages,
             step_limit=self._step_limit,

@@ -13,7 +13,7 @@ from ...configs.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import pack_short_hashes, page_hashes
 from ...memory.pages import PageAllocator
-from ...transfer.control.events import LoadReported, MessageReceived
+from ...transfer.control.events import LoadReported, MessageReceived, PeerClosed, PeerLost
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten
 from ...transfer.protocol.messages import (
     Abort,
@@ -37,6 +37,8 @@ from .step_times import StepTimes
 
 HEARTBEAT_S = 0.4
 """How often servers report their load, as by default."""
+LOST_AFTER_S = 1.8
+"""After this time without a message a server is lost, as by default."""
 TOKEN = TokenLogprob(1, None)
 
 
@@ -87,6 +89,9 @@ class _Prefill:
         self.after_step: dict[int, list[Event]] = {}
         """Writes that wait for a step, by its command id."""
         self.cancelled: set[tuple[InstanceId, object]] = set()
+        self.slowness = 1.0
+        """Its steps take this many times as long."""
+        self.dead = False
 
 
 class _Decode:
@@ -130,8 +135,13 @@ class Cluster:
             for decode in self._decodes:
                 space = PageSpace(settings.decode_pages, settings.decode.page_size)
                 prefill.scheduler.peer_up(decode.instance, space)
-                capacity = settings.prefill_pages * settings.prefill.page_size
-                decode.scheduler.peer_up(PrefillPeer(prefill.instance, {f"{prefill.instance}:1"}, capacity))
+                peer = PrefillPeer(
+                    prefill.instance,
+                    {f"{prefill.instance}:1"},
+                    capacity=settings.prefill_pages * settings.prefill.page_size,
+                    shares_device=cores is not None and 2 * settings.cores > cores,
+                )
+                decode.scheduler.peer_up(peer)
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Simulate until every request has ended."""
@@ -146,6 +156,37 @@ class Cluster:
         while self._open and self._clock.run_next():
             pass
         return list(self._outcomes.values())
+
+    def slow_down(self, number: int, at_s: float, slowness: float) -> None:
+        """From `at_s` on, steps of this prefill server take `slowness` times as long. Call before `run`."""
+
+        def change() -> None:
+            self._prefills[number].slowness = slowness
+
+        self._clock.at(at_s, change)
+
+    def kill(self, number: int, at_s: float) -> None:
+        """This prefill server dies at `at_s`; decode servers notice it by its silence. Call before `run`."""
+        server = self._prefills[number]
+
+        def die() -> None:
+            server.dead = True
+            self._clock.after(LOST_AFTER_S, lose)
+
+        def lose() -> None:
+            for decode in self._decodes:
+                for event in (PeerLost(server.instance, "silent"), PeerClosed(server.instance)):
+                    decode.scheduler.handle(event, self._clock.now)
+                self._turn_decode(decode)
+
+        self._clock.at(at_s, die)
+
+    def counters(self) -> collections.Counter[str]:
+        """Of all decode servers together."""
+        found: collections.Counter[str] = collections.Counter()
+        for decode in self._decodes:
+            found.update(decode.scheduler.counters)
+        return found
 
     def busy(self) -> tuple[float, float]:
         """The share of the time in which a prefill server, and a decode server, computed."""
@@ -166,7 +207,7 @@ class Cluster:
 
     def _heartbeat(self) -> None:
         for prefill in self._prefills:
-            for decode in self._decodes:
+            for decode in self._decodes if not prefill.dead else ():
                 decode.scheduler.handle(LoadReported(prefill.instance, prefill.scheduler.load()), self._clock.now)
                 prefill.scheduler.handle(LoadReported(decode.instance, decode.scheduler.load()), self._clock.now)
         for prefill in self._prefills:
@@ -261,6 +302,8 @@ class Cluster:
 
     def _turn_prefill(self, server: _Prefill) -> None:
         now = self._clock.now
+        if server.dead:
+            return
         server.scheduler.advance(now)
         self._perform_prefill(server)
         while (step := server.scheduler.next_step(now)) is not None:
@@ -269,6 +312,7 @@ class Cluster:
         if server.steps and not server.computing:
             server.computing, server.step_started = True, now
             seconds = self._times.prefill_s((chunk.start, chunk.end) for chunk in server.steps[0].chunks)
+            seconds *= server.slowness
             self._cores.run("prefill", seconds, self._settings.cores, lambda: self._end_prefill_step(server))
 
     def _perform_prefill(self, server: _Prefill) -> None:
@@ -289,6 +333,8 @@ class Cluster:
                     raise TypeError(f"not simulated: {other!r}")
 
     def _end_prefill_step(self, server: _Prefill) -> None:
+        if server.dead:
+            return
         step = server.steps.popleft()
         server.computing = False
         server.busy_s += self._clock.now - server.step_started
@@ -304,6 +350,8 @@ class Cluster:
         server.link_free_at = max(now, server.link_free_at) + tokens * self._times.kv_token_s
 
         def end() -> None:
+            if server.dead:
+                return
             ok = (chunk.instance, chunk.key) not in server.cancelled
             written = ChunkWritten(
                 chunk.instance, chunk.key, chunk.token_start, chunk.token_end, ok=ok, reason="" if ok else "cancelled"
@@ -314,6 +362,8 @@ class Cluster:
         self._clock.at(server.link_free_at + self._times.write_s, end)
 
     def _receive_at_prefill(self, source: _Decode, target: _Prefill, effect: SendToPeer) -> None:
+        if target.dead:
+            return
         match effect.message:
             case KvDestination() as destination:
                 now = self._clock.now

@@ -45,7 +45,7 @@ GAUGES: Mapping[str, Exported] = _same_names(
         "local_prefill_tokens_per_second": "Measured rate at which this decode server computes prompts.",
         "remote_prefill_tokens_per_second": "Measured rate at which prefill servers compute prompts.",
         "remote_prefill_overhead_seconds": "Measured time of a remote prefill, without queueing and computing.",
-        "local_prefill_crossover_tokens": "Longest prompt that this server computes faster than a prefill server.",
+        "local_prefill_short_tokens": "Prompt tokens that this server computes in any case: a step hardly gets longer.",
         "local_prefill_waiting_tokens": "Tokens of prompts that this decode server has yet to compute.",
         "decode_step_seconds": "Measured time of a decode step without prompt tokens.",
         "token_gap_limit_seconds": "Limit on the time between tokens of requests that have none of their own.",
@@ -65,8 +65,8 @@ GAUGES: Mapping[str, Exported] = _same_names(
 
 _PLACEMENTS = "Prompts by the place that computes them (local: this decode server) and the reason."
 _PLACEMENT_REASONS = {
-    "local": ("always", "absent", "failed", "refused", "short", "queue", "shared_cpu"),
-    "remote": ("never", "unmeasured", "faster", "hot_rows"),
+    "local": ("always", "absent", "failed", "refused", "short", "late", "shared_device"),
+    "remote": ("never", "unmeasured", "on_time", "late", "hot_rows"),
 }
 _LATE = (
     "Requests that were late, by limit (ttft: for the first token; itl: for a later one, by more than a tenth) and by "

@@ -85,10 +85,10 @@ def test_tokens_equal_transformers(started: Servers, model: Model, mode: str) ->
         assert local_prompts(server) == (2 * len(LENGTHS) if mode == "always" else 0)
 
 
-def test_server_info_tells_whether_the_prefill_server_shares_cpu_cores(started: Servers) -> None:
+def test_server_info_tells_whether_the_prefill_server_shares_the_cpu(started: Servers) -> None:
     """Each server of these tests has one thread."""
     (peer,) = started.auto.info()["peers"]
-    assert peer["shares_cpu"] is (len(os.sched_getaffinity(0)) < 2)
+    assert peer["shares_device"] is (len(os.sched_getaffinity(0)) < 2)
 
 
 def test_chunks_run_beside_decode_steps_without_changing_their_tokens(started: Servers, model: Model) -> None:

@@ -35,8 +35,10 @@ def check_pair(hello: Hello, welcome: Welcome) -> str | None:
     )
 
 
-def share_cpu(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
-    """Whether two servers compute on the CPU of one machine and have more threads than cores there."""
+def share_device(ours: Sequence[Rank], theirs: Sequence[Rank]) -> bool:
+    """Whether two servers compute on one GPU, or on the CPU of one machine with more threads than it has cores."""
+    if {rank.gpu for rank in ours} & {rank.gpu for rank in theirs} - {""}:
+        return True
     for machine in {rank.machine for rank in ours} & {rank.machine for rank in theirs}:
         ranks = [rank for rank in (*ours, *theirs) if rank.machine == machine]
         cores = {core for rank in ranks for core in rank.cpu_cores}

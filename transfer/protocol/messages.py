@@ -13,7 +13,7 @@ History
      TransferFailed, `accepting`, `window_tokens` and `tokens_per_s` to Load, `probe_address` and `probe_bytes` to Pool
      and StageRing. Later: `hot` to Rank, a third frame to KvDestination, and a meaning to `enable_hisparse` of Welcome
      and KvDestination; `cache_reports` to Load, which asks for the new message CachedPrefixes; a fourth and
-     a fifth frame to KvDestination; `checkpoint` to Rank.
+     a fifth frame to KvDestination; `checkpoint` and `gpu` to Rank.
 
 Directions (P prefill, D decode):
   D -> P  Hello, KvDestination, Abort, StageGrant, StageFree
@@ -147,6 +147,8 @@ class Rank(msgspec.Struct, array_like=True, frozen=True):
     """The fingerprint of the model that it has loaded (models/loading/fingerprint.py); empty from an older server, with
     which `model_fingerprint` decides.
     """
+    gpu: str = ""
+    """The UUID of the GPU that it computes on; empty from an older server, and on a CPU."""
 
 
 class _Introduction(Message, frozen=True):

@@ -122,16 +122,15 @@ class PrefillDispatcher:
             waits, for a prefix or for one server. Endpoints whose servers take no prompt are added to `busy`.
             """
             selection = self.peers.select(prompt, now)
-            is_open = selection is not None and selection.is_open
-            placement = self.placer.place(prompt, now, remote_open=is_open)
+            placement, starts = self.placer.place(prompt, selection, now)
             places[prompt] = placement, selection
-            if placement.where != "wait":
+            if starts:
                 return True
             if self.can_prefill(prompt.endpoint, prompt.tokens):
                 busy.add(prompt.endpoint)
             if prompt.awaited is not None:
                 return None
-            if selection is None or is_open or not selection.cached:
+            if selection is None or selection.is_open or not selection.cached:
                 return False
             self.peers.hold(prompt, selection)
             return None

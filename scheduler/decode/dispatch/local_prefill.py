@@ -19,8 +19,8 @@ STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
 STEP_ROWS = 128
 """The GPU computes tokens in tiles of this many, and CUDA graphs have such sizes: a few more cost as much as a tile."""
-MOST_SHARE = 0.5
-"""Largest share of its time that a decode server is expected to spend on prompts: the rest is for its decode steps."""
+SHORT_PART = 0.2
+"""Prompts that lengthen a step by at most this part of it are computed here: nobody notices such a gap."""
 
 
 class LocalPrefill:
@@ -116,21 +116,27 @@ class LocalPrefill:
     def _tokens_per_s(self) -> float | None:
         return self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s
 
-    def expected_speed(self, tokens: int, rate: float | None) -> tuple[float, float | None]:
-        """The expected wait in seconds until this server begins to compute `tokens` tokens, and its tokens per second
-        from then on; `rate` is its rate without other work. If the server is idle and the tokens fit into one step,
-        they get the full rate. Otherwise they get a share of it: requests run beside them, or may start to.
+    def short_tokens(self, rate: float) -> int:
+        """Most tokens, at `rate` tokens per second, that hardly delay the tokens of running requests: they lengthen a
+        step by SHORT_PART of it. While no request runs, they may take as long as the limit on gaps allows.
+        """
+        running = self.times.running
+        idle_s = self.times.idle_step_s(running) or 0.0
+        seconds = SHORT_PART * idle_s if running else self._gap_limit_s(idle_s) - idle_s
+        return int(min(seconds * rate, self._most))
+
+    def expected_s(self, tokens: int, rate: float) -> float:
+        """The expected time until this server has computed `tokens` tokens, those before a prompt included; `rate` is
+        its rate without other work. It computes them beside running requests, whose steps take their share.
         """
         running = self.times.running
         idle_s = self.times.idle_step_s(running)
-        if not running and tokens <= self._most:
-            return 0.0, rate
-        if rate is None or not idle_s:
-            return 0.0, rate and rate * MOST_SHARE
+        if not idle_s or (not running and tokens <= self._most):
+            return tokens / rate
         prompt_s = min(prompt_time(idle_s, self._gap_limit_s(idle_s), ()).seconds, self._most / rate)
         # with pipeline stages, the chunk leaves the last stage after as many step times as there are steps in flight
         further = max(0, min(self._limits.stages, self.times.in_flight) - 1)
-        return idle_s + further * (idle_s + prompt_s), rate * min(MOST_SHARE, prompt_s / (idle_s + prompt_s))
+        return idle_s + further * (idle_s + prompt_s) + tokens / rate * (idle_s + prompt_s) / prompt_s
 
     def computed(self, chunk: Chunk[LocalPrompt], seconds: float) -> bool:
         """A step has computed this chunk. Returns whether a request still needs the prompt; then the caller adds the

@@ -1,6 +1,8 @@
 """Collects what the placement of a prompt depends on: prefill servers, queues, caches and measured rates."""
 
+import dataclasses
 import math
+from typing import Literal
 
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...store.kv_store import KvStore
@@ -9,16 +11,15 @@ from ..requests.limits import MAX_ATTEMPTS
 from ..requests.request import Attempt, LocalPrompt, Prompt
 from ..requests.reservation import fits_to_compute
 from .local_prefill import LocalPrefill
-from .placement import Costs, Placement, PlacementInputs
+from .placement import Placement, PlacementInputs
 from .placement import place as decide
-from .prefill_peers import PrefillPeers
+from .prefill_peers import PrefillPeers, Selection
 from .prompt_queue import PromptQueue
 
 PAIRING_S = 1.0
 """How long a prompt waits for the first prefill server to pair, if this server may compute it."""
 ESTIMATE_S = 0.25
 """The cached tokens of a waiting prompt are looked up at most once in this time."""
-NO_COSTS = Costs(None, None, None)
 
 
 class Placer:
@@ -39,89 +40,113 @@ class Placer:
         self._first_at: float | None = None
         """When the first prompt was placed."""
 
-    def costs(self, tokens: int, shared: int = 0) -> Costs:
-        """The measured costs of both places for a prompt of `tokens` tokens, of which another prompt computes `shared`
-        here. A place without a measurement for such prompts is expected to have the highest known rate.
-        """
-        transfers, rates = self._rates.transfers.per_s, (self._rates.prefilled_tokens, self._rates.local_tokens)
-        remote, local = (rate.at(tokens) for rate in rates)
-        known = (self._peers.tokens_per_s, remote, local, *(rate.per_s for rate in rates))
-        expected = max((rate for rate in known if rate), default=None)
-        before = self._local.tokens_before(tokens) + tokens - shared
-        step_s, local = self._local.expected_speed(before, local or expected)
-        return Costs(
-            local_tokens_per_s=local,
-            remote_tokens_per_s=remote or expected,
-            overhead_s=1 / transfers if transfers is not None else None,
-            step_s=step_s,
-        )
-
     def gauges(self) -> dict[str, float]:
-        """The measured inputs of the placement. Unknown values and an infinite crossover are left out."""
+        """The measured inputs of the placement. Unknown and infinite values are left out."""
         limit_s = self._local.gap_limit_s()
         limit = {"token_gap_limit_seconds": limit_s} if math.isfinite(limit_s) else {}
         if self._limits.local_prefill == "never":
             return limit
-        costs = self.costs(self._limits.max_step_tokens)
+        transfers = self._rates.transfers.per_s
+        rate = self._local_rate(self._limits.max_step_tokens)
         measured = {
-            "local_prefill_tokens_per_second": costs.local_tokens_per_s,
-            "remote_prefill_tokens_per_second": costs.remote_tokens_per_s,
-            "remote_prefill_overhead_seconds": costs.overhead_s,
-            "local_prefill_crossover_tokens": costs.crossover_tokens,
+            "local_prefill_tokens_per_second": rate,
+            "local_prefill_short_tokens": self._local.short_tokens(rate) if rate is not None else None,
+            "remote_prefill_tokens_per_second": self._peers.tokens_per_s or self._rates.prefilled_tokens.per_s,
+            "remote_prefill_overhead_seconds": 1 / transfers if transfers is not None else None,
             "decode_step_seconds": self._local.times.idle_step_s(self._local.times.running),
         }
         known = {name: value for name, value in measured.items() if value is not None and math.isfinite(value)}
         return {**limit, **known, "local_prefill_waiting_tokens": self._local.window.own_tokens}
 
-    def place(self, prompt: Prompt, now: float, *, remote_open: bool) -> Placement:
-        """Where to compute a prompt now; `remote_open`: its prefill server takes it."""
+    def place(self, prompt: Prompt, selection: Selection | None, now: float) -> tuple[Placement, bool]:
+        """Where to compute a prompt, on the selected prefill server or here, and whether to do so now."""
         if self._first_at is None:
             self._first_at = now
         mode, awaited = self._limits.local_prefill, prompt.awaited
+        remote_open = selection is not None and selection.is_open
         if mode == "never":
-            return decide(PlacementInputs(mode, 0, NO_COSTS, remote_open=remote_open))
+            return decide(PlacementInputs(mode)), remote_open
         shared = self._awaited_tokens(prompt, now)
         local_open = not shared and self._local.is_open(prompt)
-        if mode == "always":
-            placement = decide(PlacementInputs(mode, 0, NO_COSTS, local_open=local_open))
-        else:
-            placement = decide(self._inputs(prompt, now, shared, local_open=local_open, remote_open=remote_open))
-            if placement == ("local", "short") and remote_open and self._rates.transfers.is_old(now):
-                self._rates.transfers.measure_again(now)
-                placement = Placement("remote", "unmeasured")
-        if placement.where != "wait":
+        placement = decide(PlacementInputs(mode) if mode == "always" else self._inputs(prompt, selection, shared, now))
+        if placement in (("local", "short"), ("local", "late")) and remote_open and self._rates.transfers.is_old(now):
+            self._rates.transfers.measure_again(now)
+            placement = Placement("remote", "unmeasured")
+        starts = placement.where is not None and (local_open if placement.where == "local" else remote_open)
+        if starts:
             prompt.awaited = None
         self._counters["prefix_waits"] += prompt.awaited is not awaited and prompt.awaited is not None
-        return placement
+        return placement, starts
 
-    def _inputs(
-        self, prompt: Prompt, now: float, shared: int, *, local_open: bool, remote_open: bool
-    ) -> PlacementInputs:
+    def is_late(self, prompt: Prompt, attempt: Attempt, now: float) -> bool:
+        """Whether a prompt will be late at its prefill server, and not here. If it has taken longer than expected, it
+        is expected to take that much longer again.
+        """
+        remote_s = now - attempt.sent_at - attempt.expected_s
+        if remote_s <= max(0.0, self._due_s(prompt, now)):
+            return False
+        inputs = self._inputs(prompt, None, 0, now)
+        return decide(dataclasses.replace(inputs, failed=None, short=False, remote_s=remote_s)) == ("local", "late")
+
+    def _due_s(self, prompt: Prompt, now: float) -> float:
+        """The time until the first token of a prompt is late."""
+        return prompt.arrived_at + (prompt.slo_ttft_s or self._limits.slo_ttft_s) - now
+
+    def _inputs(self, prompt: Prompt, selection: Selection | None, shared: int, now: float) -> PlacementInputs:
         """The inputs of the decision in mode `auto`. Another prompt computes the next `shared` tokens here."""
         able = self._peers.able(prompt)
+        remote_open = selection is not None and selection.is_open
         tokens = prompt.tokens - self._cached_tokens(prompt, now) if able else prompt.tokens
-        ahead = min((peer.window.tokens_before(tokens) for peer in able), default=0)
-        if able and not remote_open:  # it also waits behind the queue
-            ahead += min(self._queue.tokens, len(self._queue) * tokens) // len(able)
+        here = self._local.tokens_before(tokens) + tokens - shared
+        rate = self._local_rate(tokens)
         return PlacementInputs(
             "auto",
-            tokens,
-            self.costs(tokens, shared),
-            paired=bool(able),
-            expected=self._expects_server(prompt, now),
-            failed=prompt.computed_here or prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS,
-            refused=prompt.times_refused >= MAX_ATTEMPTS,
-            shared_cpu=all(peer.shares_cpu for peer in able),
-            remote_open=remote_open,
-            remote_ahead=ahead,
-            remote_shared=self._shared_at_prefill(prompt, prompt.tokens - tokens),
-            local_open=local_open,
-            local_ahead=self._local.tokens_before(tokens),
-            local_shared=shared,
-            local_fits=prompt.tokens <= self._memory.largest_prompt
-            and fits_to_compute(prompt, self._memory.pages.num_pages, self._limits),
-            local_room=self._memory.may_compute(prompt, shrink=False),
+            servers="paired" if able else "expected" if self._expects_server(prompt, now) else "absent",
+            failed=self._failed(prompt, remote_open=remote_open),
+            room=self._room(prompt),
+            shared_device=all(peer.shares_device for peer in able),
+            short=rate is not None and here <= self._local.short_tokens(rate),
+            due_s=self._due_s(prompt, now),
+            remote_s=self._remote_s(prompt, tokens, selection, now),
+            local_s=self._local.expected_s(here, rate) if rate is not None else None,
         )
+
+    def _local_rate(self, tokens: int) -> float | None:
+        """Tokens per second of a prompt of `tokens` tokens here. Until such prompts are measured, this server is
+        expected to be as fast as prefill servers.
+        """
+        return self._rates.local_tokens.at(tokens) or self._peers.tokens_per_s or self._rates.prefilled_tokens.per_s
+
+    def _remote_s(self, prompt: Prompt, tokens: int, selection: Selection | None, now: float) -> float | None:
+        """The expected time until the KV of a prompt is here from the selected server, or else from the best one, if
+        they have to compute `tokens` tokens.
+        """
+        transfers = self._rates.transfers.per_s
+        tokens -= self._shared_at_prefill(prompt, prompt.tokens - tokens)
+        if selection is not None:
+            peers, tokens = [selection.peer], min(tokens, prompt.tokens - (selection.cached or 0))
+        else:
+            peers = self._peers.able(prompt)
+        if transfers is None or not peers:
+            return None
+        queued = 0  # tokens that wait here, and are sent before it
+        if selection is None or not selection.is_open:
+            queued = min(self._queue.tokens, len(self._queue) * tokens) // len(peers)
+        known = self._peers.tokens_per_s or self._rates.prefilled_tokens.per_s
+        if known is None:
+            return None
+        return 1 / transfers + min(peer.expected_s(tokens, queued, peer.tokens_per_s or known, now) for peer in peers)
+
+    def _failed(self, prompt: Prompt, *, remote_open: bool) -> Literal["failed", "refused"] | None:
+        if prompt.computed_here or prompt.attempts - prompt.times_refused >= MAX_ATTEMPTS:
+            return "failed"
+        return "refused" if prompt.times_refused >= MAX_ATTEMPTS and not remote_open else None
+
+    def _room(self, prompt: Prompt) -> Literal["now", "later", "never"]:
+        memory = self._memory
+        if prompt.tokens > memory.largest_prompt or not fits_to_compute(prompt, memory.pages.num_pages, self._limits):
+            return "never"
+        return "now" if memory.may_compute(prompt, shrink=False) else "later"
 
     def sent(self, prompt: Prompt, attempt: Attempt) -> None:
         """A prompt was sent to a prefill server. Call `returned` for it."""

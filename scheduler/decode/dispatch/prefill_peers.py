@@ -28,8 +28,8 @@ class PrefillPeer:
     """It is shutting down, and gets no more prompts."""
     writes_both: bool = False
     """It writes KV to host memory or to the GPU, as its KvDestination says (HiSparse)."""
-    shares_cpu: bool = False
-    """It computes on the CPU cores that this server computes on."""
+    shares_device: bool = False
+    """It computes on the GPU or the CPU cores that this server computes on."""
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
     tokens_per_s: float = 0.0
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
@@ -38,6 +38,26 @@ class PrefillPeer:
     """Tokens to compute of prompts in our queue that wait for this server, because it has their prefix."""
     sent_at: float = -math.inf
     """When it last got a prompt from us."""
+    heard_at: float = 0.0
+    """When it last sent a message, or got a prompt after it had answered all others."""
+
+    @property
+    def answered_all(self) -> bool:
+        """It has none of our prompts, and has sent a message since the last one."""
+        return not self.window.own_tokens and self.heard_at > self.sent_at
+
+    def silent_s(self, tokens_per_s: float, now: float) -> float:
+        """For how much longer it has been silent than all of its prompts should take: it is slow or dead."""
+        if self.answered_all:
+            return 0.0
+        return max(0.0, now - self.heard_at - self.window.tokens_ahead / tokens_per_s)
+
+    def expected_s(self, tokens: int, queued: int, tokens_per_s: float, now: float) -> float:
+        """The expected time until it has computed `tokens` tokens, after `queued` others that it has not got yet. A
+        silent server is expected to be silent for as long again.
+        """
+        ahead = self.window.tokens_before(tokens)
+        return (ahead + queued + tokens) / tokens_per_s + self.silent_s(tokens_per_s, now)
 
     def cached_tokens(self, prompt: Prompt) -> int | None:
         """Tokens of a prompt that are in its cache, as far as known; None if it does not report its cache, or the pages
@@ -69,9 +89,11 @@ class DispatchInputs(NamedTuple):
     tokens_ahead: int | None
     cached_tokens: int | None
     """None if the server does not report its cache."""
-    shares_cpu: bool | None = None
+    shares_device: bool | None = None
 
 
+SLOWER = 2
+"""A server counts as slower if the fastest is this many times as fast: measured rates vary."""
 REFUSED_BACKOFF_S = 0.5
 """How long a server gets no prompts after it has refused one, because it is full or shutting down."""
 
@@ -116,9 +138,18 @@ class PrefillPeers:
             self._peers[instance].window.report(load)
             self._peers[instance].tokens_per_s = load.tokens_per_s
 
+    def rate(self, instance: InstanceId) -> float | None:
+        """How fast a server computes prompts; until it reports that, as fast as the fastest. None if it was lost."""
+        return self._peers[instance].tokens_per_s or self.tokens_per_s if instance in self._peers else None
+
     def window(self, instance: InstanceId) -> DispatchWindow | None:
         """None for a server that was lost."""
         return self._peers[instance].window if instance in self._peers else None
+
+    def heard(self, instance: InstanceId, now: float) -> None:
+        """The server has sent a message about its prompts."""
+        if instance in self._peers:
+            self._peers[instance].heard_at = now
 
     def refused(self, instance: InstanceId, now: float) -> None:
         """The server has refused a prompt; it may take one later."""
@@ -157,7 +188,7 @@ class PrefillPeers:
         cached = [peer.cached_tokens(prompt) if self._mode == "prefix" else None for peer in peers]
         candidates = [
             Candidate(
-                ahead=peer.window.tokens_ahead + peer.held_tokens,
+                ahead=self._ahead(peer, prompt.tokens - (tokens or 0), now),
                 cached=tokens or 0,
                 fullness=peer.cache.stored_tokens / (peer.capacity * peer.cache.ranks),
                 is_open=peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, tokens)),
@@ -171,6 +202,17 @@ class PrefillPeers:
             return None
         number = choice.number
         return Selection(peers[number], candidates[number].is_open, choice.reason, cached[number])
+
+    def _ahead(self, peer: PrefillPeer, tokens: int, now: float) -> int:
+        """Tokens that a server computes before a prompt of `tokens` tokens. Time that it will take longer than the
+        fastest server, because it is slower or silent, counts as tokens as well.
+        """
+        ahead, fastest = peer.window.tokens_ahead + peer.held_tokens, self.tokens_per_s
+        if fastest is None:
+            return ahead
+        slower = fastest / peer.tokens_per_s if SLOWER * peer.tokens_per_s < fastest and peer.tokens_per_s else 1.0
+        silent_s = peer.silent_s(fastest / slower, now)
+        return int(slower * ahead + (slower - 1) * tokens + silent_s * fastest)
 
     def hold(self, prompt: Prompt, selection: Selection) -> None:
         """A prompt waits for a server that has its prefix. Count its tokens there, so that later prompts see them."""
@@ -204,7 +246,7 @@ class PrefillPeers:
             peer.instance: DispatchInputs(
                 peer.window.tokens_ahead,
                 None if peer.cache.page_size is None else peer.cache.stored_tokens,
-                peer.shares_cpu,
+                peer.shares_device,
             )
             for peer in list(self._peers.values())
         }

@@ -29,6 +29,9 @@ from .placer import Placer
 from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from .staging import RankRing, StagedArrivals
 
+LOOK_S = 0.05
+"""A look at all prompts takes up to a millisecond."""
+
 
 @dataclasses.dataclass(slots=True)
 class QuarantinedPages:
@@ -112,6 +115,8 @@ class RemotePrefill:
         self._peers = peers
         self._placer = placer
         self.prompts: dict[TransferKey, Prompt] = {}
+        self._look_at = -math.inf
+        """When to look for late prompts again."""
         self.quarantine = Quarantine(limits.quarantine_s)
         self.staging = StagedArrivals(
             rings, limits.page_size, limits.quarantine_s, counters, outbox, self._memory.commands
@@ -162,6 +167,10 @@ class RemotePrefill:
             destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prompts[key] = prompt
         self._placer.sent(prompt, attempt)
+        if peer.answered_all:
+            peer.heard_at = now
+        rate = self._peers.rate(peer.instance)
+        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else math.inf
         peer.window.sent(kind, tokens)
         peer.sent_at = now
         message = KvDestination(
@@ -192,6 +201,19 @@ class RemotePrefill:
         """Prompts that were sent to this prefill server and that it has not finished."""
         attempts = ((prompt, _attempt(prompt)) for prompt in self.prompts.values())
         return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
+
+    def first_late(self, now: float) -> Prompt | None:
+        """The first prompt that its prefill server will bring late, and that this server computes sooner. When there is
+        none, the next look is LOOK_S later.
+        """
+        if self._limits.local_prefill != "auto" or now < self._look_at:
+            return None
+        for prompt in self.prompts.values():
+            attempt = _attempt(prompt)
+            if not attempt.written and self._placer.is_late(prompt, attempt, now):
+                return prompt
+        self._look_at = now + LOOK_S
+        return None
 
     def chunk_arrived(self, chunk: ChunkArrived) -> bool:
         """Record a chunk; False if its transfer is not in flight."""

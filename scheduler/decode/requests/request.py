@@ -5,6 +5,7 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,8 @@ class Attempt:
     sent_at: float
     tokens_left: int
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
+    expected_s: float = math.inf
+    """When it was sent: the expected time until its KV is here."""
     written: bool = False
     """Prefill has written everything (PrefillDone) and is not needed any more. Decode ranks may still scatter or verify
     the KV.
@@ -180,7 +183,7 @@ class Prompt:
         self.awaited: AwaitedPrefix | None = None
         """The prefix that another prompt computes on this server, while this one waits for it."""
         self.computed_here = False
-        """Only this server computes it: the first token of a prefill server may not match its grammar."""
+        """Only this server computes it: the first token of a prefill server may not match its grammar, or was late."""
         self.refusal: Refusal | None = None
         """The last failed reservation."""
         self.times_refused = 0

@@ -79,11 +79,12 @@ def announced_rank(
     sessions: Mapping[Transport, str],
     ring: RingMemory | None,
     staging: StagingSetting,
-    on_cpu: bool,
+    device: torch.device,
 ) -> Rank:
     """A rank with all of its memory. `sessions` are the addresses of its receive engines, `hot` is its cache with
     HiSparse.
     """
+    on_cpu = device.type == "cpu"
     return Rank(
         rank=peer_rank,
         session=sessions.get("tcp"),
@@ -96,4 +97,5 @@ def announced_rank(
         hot=announced_hot(hot) if hot is not None else None,
         cpu_cores=tuple(sorted(os.sched_getaffinity(0))) if on_cpu else (),
         cpu_threads=torch.get_num_threads() if on_cpu else 0,
+        gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "",
     )

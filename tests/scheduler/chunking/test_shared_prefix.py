@@ -104,14 +104,14 @@ SHARED, OWN, PROMPTS = 256, 64, 6
 class Burst(TimedSimulator):
     """Like the CPU of a small machine. Prompts with one prefix are submitted at once."""
 
-    def __init__(self, local_prefill: str, *, shares_cpu: bool = False) -> None:
+    def __init__(self, local_prefill: str, *, shares_device: bool = False) -> None:
         self.tokens_here = 0
         """Prompt tokens that the decode server has computed."""
         limits = decode_limits(local_prefill=local_prefill, max_step_tokens=512)
         super().__init__(tokens_per_s=150, step_s=0.08, limits=limits)
-        if shares_cpu:
+        if shares_device:
             for server in self.servers.values():
-                self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}, shares_cpu=True))
+                self.decode.peer_up(PrefillPeer(server.instance, {server.endpoint}, shares_device=True))
 
     def submit_all(self) -> None:
         for number in range(PROMPTS):
@@ -155,12 +155,12 @@ def test_decode_server_computes_a_shared_prefix_once() -> None:
     assert simulator.decode.counters["prefix_waits"] == PROMPTS - 1
 
 
-def test_auto_computes_all_prompts_here_if_both_servers_share_the_cpu() -> None:
-    simulator = Burst("auto", shares_cpu=True)
+def test_auto_computes_all_prompts_here_if_both_servers_share_a_device() -> None:
+    simulator = Burst("auto", shares_device=True)
     simulator.ask("first", OWN)  # measures the prefill server
     simulator.run(lambda: simulator.ended_at.pop("first", None))
     simulator.submit_all()
-    assert simulator.decode.counters["local_prefill_shared_cpu"] == PROMPTS
+    assert simulator.decode.counters["local_prefill_shared_device"] == PROMPTS
     assert simulator.tokens_at_prefill == OWN
     assert simulator.tokens_here == SHARED + PROMPTS * OWN
 

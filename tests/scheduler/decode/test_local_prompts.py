@@ -62,7 +62,7 @@ def test_random_workloads_end_with_full_pools_and_one_response_per_request(monke
         "local_prefill_absent",
         "local_prefill_failed",
         "local_prefill_short",
-        "remote_prefill_faster",
+        "remote_prefill_on_time",
         "remote_prefill_unmeasured",
         "retractions_recomputed",
         "steps_failed",
@@ -249,20 +249,20 @@ def test_slow_transfer_does_not_keep_prefill_idle_for_ever(slow_s: float, again:
         simulator.run(partial(simulator.ended_at.__contains__, f"r{number}"))
         simulator.run_for(10.0)
     counters = simulator.decode.counters
-    assert (counters["remote_prefill_unmeasured"], counters["remote_prefill_faster"] > 0) == (again, again)
-    assert counters["local_prefill_short"] > 0
+    assert (counters["remote_prefill_unmeasured"], counters["remote_prefill_on_time"] > 0) == (again, again)
+    assert counters["local_prefill_late"] > 0
 
 
 def test_rate_of_short_prompts_is_not_used_for_long_ones() -> None:
     """Short prompts have a low rate, because a step has a fixed cost."""
     decode = local(local_prefill="auto").decode
-    decode.rates.transfers.measured(1, 0.004)
-    decode.rates.prefilled_tokens.measured(16, 0.006)
+    placer = decode.dispatcher.placer
+    decode.rates.prefilled_tokens.measured(8192, 0.2)
+    decode.rates.local_tokens.measured(16, 0.006)
+    assert placer._local_rate(16) == pytest.approx(16 / 0.006)
+    assert placer._local_rate(8192) == pytest.approx(8192 / 0.2), "as fast as prefill, until it is measured"
     decode.rates.local_tokens.measured(2048, 0.05)
-    short, long = decode.dispatcher.placer.costs(16), decode.dispatcher.placer.costs(8192)
-    assert short.remote_tokens_per_s == pytest.approx(16 / 0.006)
-    assert long.remote_tokens_per_s == pytest.approx(2048 / 0.05)
-    assert long.local_tokens_per_s == pytest.approx(1024 / 0.05), "half of the time is for decode steps"
+    assert placer._local_rate(8192) == pytest.approx(2048 / 0.05)
 
 
 def test_prompts_are_computed_here_while_prefill_is_busy() -> None:
@@ -274,7 +274,25 @@ def test_prompts_are_computed_here_while_prefill_is_busy() -> None:
     simulator.run_for(1.0)
     simulator.ask("r", 4096)
     simulator.run(lambda: "r" in simulator.ended_at)
-    assert simulator.decode.counters["local_prefill_queue"] == 1
+    assert simulator.decode.counters["local_prefill_late"] == 1
+
+
+@pytest.mark.parametrize(("step_s", "here"), [(0.03, 0), (3.0, 2)])
+def test_prompt_at_a_silent_prefill_server_is_computed_here_before_it_is_late(step_s: float, here: int) -> None:
+    """Also one that arrives while the server is silent. The server is not lost yet. A prompt has eight steps."""
+    simulator = local(local_prefill="auto", growth_tokens=16)
+    simulator.ask("first", 4096, new=1000)
+    simulator.run(lambda: simulator.output["first"] >= 200)  # the rates of both servers are known
+    simulator._least_step_s = step_s
+    simulator.ask("stuck", 4096)
+    simulator.run_for(0.45)
+    simulator.ask("next", 4096)
+    asked = simulator.now
+    simulator.run(lambda: {"stuck", "next"} <= simulator.ended_at.keys())
+    assert sum(simulator.decode.counters[f"local_prefill_{reason}"] for reason in ("failed", "late")) == here
+    assert simulator.ended_at["stuck"] <= asked + 0.05
+    assert simulator.ended_at["next"] <= asked + 0.3
+    simulator.decode.check_integrity()
 
 
 def test_prompt_too_long_for_prefill_servers_is_computed_here() -> None:
@@ -401,7 +419,7 @@ def test_hisparse_prompt_goes_to_prefill_while_hot_rows_are_short() -> None:
     rates.transfers.measured(1, 1.0)
     running = simulator.ask_for(prompt_of(20), 40)
     settle(simulator, lambda: simulator.output[running] >= 2)
-    assert simulator.decode.counters["local_prefill_short"] == 1
+    assert simulator.decode.counters["local_prefill_late"] == 1
     simulator.ask_for(prompt_of(22, first=200), 2)
     settle(simulator, lambda: len(simulator.decode.requests) == 1)
     assert simulator.decode.counters["remote_prefill_hot_rows"] == 1

@@ -10,7 +10,7 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode import transitions
-from pdserve.scheduler.decode.dispatch.placement import Costs
+from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill
 from pdserve.scheduler.decode.dispatch.placer import Placer
 from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.requests.request import Prompt
@@ -231,8 +231,8 @@ def test_random_workloads_with_prefill_servers_and_an_unreliable_store(monkeypat
         requeue(self, prompt, now)
 
     monkeypatch.setattr(transitions.Transitions, "_requeue", count)
-    costs = Costs(local_tokens_per_s=400, remote_tokens_per_s=800, overhead_s=0.05)  # 40 tokens take as long here
-    monkeypatch.setattr(Placer, "costs", lambda *_: costs)
+    monkeypatch.setattr(Placer, "_local_rate", lambda *_: 400.0)
+    monkeypatch.setattr(LocalPrefill, "short_tokens", lambda *_: 40)
     actions = {**ACTIONS, **STORE_ACTIONS, "deliver": 120, "flush": 40}
     for seed in range(examples(120, 12)):
         simulator = StoreSimulator(seed, damage=0.8, local_prefill="auto", **MODES[seed % len(MODES)])

@@ -98,12 +98,12 @@ def test_every_value_of_the_schedulers_is_in_the_catalogue() -> None:
 
 def test_rank_and_reason_are_labels() -> None:
     gauges = {"rank_0_busy_seconds": 1.5, "rank_11_busy_seconds": 2.5}
-    counters = {"local_prefill_short": 3.0, "remote_prefill_faster": 4.0, "kv_path_host_in_use": 5.0}
+    counters = {"local_prefill_short": 3.0, "remote_prefill_on_time": 4.0, "kv_path_host_in_use": 5.0}
     found = samples_of(reporting("decode", gauges, counters))
     assert found["pdserve_rank_busy_seconds_total", "0"] == 1.5
     assert found["pdserve_rank_busy_seconds_total", "11"] == 2.5
     assert found["pdserve_prefill_placements_total", "local", "short"] == 3
-    assert found["pdserve_prefill_placements_total", "remote", "faster"] == 4
+    assert found["pdserve_prefill_placements_total", "remote", "on_time"] == 4
     assert found["pdserve_kv_path_choices_total", "host", "in_use"] == 5
 
 

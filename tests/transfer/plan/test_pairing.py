@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from pdserve.transfer.plan.pairing import check_pair, share_cpu
+from pdserve.transfer.plan.pairing import check_pair, share_device
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import Hello, InstanceId, Pool, Rank, Welcome
 
@@ -231,4 +231,21 @@ def test_servers_share_the_cpu_if_they_have_more_threads_than_cores(
             for number, (machine, cores, threads) in enumerate(found)
         ]
 
-    assert share_cpu(ranks(decode), ranks(prefill)) is shared
+    assert share_device(ranks(decode), ranks(prefill)) is shared
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shared"),
+    [
+        (["a"], ["a"], True),
+        (["a", "b"], ["c", "b"], True),
+        (["a"], ["b"], False),
+        ([""], [""], False),  # older servers
+        (["a"], [""], False),
+    ],
+)
+def test_servers_share_a_gpu_by_its_uuid(prefill: list[str], decode: list[str], shared: bool) -> None:
+    def ranks(gpus: list[str]) -> list[Rank]:
+        return [Rank(number, None, (), "m", gpu=gpu) for number, gpu in enumerate(gpus)]
+
+    assert share_device(ranks(decode), ranks(prefill)) is shared

@@ -1,25 +1,28 @@
-"""Where prompts are computed, by a prefill server or by decode itself, and whether `auto` chooses the faster place.
+"""Prompts computed by a prefill server, by decode itself, or where `auto` chooses: first tokens, throughput and gaps.
 
     python -m benchmarks.local_prefill [--json results.json]                       SmolLM2 on a CPU
     python -m benchmarks.local_prefill --geometry qwen3-8b --lengths 64,512,4096,32768 --streams 32      on a GPU
 
 One prefill server and three decode servers: `never` and `auto` are paired with it, `always` is alone.
 
-    crossover   time to first token by prompt length, while streams run on the same decode server; beside it the
-                prediction of `auto` for both places, and the place that it chose
+    lengths     time to first token by prompt length, while streams run on the same decode server; beside it the place
+                that `auto` chose
     mixes       the same requests to each decode server, in turns: short prompts, long ones, a shared prefix
     burst       many prompts at once: tokens a second and inter-token latency
+    poisson     requests at a rate, lognormal lengths: first tokens, gaps, and requests within 2.5 times the time of a
+                prompt of eight times the median and 1.5 idle steps; with --pin, prefill and decode have a core each
     gap         inter-token latency of streams, alone and while a prompt of the largest length is computed
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +36,18 @@ from benchmarks.servers import free_port, running, wait_ready, write_model
 from pdserve.configs.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import LocalPrefillSetting
-from pdserve.scheduler.decode.dispatch.placement import Costs
 from pdserve.server.bench.command import measure
 from pdserve.server.bench.options import BenchOptions
 from pdserve.server.bench.report import BenchResult
 from pdserve.server.bench.summary import Distribution
+from pdserve.server.launch.children import Children
 from pdserve.server.launch.up import base_url
 
 MODES: tuple[LocalPrefillSetting, ...] = ("never", "always", "auto")
 TARGET_SLOWER = 0.05
 TARGET_GAP = 2.5
 ENDLESS = 100_000
-PARTS = ("crossover", "mixes", "burst", "gap")
+PARTS = ("lengths", "mixes", "burst", "poisson", "gap")
 
 
 class Servers:
@@ -53,12 +56,12 @@ class Servers:
     def __init__(self, configs: Mapping[str, AnyServerConfig], screen: Console) -> None:
         self._configs = configs
         self.screen = screen
-        self._seed = 0
+        self.seed = 0
 
     async def load(self, name: str, **options: Any) -> BenchResult:
-        self._seed += 1
+        self.seed += 1
         url = base_url(self._configs[name])
-        return await measure(BenchOptions(url=url, seed=self._seed, **{"warmup": 0, **options}), self.screen)
+        return await measure(BenchOptions(url=url, seed=self.seed, **{"warmup": 0, **options}), self.screen)
 
     async def ttft_s(self, name: str, tokens: int, repeats: int) -> float:
         """Median time to first token of prompts, one at a time."""
@@ -95,8 +98,8 @@ class Servers:
         return int(sum(count for counter, count in counters.items() if counter.startswith("local_prefill_")))
 
 
-async def crossover(servers: Servers, options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
-    """A row for each length, with the predictions of `auto` after all measurements."""
+async def by_length(servers: Servers, options: argparse.Namespace, context: int) -> list[dict[str, Any]]:
+    """A row for each length."""
     rows: list[dict[str, Any]] = [{"tokens": tokens} for tokens in options.lengths]
     for mode in MODES:
         async with servers.streams(mode, options.streams, context):
@@ -106,17 +109,6 @@ async def crossover(servers: Servers, options: argparse.Namespace, context: int)
                 row[mode] = await servers.ttft_s(mode, row["tokens"], options.repeats)
                 if mode == "auto":
                     row["local"] = await servers.local_prompts(mode) - before
-            if mode == "auto":
-                gauges = (await servers.info(mode))["gauges"]
-    costs = Costs(
-        gauges.get("local_prefill_tokens_per_second"),
-        gauges.get("remote_prefill_tokens_per_second"),
-        gauges.get("remote_prefill_overhead_seconds"),
-        gauges.get("decode_step_seconds", 0.0),
-    )
-    for row in rows:
-        row["predicted_local"], row["predicted_remote"] = costs.local_s(row["tokens"]), costs.remote_s(row["tokens"])
-        row["predicted_crossover"] = costs.crossover_tokens
     return rows
 
 
@@ -154,6 +146,32 @@ async def burst(servers: Servers, options: argparse.Namespace) -> dict[str, dict
     return found
 
 
+async def poisson(servers: Servers, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Figures of each mode, with the same requests: the seed counts loads, so it is set back."""
+    rate, tokens, new = options.poisson[0], *map(int, options.poisson[1:])
+    step = (await servers.load("never", requests=1, concurrency=1, input_len=16, output_len=64)).summary.itl_s
+    prompt_s = await servers.ttft_s("never", 8 * tokens, 3)
+    assert step is not None, "it has 64 tokens"
+    bounds = {"slo_ttft_ms": 1000 * 2.5 * prompt_s, "slo_itl_ms": 1000 * 1.5 * step.p50}
+    lengths = {"input_len": tokens, "output_len": new, "input_sigma": 1.0, "output_sigma": 0.7}
+    found: dict[str, dict[str, float]] = {}
+    for mode in MODES:
+        servers.seed = 1000
+        before = await servers.local_prompts(mode)
+        load = {"requests": options.requests, "concurrency": None, "rate_per_s": rate, **lengths, **bounds}
+        summary = (await servers.load(mode, warmup=2, **load)).summary
+        assert summary.goodput is not None, "there are bounds"
+        assert summary.ttft_s is not None, summary.failures
+        found[mode] = {
+            "ttft_p50_s": summary.ttft_s.p50,
+            "ttft_p99_s": summary.ttft_s.p99,
+            **{f"gap_{name}": seconds for name, seconds in _times(summary.itl_s).items()},
+            "good": summary.goodput.share,
+            "computed_here": await servers.local_prompts(mode) - before,
+        }
+    return found
+
+
 async def gap(servers: Servers, options: argparse.Namespace, context: int) -> dict[str, dict[str, float]]:
     """Time between tokens of streams on the server that computes prompts itself."""
     output = min(400, context - 64)
@@ -179,20 +197,26 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as directory:
             configs = _configs(options, Path(directory))
-            with running(configs, screen) as children, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            with (
+                _running(options, configs, screen) as children,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
                 wait_ready(children, list(configs.values()), timeout_s=300)
                 servers = Servers(configs, screen)
                 context = int(runner.run(servers.info("always"))["max_total_num_tokens"]) // max(1, options.streams)
                 context = min(context, options.context)
-                if "crossover" in options.parts:
-                    results["crossover"] = runner.run(crossover(servers, options, context))
-                    out.print(_crossover_table(results["crossover"]))
+                if "lengths" in options.parts:
+                    results["lengths"] = runner.run(by_length(servers, options, context))
+                    out.print(_lengths_table(results["lengths"]))
                 if "mixes" in options.parts:
                     results["mixes"] = runner.run(mixes(servers, options))
                     out.print(_mixes_table(results["mixes"]))
                 if "burst" in options.parts:
                     results["burst"] = runner.run(burst(servers, options))
                     out.print("burst of {} x ({} in, {} out):".format(*options.burst), json.dumps(results["burst"]))
+                if "poisson" in options.parts:
+                    results["poisson"] = runner.run(poisson(servers, options))
+                    out.print("poisson {:g}, {:g} in, {:g} out:".format(*options.poisson), results["poisson"])
                 if "gap" in options.parts:
                     results["gap"] = figures = runner.run(gap(servers, options, context))
                     ratio = figures["beside"]["p99_s"] / figures["alone"]["p50_s"]
@@ -207,6 +231,24 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
     return 0
+
+
+@contextmanager
+def _running(
+    options: argparse.Namespace, configs: Mapping[str, AnyServerConfig], screen: Console
+) -> Iterator[Children]:
+    """With --pin, prefill has the first core and the decode servers the second: processes inherit it."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not options.pin:
+        with running(configs, screen) as children:
+            yield children
+        return
+    os.sched_setaffinity(0, cores[:1])
+    with running({"prefill": configs["prefill"]}, screen):
+        os.sched_setaffinity(0, cores[1:2])
+        with running({name: configs[name] for name in configs if name != "prefill"}, screen) as children:
+            os.sched_setaffinity(0, cores)
+            yield children
 
 
 def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServerConfig]:
@@ -229,15 +271,12 @@ def _configs(options: argparse.Namespace, directory: Path) -> dict[str, AnyServe
     return {"always": decode["always"]} if options.alone else {"prefill": prefill, **decode}
 
 
-def _crossover_table(rows: list[dict[str, Any]]) -> Table:
-    found = rows[0]["predicted_crossover"]
-    table = Table(title=f"time to first token, ms; predicted crossover: {found and round(found)} tokens")
-    for column in ("prompt", "never", "always", "auto", "computed here", "predicted remote", "predicted local"):
+def _lengths_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="time to first token, ms")
+    for column in ("prompt", *MODES, "computed here"):
         table.add_column(column, justify="right")
     for row in rows:
-        times = [row[name] for name in (*MODES, "predicted_remote", "predicted_local")]
-        never, always, auto, remote, local = ("-" if time is None else f"{time * 1e3:.1f}" for time in times)
-        table.add_row(str(row["tokens"]), never, always, auto, str(row["local"]), remote, local)
+        table.add_row(str(row["tokens"]), *(f"{row[mode] * 1e3:.1f}" for mode in MODES), str(row["local"]))
     return table
 
 
@@ -259,7 +298,7 @@ def _parse() -> argparse.Namespace:
         "--parts", type=lambda text: text.split(","), default=list(PARTS), help="what to measure (default: all)"
     )
     parser.add_argument("--alone", action="store_true", help="measure one `pdserve serve`, not a pair: burst and gap")
-    parser.add_argument("--lengths", type=_numbers, default=[16, 64, 256, 1024], help="prompt lengths of the crossover")
+    parser.add_argument("--lengths", type=_numbers, default=[16, 64, 256, 1024], help="prompt lengths")
     parser.add_argument("--repeats", type=int, default=5, help="prompts per length")
     parser.add_argument("--streams", type=int, default=4, help="requests that decode runs during a measurement")
     parser.add_argument("--context", type=int, default=8000, help="maximum tokens of a stream")
@@ -268,6 +307,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=6, help="requests of a mix at a time")
     parser.add_argument("--mix-lengths", type=_numbers, default=[64, 512], help="middle and long prompts of the mixes")
     parser.add_argument("--burst", type=_numbers, default=[16, 256, 64], help="prompts,tokens in,tokens out")
+    parser.add_argument(
+        "--poisson", type=_floats, default=[0.5, 64, 48], help="requests a second,median tokens in,median tokens out"
+    )
+    parser.add_argument("--pin", action="store_true", help="prefill on the first CPU core, decode on the second")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--geometry", choices=["qwen3-8b"], help="random weights instead of a model")
     parser.add_argument("--layers", type=int, default=QWEN3_8B["num_hidden_layers"], help="fewer for a quick look")
@@ -279,6 +322,10 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     return parser.parse_args()
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
 def _numbers(text: str) -> list[int]:

@@ -163,6 +163,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=22, help="time over which requests arrive (default: 22)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server (default: 1)")
     parser.add_argument("--kv-tokens", type=int, default=32768, help="KV tokens of each server (default: 32768)")
+    parser.add_argument("--local-prefill", choices=["never", "auto"], default="never", help="of the decode servers")
     parser.add_argument("--measure-again", action="store_true", help="measure step times before the runs of each ratio")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="use step times of an earlier run")
     parser.add_argument("--save-rates", type=Path, metavar="FILE", help="write the measured step times")
@@ -183,7 +184,9 @@ def _prefill(options: argparse.Namespace, **ports: int) -> PrefillConfig:
 
 
 def _decode(options: argparse.Namespace, **network: Any) -> DecodeConfig:
-    return DecodeConfig(**_settings(options), **network, local_prefill="never", max_running_requests=BATCH)
+    return DecodeConfig(
+        **_settings(options), **network, local_prefill=options.local_prefill, max_running_requests=BATCH
+    )
 
 
 def _measured_pair(options: argparse.Namespace, screen: Console) -> MeasuredPair:
@@ -254,6 +257,7 @@ def _run_ratio(
 async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Summary:
     clients = [BenchClient(url, api_key=None, timeout_s=600) for url in urls]
     sampling = {"temperature": 0, "ignore_eos": True}
+    bounds = {"slo_ttft_ms": bench.slo_ttft_ms, "slo_itl_ms": bench.slo_itl_ms} if bench is not BOUNDLESS else {}
     started = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -264,6 +268,7 @@ async def _measure(urls: list[str], bench: BenchOptions, load: Load) -> Summary:
                         "input_ids": arrival.prompt,
                         "sampling_params": {**sampling, "max_new_tokens": arrival.output_tokens},
                         "stream": True,
+                        **bounds,
                     }
                 )
                 await asyncio.sleep(max(0.0, started + arrival.at_s - time.perf_counter()))

@@ -110,7 +110,7 @@ def main() -> int:
                     mode: simulate(mode, rate, ratio, fault=fault, seconds=options.seconds, seed=options.seed)
                     for mode in MODES
                 }
-                load = f"{ratio[0]} and {ratio[1]}, {rate * ratio[1]} requests a second"
+                load = f"{ratio[0]} and {ratio[1]}, {rate * ratio[1]:g} requests a second"
                 load += "" if fault == "none" else f", a prefill server {fault}"
                 for mode, run in runs.items():
                     table.add_row(load, mode, *_cells(run, percentile(runs["never"].gaps_s, 50)))

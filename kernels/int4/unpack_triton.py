@@ -24,7 +24,8 @@ _ASM = """{{
     }}"""
 _BFLOAT16_ASM = tl.constexpr(_ASM.format(byte="0x43434343", type="bf16x2", one="0x3f803f80"))
 _FLOAT16_ASM = tl.constexpr(_ASM.format(byte="0x64646464", type="f16x2", one="0x3c003c00"))
-_CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r,r,r,r")
+# `&`: outputs are written before all inputs are read, so none of them may share a register with an input.
+_CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r")
 
 # The four bits of an E2M1 number (sign, 2 of exponent, 1 of mantissa) at these places of a 16-bit float give the number
 # times a power of two, 2^-126 in bfloat16 and 2^-14 in float16, also for the subnormal 0.5: `factor` is its inverse.

@@ -349,23 +349,27 @@ def medians(windows: Sequence[Window]) -> dict[tuple[str, int, int, str], list[f
 
 
 def figures_of(windows: Sequence[Window]) -> list[Figure]:
-    """Of one checkout the costs; of two the costs relative to the older one."""
-    figures, by_load, older = [], medians(windows), windows[0].commit
+    """Of one checkout the costs of each call; of two the largest cost of a call relative to the older one."""
+    by_load, older = medians(windows), windows[0].commit
     compares = windows[-1].commit != older
+    figures: dict[str, Figure] = {}
     for (call, streams, context, commit), (_, _, front_us, engine_us, *_) in by_load.items():
-        load = f"{streams} x {call} after {context} tokens, CPU time"
-        costs = {f"{load} of the frontend, a token": front_us, f"{load} of the engine, a step": engine_us}
+        costs = {"the frontend, a token": front_us, "the engine, a step": engine_us}
         if commit == older:
-            figures += [figure_of_this_run(name, value, "us") for name, value in costs.items() if not compares]
+            for of, value in costs.items() if not compares else ():
+                name = f"{streams} x {call} after {context} tokens, CPU time of {of}"
+                figures[name] = figure_of_this_run(name, value, "us")
             continue
         _, _, *before_us = by_load[call, streams, context, older]
         if call == CHAT:
             name = f"chat with 5 tools and a schema, CPU time of the frontend above {older}"
-            figures.append(figure_of_this_run(name, front_us - before_us[0], "us", target=MOST_ABOVE_US))
+            figures[name] = figure_of_this_run(name, front_us - before_us[0], "us", target=MOST_ABOVE_US)
             continue
-        for (name, value), before in zip(costs.items(), before_us, strict=False):
-            figures.append(figure_of_this_run(f"{name} / at {older}", value / before, "x", target=MOST_RATIO))
-    return figures
+        for (of, value), before in zip(costs.items(), before_us, strict=False):
+            name = f"{streams} streams, CPU time of {of} / at {older}, of the dearest call"
+            dearest = max(value / before, figures[name].value if name in figures else 0)
+            figures[name] = figure_of_this_run(name, dearest, "x", target=MOST_RATIO)
+    return list(figures.values())
 
 
 def main() -> int:

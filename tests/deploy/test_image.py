@@ -230,9 +230,7 @@ def test_server_is_healthy_answers_and_stops(image: str, figures: Figures) -> No
     port = free_port()
     with container(f"--publish=127.0.0.1:{port}:8200", *CACHE, *SERVE) as name:
         figures.add("serve, cold cache, first 200 of /health", wait_until(lambda: healthy(port), "healthy"))
-        started = time.monotonic()
         assert ask(port).status_code == 200
-        figures.add("first answer", time.monotonic() - started)
         state = docker("inspect", "-f", "{{json .State.Health}}", name)
         outputs = [check["Output"].strip() for check in json.loads(state)["Log"]]
         assert all(output.count("\n") == 0 for output in outputs), outputs
@@ -250,12 +248,11 @@ def slack_s() -> float:
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.3, 0.6, 1.0])
-def test_server_stops_while_it_starts(image: str, after_s: float, figures: Figures) -> None:
+def test_server_stops_while_it_starts(image: str, after_s: float) -> None:
     assert image
     with container(*SERVE) as name:
         time.sleep(after_s)  # at any time: this is what is tested
         took_s, code = stop(name)
-        figures.add(f"docker stop {after_s:g} s after the start", took_s, target=1)
         assert code in (0, 143)
         assert took_s < 1 + slack_s()
 
@@ -296,7 +293,6 @@ def test_warm_container_starts_like_a_process(image: str, figures: Figures) -> N
             finally:
                 process.terminate()
     medians = {name: statistics.median(of) for name, of in times.items()}
-    figures.add("serve, warm cache, first 200 of /health, process", medians["process"])
     limit_s = 1.2 * medians["process"] + 1
     figures.add("serve, warm cache, first 200 of /health, container", medians["container"], target=limit_s)
     assert medians["container"] <= limit_s, times
@@ -445,7 +441,7 @@ def test_no_request_fails_while_prefill_crashes_under_load(three_nodes: Compose)
         wait_until(lambda: bool(paired(8200)), "paired again")
 
 
-def test_decode_that_is_killed_answers_again(three_nodes: Compose, figures: Figures) -> None:
+def test_decode_that_is_killed_answers_again(three_nodes: Compose) -> None:
     """Its open stream ends with an error event or a closed connection."""
     (decode,) = three_nodes.containers("decode-2")
     body = {"text": "Count: one, two,", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
@@ -459,24 +455,19 @@ def test_decode_that_is_killed_answers_again(three_nodes: Compose, figures: Figu
             if number == 0:
                 docker("exec", decode, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
     assert "[DONE]" not in last
-    killed_at = time.monotonic()
     wait_until(lambda: healthy(8201), "healthy again")
     assert ask(8201, 4).status_code == 200
-    figures.add("first answer after decode was killed", time.monotonic() - killed_at)
 
 
-def test_prefill_at_another_address_is_found(three_nodes: Compose, figures: Figures) -> None:
+def test_prefill_at_another_address_is_found(three_nodes: Compose) -> None:
     (prefill,) = three_nodes.containers("prefill")
     (before,) = {peer["address"] for peer in peers(8200)}
     docker("stop", prefill)
     with container("--network=pdserve_pd", "--entrypoint=sleep", "pdserve", "600"):  # takes the address
         docker("start", prefill)
-        started = time.monotonic()
         wait_until(lambda: healthy_inside(prefill), "healthy")
-        paired_s = wait_until(lambda: bool(paired(8200)), "paired")
+        wait_until(lambda: bool(paired(8200)), "paired")
         assert ask(8200, 5).status_code == 200
-        figures.add("answer of a new prompt after prefill was started at another address", time.monotonic() - started)
-        figures.add("paired after a prefill server at another address is healthy", paired_s)
         (after,) = {peer["address"] for peer in peers(8200) if peer["state"] == "paired"}
         assert before != after
 
@@ -490,10 +481,7 @@ def healthy_inside(name: str) -> bool:
 def test_replicas_share_the_load_and_go_without_a_failed_request(three_nodes: Compose, figures: Figures) -> None:
     three_nodes("up", "--detach", "--no-build", "--scale=prefill=3")
     three_nodes.wait_healthy()
-    figures.add(
-        "all three replicas paired after the last is healthy",
-        wait_until(lambda: len(paired(8200)) == len(paired(8201)) == 3, "three paired", SETTLE_S),
-    )
+    wait_until(lambda: len(paired(8200)) == len(paired(8201)) == 3, "three paired", SETTLE_S)
     replicas = three_nodes.containers("prefill")
     before = {name: finished(three_nodes, name) for name in replicas}
     prompts = int(os.environ.get("PDSERVE_PROMPTS", "300"))

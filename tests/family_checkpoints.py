@@ -174,10 +174,10 @@ def shift_scales(path: Path) -> int:
     tensors, changed = load_file(path), 0
     for name, tensor in tensors.items():
         if name.endswith(("scale", "scales", "scale_inv")) and ".input_" not in name:
-            groups = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim] > 1)
+            groups = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim] > 1, default=0)
             bits = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-            rolled = bits.roll(1, groups).contiguous().view(tensor.dtype)
-            tensors[name] = rolled if tensor.numel() > 1 else tensor * 2
+            moved = tensor.numel() > 1
+            tensors[name] = bits.roll(1, groups).contiguous().view(tensor.dtype) if moved else tensor * 2
             changed += 1
     save_file(tensors, path, {"format": "pt"})
     return changed

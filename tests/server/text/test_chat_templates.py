@@ -55,7 +55,7 @@ def test_template_that_loops_or_grows_ends_with_an_error(template: str, problem:
     began = time.process_time()
     with pytest.raises(jinja2.TemplateRuntimeError, match=problem):
         render(template)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 15  # 3 s, on a machine with busy cores 6; without the limits, years
 
 
 def test_limits_change_no_other_template() -> None:

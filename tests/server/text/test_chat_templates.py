@@ -52,10 +52,13 @@ def render(template: str, **variables: Any) -> str:
     ],
 )
 def test_template_that_loops_or_grows_ends_with_an_error(template: str, problem: str) -> None:
-    began = time.process_time()
-    with pytest.raises(jinja2.TemplateRuntimeError, match=problem):
-        render(template)
-    assert time.process_time() - began < 15  # 3 s, on a machine with busy cores 6; without the limits, years
+    took_s: list[float] = []
+    while len(took_s) < 3 and min(took_s, default=5) >= 5:  # busy cores may make the first one slow
+        began = time.process_time()
+        with pytest.raises(jinja2.TemplateRuntimeError, match=problem):
+            render(template)
+        took_s.append(time.process_time() - began)
+    assert min(took_s) < 5
 
 
 def test_limits_change_no_other_template() -> None:

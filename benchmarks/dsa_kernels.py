@@ -30,11 +30,11 @@ import triton
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
 from pdserve.configs.arithmetic import ceil_div
-from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
-from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
-from pdserve.kernels.mla.index_topk import index_topk
-from pdserve.kernels.mla.packed_rows import pack_rows_reference, packed_bytes, sparse_mla_packed
-from pdserve.kernels.mla.sparse_mla import sparse_mla
+from pdserve.kernels.dsa.fp8_rows import FP8, quantize_rows_reference
+from pdserve.kernels.dsa.index_plan import IndexPlan, IndexScales
+from pdserve.kernels.dsa.index_topk import index_topk
+from pdserve.kernels.dsa.packed_rows import pack_rows_reference, packed_bytes, sparse_mla_packed
+from pdserve.kernels.dsa.sparse_mla import sparse_mla
 from pdserve.memory.kv_pool import KvPool
 from pdserve.models.layers.unpacked_pages import PackedFormat, UnpackedPages
 
@@ -222,7 +222,7 @@ def random_rows(tokens: int, num_rows: int) -> torch.Tensor:
 
 def time_index_topk(query_lens: list[int], context: int, rates: Rates, *, fp8: bool) -> Iterator[Row]:
     """Time index_topk, and for chunks also the scores and the selection alone."""
-    from pdserve.kernels.mla.index_topk_triton import launch_scores, launch_select_top
+    from pdserve.kernels.dsa.index_topk_triton import launch_scores, launch_select_top
 
     plan = make_plan(query_lens, context)
     key_bytes = INDEX_DIM + 4 if fp8 else INDEX_DIM * DTYPE.itemsize
@@ -257,7 +257,7 @@ SHAPES = [(4, 64, 4, 3), (4, 64, 4, 5), (4, 128, 8, 3), (4, 128, 8, 5), (2, 128,
 
 def compare_shapes(rates: Rates) -> None:
     """Time the scores of a chunk in all shapes, in bfloat16 and in fp8."""
-    from pdserve.kernels.mla import index_topk_triton
+    from pdserve.kernels.dsa import index_topk_triton
 
     for fp8, shape in itertools.product((False, True), SHAPES):
         index_topk_triton.CHUNK_SHAPES[1 if fp8 else 2] = index_topk_triton.ScoreShape(*shape)
@@ -345,7 +345,7 @@ GATHERED_TILES = [(64, 4, 3), (64, 8, 3), (32, 4, 3), (32, 8, 3), (32, 8, 4)]
 
 def compare_tiles(rates: Rates) -> None:
     """Time tiles of attention to packed rows: fused and gathered in decode steps, gathered in a chunk."""
-    from pdserve.kernels.mla import packed_rows_triton, sparse_mla_triton
+    from pdserve.kernels.dsa import packed_rows_triton, sparse_mla_triton
 
     for tile in FUSED_TILES:
         packed_rows_triton.FUSED_TILE = sparse_mla_triton.Tile(RANK_HEADS, *tile)

@@ -24,16 +24,16 @@ from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
 from pdserve.configs.arithmetic import ceil_div
 from pdserve.kernels.backends.few_rows_cuda import Tiles
-from pdserve.kernels.int4.group_format import GroupScaled
-from pdserve.kernels.int4.int4_linear import (
+from pdserve.kernels.linear.linear import gated_linear, linear
+from pdserve.kernels.linear.swiglu import swiglu
+from pdserve.kernels.packed4.group_format import GroupScaled
+from pdserve.kernels.packed4.int4_linear import (
     SCRATCH_BYTES,
     Method,
     choose_method,
     int4_gated_linear,
     int4_linear,
 )
-from pdserve.kernels.linear.linear import gated_linear, linear
-from pdserve.kernels.linear.swiglu import swiglu
 
 LINEARS: dict[str, tuple[int, int, bool]] = {
     "qkv": (6144, 4096, False),

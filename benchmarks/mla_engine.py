@@ -10,7 +10,7 @@ with the same steps without. `--kernels` lists the kernels of a step.
 
 `--attention` times the attention of one layer alone, with both kernels, and prints the time to read its rows and the
 time of its products beside them. `--least-piece`, `--piece-cost` and `--rounds` replace the constants of
-kernels/dense_mla/tile_plan.py; several values of each are swept.
+kernels/mla/tile_plan.py; several values of each are swept.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from benchmarks.dsa_engine import EagerEngine, check_graphs, deepseek_v32, fill_
 from benchmarks.dsa_kernels import graph_us
 from benchmarks.engine import expected_share, scattered_pages, step_weight_bytes
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
-from pdserve.kernels.dense_mla import tile_plan
-from pdserve.kernels.dense_mla.dense_mla import DenseMlaImpl, dense_mla
+from pdserve.kernels.mla import tile_plan
+from pdserve.kernels.mla.dense_mla import DenseMlaImpl, dense_mla
 from pdserve.memory.pages import pages_for
 from pdserve.models.config.mla import MlaConfig
 from pdserve.models.config.model import ModelConfig

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
-from pdserve.kernels.int4.group_format import MXFP4_BIAS, GroupScaled
 from pdserve.kernels.linear.block_format import Weight
 from pdserve.kernels.moe.expanded_experts import expanded_results
 from pdserve.kernels.moe.experts import experts_reference, grouped_experts
 from pdserve.kernels.moe.router.routing import route_tokens
+from pdserve.kernels.packed4.group_format import MXFP4_BIAS, GroupScaled
 
 ROWS = (1, 8, 64, 512, 4096)
 CHECKED_ROWS = 64

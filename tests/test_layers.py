@@ -66,8 +66,8 @@ LAYERS = {
     "transfer": ["control", "store", "data", "mooncake", "plan", "protocol", ""],
     "kernels": [
         "nvfp4",
-        "dense_mla",
         "mla",
+        "dsa",
         "moe",
         "moe/router",
         "hisparse",
@@ -79,7 +79,7 @@ LAYERS = {
         "layer_stack",
         "attention",
         "linear",
-        "int4",
+        "packed4",
         "gguf",
         "backends",
     ],

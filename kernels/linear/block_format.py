@@ -16,7 +16,7 @@ import torch
 
 from ...configs.arithmetic import ceil_div, round_up
 from ..gguf.blocks import GgufBlocks
-from ..int4.group_format import GroupScaled
+from ..packed4.group_format import GroupScaled
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128

@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from ..backends.dispatch import Impl, launcher, use_triton
-from ..int4.group_format import GroupScaled
-from ..int4.int4_linear import output_parts
+from ..packed4.group_format import GroupScaled
+from ..packed4.int4_linear import output_parts
 from .expert_gate import expert_gate
 from .grouped_product import grouped_without_wait
 
@@ -87,7 +87,7 @@ def _products(
     for each in ranges:
         target = expanded[:, first : first + each.stop - each.start]
         if use_triton(impl, rows.device):
-            launcher("int4.expand_triton", "launch_expand")(weight.rows(each), target)
+            launcher("packed4.expand_triton", "launch_expand")(weight.rows(each), target)
         else:
             target.copy_(weight.rows(each).expanded())
         first += each.stop - each.start

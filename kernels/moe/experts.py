@@ -15,8 +15,8 @@ does not wait for the device. The kernel depends on the weights:
 - Block-scaled fp8 weights (linear/block_format.py) are multiplied with exact activations if experts have few tokens or
   if only one of the matrices is block-scaled, and otherwise with quantised activations, as in linear/block_scaled.py.
   On Hopper, experts with few tokens have a CUDA kernel (expert_tiles_cuda.py).
-- 4-bit weights (int4/group_format.py) have a Triton kernel. If experts have many tokens, rows are copied into the order
-  of experts, and weights are expanded for torch's grouped product (expanded_experts.py).
+- 4-bit weights (packed4/group_format.py) have a Triton kernel. If experts have many tokens, rows are copied into the
+  order of experts, and weights are expanded for torch's grouped product (expanded_experts.py).
 - 16-bit weights have a Triton kernel if experts have few tokens. Otherwise rows are copied into the order of experts
   for torch's grouped product.
 
@@ -39,11 +39,11 @@ from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.half_products import grouped_reference
 from ..backends.occupancy import shared_memory
-from ..int4.group_format import GroupScaled
 from ..linear.block_format import BlockScaled, Weight
 from ..linear.quantise import quantise, quantise_reference, swiglu_quantise
 from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference
+from ..packed4.group_format import GroupScaled
 from .clamped_gate import clamped_gate
 from .expanded_experts import expanded_results, expansion_pays
 from .expert_tiles_cuda import TILE_ROWS, launch_expert_tiles, suits_expert_tiles

@@ -1,4 +1,4 @@
-"""Triton kernel for experts with 4-bit weights (int4/group_format.py), for any number of tokens.
+"""Triton kernel for experts with 4-bit weights (packed4/group_format.py), for any number of tokens.
 
 A program computes a block of weight rows (outputs) of one expert for a tile of its tokens (routing.py), over a range of
 columns. A step of its loop reads the bytes of one pair of groups, and computes and scales two products: the low halves
@@ -16,10 +16,10 @@ from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
-from ..int4.group_format import GroupScaled
-from ..int4.unpack_triton import factors, unpack, unpack_e2m1
 from ..linear.few_rows_triton import find_rows
 from ..linear.row_tiles import RowTiles
+from ..packed4.group_format import GroupScaled
+from ..packed4.unpack_triton import factors, unpack, unpack_e2m1
 from .clamped_gate import ALPHA
 
 _ALPHA = tl.constexpr(ALPHA)

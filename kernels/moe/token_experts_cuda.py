@@ -12,11 +12,11 @@ import torch
 
 from ...configs.arithmetic import ceil_div
 from ..backends.few_rows_cuda import OUTPUT_TILE, Format, can_run, launch_tiles
-from ..int4.group_format import GroupScaled
-from ..int4.int4_linear_cuda import cuda_format, integer_bytes
 from ..linear.block_format import BLOCK, BlockScaled, Weight
 from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT
 from ..linear.linear import CUDA_COLUMNS, CUDA_FORMAT
+from ..packed4.group_format import GroupScaled
+from ..packed4.int4_linear_cuda import cuda_format, integer_bytes
 
 MOST_TOKENS, MOST_CHOICES = 4, 32
 """Limits of the kernels. Of more tokens, many choose the same experts, whose weights would be read several times."""

@@ -2,9 +2,9 @@
 
     weight[i, j]  =  E2M1[value[i, j]] * scales[i, j // 16] * factors[i]
 
-Values have 4 bits (int4/group_format.py has E2M1), scales are numbers of fp8 (e4m3), factors float32. A checkpoint has
-one factor per matrix, which is repeated for every row: parts of a fused matrix differ. A byte has the values of two
-columns that are `half` apart, as in int4/group_format.py, but here half a block has several groups:
+Values have 4 bits (packed4/group_format.py has E2M1), scales are numbers of fp8 (e4m3), factors float32. A checkpoint
+has one factor per matrix, which is repeated for every row: parts of a fused matrix differ. A byte has the values of
+two columns that are `half` apart, as in packed4/group_format.py, but here half a block has several groups:
 
     packed[i, b * half + j]  =  value[i, 2 * b * half + j]  +  16 * value[i, (2 * b + 1) * half + j]
 
@@ -27,12 +27,12 @@ from torch.nn.functional import linear as torch_linear
 
 from ...configs.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
-from ..int4.group_format import E2M1
-from ..int4.int4_linear import SCRATCH_BYTES, output_parts
 from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference
 from ..moe.experts import experts_reference, tile_rows
 from ..moe.router.routing import route_tokens
+from ..packed4.group_format import E2M1
+from ..packed4.int4_linear import SCRATCH_BYTES, output_parts
 
 GROUP = 16
 """Columns that share a scale."""

@@ -15,10 +15,10 @@ from ...configs.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, shared_memory
 from ..backends.overlap_triton import overlap_options, prefetch, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part
-from ..int4.unpack_triton import e2m1
 from ..linear.few_rows_triton import find_rows
 from ..linear.row_tiles import RowTiles
 from ..moe.packed_experts_triton import column_splits, store_result
+from ..packed4.unpack_triton import e2m1
 from .nvfp4 import GROUP, Nvfp4Matrix
 
 _GROUP = tl.constexpr(GROUP)
@@ -29,7 +29,7 @@ _AHEAD = 512
 _SHIFT = tl.constexpr(256.0)
 """Values times scales are in registers divided by this, so that the factor of `_ASM` fits 16 bits."""
 
-# As for MXFP4 (int4/unpack_triton.py), the bits of a value at their places in a 16-bit float give the value times a
+# As for MXFP4 (packed4/unpack_triton.py), the bits of a value at their places in a 16-bit float give the value times a
 # power of two. Here a scale that includes the inverse of that power is the second factor of the multiplication.
 _ASM = """{{
     .reg .b32 first, second, part, zero;

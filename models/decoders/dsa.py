@@ -13,14 +13,14 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.backends.streams import Beside, beside_if_few
+from ...kernels.dsa.fp8_rows import FP8
+from ...kernels.dsa.index_plan import IndexPlan, IndexScales
+from ...kernels.dsa.index_topk import index_topk
+from ...kernels.dsa.key_write import KeyWrite
+from ...kernels.dsa.packed_rows import packed_bytes, sparse_mla_packed
+from ...kernels.dsa.sparse_mla import sparse_mla
 from ...kernels.hisparse.slot_tables import KvRows
 from ...kernels.linear.rms_norm import rms_norm
-from ...kernels.mla.fp8_rows import FP8
-from ...kernels.mla.index_plan import IndexPlan, IndexScales
-from ...kernels.mla.index_topk import index_topk
-from ...kernels.mla.key_write import KeyWrite
-from ...kernels.mla.packed_rows import packed_bytes, sparse_mla_packed
-from ...kernels.mla.sparse_mla import sparse_mla
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.kv_pool import SCALE_BYTES, KvCache, KvPool, zeroed
@@ -47,8 +47,8 @@ class DsaDecoder(LatentDecoder):
     def __init__(
         self, parameters: LatentParameters, parallel: Parallel = ALONE, *, packed: bool = False, fp8_index: bool = False
     ) -> None:
-        """Latent rows are stored in the weights' dtype, or `packed` (kernels/mla/packed_rows.py); indexer keys in the
-        weights' dtype, or in fp8 (kernels/mla/fp8_rows.py). Raises StartupError for a geometry without such a format.
+        """Latent rows are stored in the weights' dtype, or `packed` (kernels/dsa/packed_rows.py); indexer keys in the
+        weights' dtype, or in fp8 (kernels/dsa/fp8_rows.py). Raises StartupError for a geometry without such a format.
         """
         assert parameters.config.dsa is not None
         if packed and parameters.config.dsa.kv_rank % 4:

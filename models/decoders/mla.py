@@ -6,9 +6,9 @@ chunks and single tokens are treated alike.
 
 import torch
 
-from ...kernels.dense_mla.dense_mla import dense_mla
-from ...kernels.dense_mla.tile_plan import TilePlan, plan_tiles
 from ...kernels.linear.rms_norm import rms_norm
+from ...kernels.mla.dense_mla import dense_mla
+from ...kernels.mla.tile_plan import TilePlan, plan_tiles
 from ...memory.kv_pool import KvCache, KvPool
 from ..layers.batch import ForwardBatch
 from ..layers.latent_rows import RowPlaces, latent_pages, new_token_rows

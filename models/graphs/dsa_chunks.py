@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...kernels.mla.index_plan import IndexPlan
+from ...kernels.dsa.index_plan import IndexPlan
 from ...memory.hisparse.cache import HiSparseCache
 from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...configs.arithmetic import ceil_div
-from ...kernels.dense_mla.tile_plan import (
+from ...kernels.mla.tile_plan import (
     PIECE_FIELDS,
     SPLIT_FIELDS,
     IntArray,

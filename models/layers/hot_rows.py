@@ -18,11 +18,11 @@ from contextlib import contextmanager
 
 import torch
 
+from ...kernels.dsa.index_plan import IndexPlan
 from ...kernels.hisparse.slot_tables import HotRows, KvRows
 from ...kernels.hisparse.swap_in import copy_misses, swap_in
 from ...kernels.hisparse.swap_plan import SwapPlan
 from ...kernels.hisparse.write_back import write_back
-from ...kernels.mla.index_plan import IndexPlan
 from ...memory.hisparse.cache import HiSparseCache
 from .batch import SequenceSlice
 from .latent_rows import RowPlaces, latent_pages

@@ -3,7 +3,7 @@
     score(t, s)  =  sum_h weights[t, h] * relu(query[t, h] . key[s])
 
 There is one key per token, in a separate cache. Queries and keys are in the model's dtype, or both in fp8
-(kernels/mla/fp8_rows.py). Their first `rope_dim` dimensions are rotated (in MLA, the last); mla.py computes them
+(kernels/dsa/fp8_rows.py). Their first `rope_dim` dimensions are rotated (in MLA, the last); mla.py computes them
 together with its own queries and rows. The indexer is small: every tensor-parallel rank computes all of it from the
 same hidden state, so that all ranks select the same tokens without communication.
 """

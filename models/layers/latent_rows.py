@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ...kernels.dsa.index_plan import IndexPlan
 from ...kernels.hisparse.slot_tables import KvRows
-from ...kernels.mla.index_plan import IndexPlan
 from ...memory.kv_pool import KvPool
 from .batch import ForwardBatch
 from .unpacked_pages import PackedFormat, UnpackedPages

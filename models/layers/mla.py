@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...kernels.dsa.key_write import KeyWrite
+from ...kernels.dsa.latent_write import latent_write
+from ...kernels.dsa.rotate_queries import IndexQueries, rotate_queries
 from ...kernels.head_linear.head_linear import head_linear
-from ...kernels.mla.key_write import KeyWrite
-from ...kernels.mla.latent_write import latent_write
-from ...kernels.mla.rotate_queries import IndexQueries, rotate_queries
 from ..config.dsa import DsaConfig
 from ..config.mla import MlaConfig
 from ..weights.weight import AnyWeight

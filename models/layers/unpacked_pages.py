@@ -1,7 +1,7 @@
 """Packed latent rows for a step whose queries share them: all pages of its sequences are unpacked once per layer.
 
 In a chunk of a prompt, neighbouring queries select mostly the same rows. Unpacking the rows of each query separately,
-as kernels/mla/packed_rows.py does, takes as long as attention. So whole pages are unpacked, if these have no more rows
+as kernels/dsa/packed_rows.py does, takes as long as attention. So whole pages are unpacked, if these have no more rows
 than all queries select, and fit in the same memory.
 """
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...kernels.mla.index_plan import IndexPlan
-from ...kernels.mla.packed_rows import rows_at_once, unpack_pages
+from ...kernels.dsa.index_plan import IndexPlan
+from ...kernels.dsa.packed_rows import rows_at_once, unpack_pages
 
 
 class PackedFormat(NamedTuple):

@@ -1,4 +1,4 @@
-"""Experts in MXFP4 (gpt-oss), repacked for the kernels of kernels/int4/ if a rank's columns are whole blocks of both
+"""Experts in MXFP4 (gpt-oss), repacked for the kernels of kernels/packed4/ if a rank's columns are whole blocks of both
 matrices, otherwise expanded.
 
 Blocks of 32 elements of a row have 4-bit values, two per byte, low half first, and a shared power of two. A tensor
@@ -11,7 +11,7 @@ import math
 import torch
 
 from ...configs.errors import StartupError
-from ...kernels.int4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP, GroupScaled, supports_int4
+from ...kernels.packed4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP, GroupScaled, supports_int4
 from .format import Checkpoint, Matrix, SafetensorsFormat, Shapes, StoredCheckpoint
 from .noise import draw_rows
 from .packed4 import Packed4Weight

@@ -20,8 +20,8 @@ import torch
 
 from ...configs.errors import StartupError
 from ...kernels.backends.dispatch import use_triton
-from ...kernels.int4.group_format import E2M1
 from ...kernels.nvfp4.nvfp4 import GROUP, Nvfp4Matrix, nvfp4_experts, nvfp4_linear, nvfp4_tile_rows, supports_nvfp4
+from ...kernels.packed4.group_format import E2M1
 from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint
 from .noise import draw_rows
 from .schemes import Nvfp4Scheme

@@ -11,8 +11,8 @@ Eight values are in an int32, the first in its lowest bits. A matrix [out, in] o
     compressed-tensors   weight_packed [out, in / 8], weight_scale [out, groups], weight_shape; weight_zero_point
                          [out / 8, groups] unless all zeros are 8
 
-A matrix is repacked for the kernels of kernels/int4/ if a rank's columns are groups of at least 32 columns; of experts,
-both matrices are or neither is. Others are expanded, and matrices of latent attention always.
+A matrix is repacked for the kernels of kernels/packed4/ if a rank's columns are groups of at least 32 columns; of
+experts, both matrices are or neither is. Others are expanded, and matrices of latent attention always.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +22,9 @@ import torch
 from ...configs.arithmetic import ceil_div
 from ...configs.errors import StartupError
 from ...kernels.backends.dispatch import use_triton
-from ...kernels.int4.group_format import GroupScaled, group_in_memory, supports_int4
-from ...kernels.int4.int4_linear import choose_method, int4_gated_linear, int4_linear
 from ...kernels.linear.swiglu import swiglu
+from ...kernels.packed4.group_format import GroupScaled, group_in_memory, supports_int4
+from ...kernels.packed4.int4_linear import choose_method, int4_gated_linear, int4_linear
 from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint
 from .noise import draw_rows
 from .schemes import Packed4Scheme

@@ -2,7 +2,7 @@
 
 import torch
 
-from pdserve.kernels.int4.group_format import GroupScaled
+from pdserve.kernels.packed4.group_format import GroupScaled
 
 
 def draw_group_scaled(

@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map
 
 from pdserve.kernels.backends import few_rows_cuda, gemv_cuda
+from pdserve.kernels.dsa import index_plan
 from pdserve.kernels.hisparse import swap_in, swap_in_cuda, write_back
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled
 from pdserve.kernels.linear.rms_norm import add_rms_norm_reference
 from pdserve.kernels.linear.row_tiles import RowTiles
-from pdserve.kernels.mla import index_plan
 from pdserve.kernels.moe import experts
 from pdserve.kernels.moe.router import norm_route_cuda, routing, select_route_cuda
 from pdserve.kernels.moe.router.selection import SelectionRule, select_experts_reference
@@ -323,7 +323,7 @@ class PretendGpu(TorchFunctionMode):
 
     def _patch_cuda_kernels(self) -> None:
         """Run launchers up to the launch itself, and then the references of their kernels."""
-        from pdserve.kernels.mla import index_topk_triton
+        from pdserve.kernels.dsa import index_topk_triton
 
         def plan_and_copy(*args: Any) -> None:
             *planned, host, hot = args

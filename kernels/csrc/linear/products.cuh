@@ -8,7 +8,7 @@
 // GATED, 1 if the lower 8 weight rows of a product belong to the gate and the upper 8 to up; HALF, 1 for float16, 0 for
 // bfloat16.
 //
-// A format (plain_format.cuh, fp8_format.cuh, int4/*format.cuh) is a struct with these members:
+// A format (plain_format.cuh, fp8_format.cuh, packed4/*format.cuh) is a struct with these members:
 //     kStageBytes                                   bytes of a step in the ring of a warp
 //     steps                                         number of steps of a row
 //     Source; source(shape, number, lane)           the addresses of a thread's weights in tile `number`;

@@ -17,9 +17,9 @@
 #elif FORMAT == 1
 #include "linear/fp8_format.cuh"
 #elif X_ROWS == 4
-#include "int4/byte_format.cuh"
+#include "packed4/byte_format.cuh"
 #else
-#include "int4/format.cuh"
+#include "packed4/format.cuh"
 #endif
 
 namespace {

@@ -1,6 +1,6 @@
-// Causal attention over all rows of 512 + 64 elements; see kernels/dense_mla/dense_mla.py for the formula.
+// Causal attention over all rows of 512 + 64 elements; see kernels/mla/dense_mla.py for the formula.
 //
-// A thread block processes one piece of a tile's keys (kernels/dense_mla/tile_plan.py) and 64 of the tile's query rows:
+// A thread block processes one piece of a tile's keys (kernels/mla/tile_plan.py) and 64 of the tile's query rows:
 // heads of one query or, with fewer than 64 heads, of several queries; see latent_attention.cuh. The blocks of a piece
 // are adjacent, so that a row of the cache is read from memory only once. A tile of several pieces stores partial
 // results.

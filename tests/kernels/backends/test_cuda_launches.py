@@ -11,21 +11,21 @@ from pdserve.kernels.attention.attention_plan import make_work_plan
 from pdserve.kernels.backends import few_rows_cuda, float_at_once_cuda, fp8_at_once_cuda, gemv_cuda
 from pdserve.kernels.backends.nvrtc import SOURCE_FOLDER
 from pdserve.kernels.backends.streams import use_own_stream
+from pdserve.kernels.dsa import sparse_mla_cuda
 from pdserve.kernels.hisparse import write_back
 from pdserve.kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables
 from pdserve.kernels.hisparse.swap_in import copy_misses, swap_in
 from pdserve.kernels.hisparse.swap_plan import SwapPlan
-from pdserve.kernels.int4.group_format import GroupScaled
-from pdserve.kernels.int4.int4_linear_cuda import launch_int4_linear_cuda
 from pdserve.kernels.linear.block_format import BlockScaled, Weight
 from pdserve.kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear
 from pdserve.kernels.linear.linear import gated_linear, linear
-from pdserve.kernels.mla import sparse_mla_cuda
 from pdserve.kernels.moe import expert_tiles_cuda
 from pdserve.kernels.moe.experts import grouped_experts
 from pdserve.kernels.moe.router import norm_route_cuda
 from pdserve.kernels.moe.router.routing import route_reference, select_and_route
 from pdserve.kernels.moe.router.selection import SelectionRule
+from pdserve.kernels.packed4.group_format import GroupScaled
+from pdserve.kernels.packed4.int4_linear_cuda import launch_int4_linear_cuda
 from pdserve.kernels.sampling.keep_top_p import keep_top_p
 from tests.kernels import cuda_sources
 from tests.kernels.interpreter import INTERPRETED
@@ -64,7 +64,7 @@ def test_hot_buffer_launches_match_their_kernels(row_bytes: int, monkeypatch: py
 
 
 def test_sparse_attention_launches_match_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pdserve.kernels.mla.index_topk_triton import launch_select_top
+    from pdserve.kernels.dsa.index_topk_triton import launch_select_top
 
     launched = recorded(monkeypatch)
     monkeypatch.setattr(sparse_mla_cuda, "load_kernel", cuda_sources.load_kernel)
@@ -260,9 +260,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_launch_arguments_are_detected(spoil: Callable[[Any], Any], message: str) -> None:
     address = torch.zeros(1).data_ptr()
     args = (address, 128, address, address, 1, address, TOP_K, address)
-    cuda_sources.check_launch("mla/select_top.cu", "select_top", args)
+    cuda_sources.check_launch("dsa/select_top.cu", "select_top", args)
     with pytest.raises(AssertionError, match=message):
-        cuda_sources.check_launch("mla/select_top.cu", "select_top", spoil(args))
+        cuda_sources.check_launch("dsa/select_top.cu", "select_top", spoil(args))
 
 
 def test_kernel_that_does_not_compile_is_detected() -> None:
@@ -287,11 +287,12 @@ def test_every_kernel_takes_addresses_and_64_bit_integers() -> None:
     folders = {
         "attention": ("prefill_attention", "rope_decode"),
         "collectives": ("all_reduce",),
+        "dsa": ("packed_mla", "select_top", "sparse_mla"),
         "hisparse": ("copy_misses", "swap_in", "write_back"),
-        "int4": ("int4_linear",),
         "linear": ("float_at_once", "fp8_at_once", "fp8_linear", "gemv", "plain_linear"),
-        "mla": ("dense_mla", "packed_mla", "select_top", "sparse_mla"),
+        "mla": ("dense_mla",),
         "moe": ("expert_tiles", "norm_route", "select_route"),
+        "packed4": ("int4_linear",),
         "sampling": ("keep_top_p",),
     }
     sources = {name: f"{folder}/{name}.cu" for folder, names in folders.items() for name in names}

@@ -8,13 +8,13 @@ import torch
 
 from pdserve.kernels.backends import few_rows_cuda
 from pdserve.kernels.backends.few_rows_cuda import Tiles
-from pdserve.kernels.int4.group_format import GroupScaled
-from pdserve.kernels.int4.int4_linear_cuda import launch_int4_linear_cuda
 from pdserve.kernels.linear import block_scaled, linear
 from pdserve.kernels.linear.block_format import BlockScaled, Weight
 from pdserve.kernels.linear.swiglu import swiglu_reference
 from pdserve.kernels.moe.experts import experts_reference
 from pdserve.kernels.moe.token_experts_cuda import launch_token_experts
+from pdserve.kernels.packed4.group_format import GroupScaled
+from pdserve.kernels.packed4.int4_linear_cuda import launch_int4_linear_cuda
 from tests.kernels.block_scaled import draw_block_scaled, draw_row_scaled
 from tests.kernels.fibers import COMPILER, FiberKernels
 from tests.kernels.group_scaled import draw_group_scaled, draw_packed_experts

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.int4.group_format import E2M1, GroupScaled
 from pdserve.kernels.moe.experts import grouped_experts
+from pdserve.kernels.packed4.group_format import E2M1, GroupScaled
 from tests.kernels.group_scaled import draw_mxfp4_experts, draw_packed_experts
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned

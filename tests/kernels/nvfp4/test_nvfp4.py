@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl, launcher
-from pdserve.kernels.int4.group_format import E2M1
 from pdserve.kernels.nvfp4.nvfp4 import FEW_ROWS, Nvfp4Matrix, nvfp4_experts, nvfp4_linear
+from pdserve.kernels.packed4.group_format import E2M1
 from tests.kernels.interpreter import INTERPRETED
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.kernels.mla.index_plan import IndexPlan
+from pdserve.kernels.dsa.index_plan import IndexPlan
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.layers.batch import ForwardBatch, SequenceSlice
@@ -16,7 +16,7 @@ from pdserve.models.layers.latent_rows import RowPlaces, new_token_rows
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner
 from tests.checkpoints import is_reference_greedy, load_reference, make_dsa_checkpoint, reference_logits
-from tests.kernels.mla.padded_plan import padded_plan
+from tests.kernels.dsa.padded_plan import padded_plan
 
 # The logits are of order 1; float32 sums in another order differ by some 1e-6. With these seeds, the scores of selected
 # and other tokens or experts differ by more than 1e-5, so rounding does not change a selection.

@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as reference
 
-from pdserve.kernels.mla.latent_write import rotate_pairs_reference
+from pdserve.kernels.dsa.latent_write import rotate_pairs_reference
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.layers.rope import inverse_frequencies, score_factor
 

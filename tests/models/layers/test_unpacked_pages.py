@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from pdserve.kernels.mla import packed_rows
-from pdserve.kernels.mla.index_plan import IndexPlan
+from pdserve.kernels.dsa import packed_rows
+from pdserve.kernels.dsa.index_plan import IndexPlan
 from pdserve.memory.index_spaces import HotPage, KvPage, RequestSlot
 from pdserve.memory.kv_pool import KvCache
 from pdserve.models.decoders.dsa import DsaDecoder

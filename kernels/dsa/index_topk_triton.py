@@ -343,7 +343,7 @@ def launch_select_top(
     page_size = 0 if rows_of is None else rows_of.page_size
     constants = (("THREADS", _SELECT_THREADS), ("CLUSTER", cluster), ("PAGE", page_size))
     pages, sequence = (visible, visible) if rows_of is None else (rows_of.page_table, rows_of.sequence)  # or not read
-    load_kernel("mla/select_top.cu", "select_top", out.device, constants).launch(
+    load_kernel("dsa/select_top.cu", "select_top", out.device, constants).launch(
         scores.data_ptr(),
         scores.stride(0),
         visible.data_ptr(),

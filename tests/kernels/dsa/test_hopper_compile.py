@@ -12,10 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdserve.kernels.mla.index_topk_triton import _index_scores, _index_scores_of_few
-from pdserve.kernels.mla.latent_write_triton import _latent_write
-from pdserve.kernels.mla.packed_rows_triton import FUSED_TILE, _attend_packed, _unpack_pages, _unpack_rows
-from pdserve.kernels.mla.rotate_queries_triton import _rotate_queries
+from pdserve.kernels.dsa.index_topk_triton import _index_scores, _index_scores_of_few
+from pdserve.kernels.dsa.latent_write_triton import _latent_write
+from pdserve.kernels.dsa.packed_rows_triton import FUSED_TILE, _attend_packed, _unpack_pages, _unpack_rows
+from pdserve.kernels.dsa.rotate_queries_triton import _rotate_queries
 
 FP8_POINTERS = {"key_pages_ptr", "index_query_ptr", "query_ptr", "key_ptr"}
 FLOAT_POINTERS = {"key_scales_ptr", "scales_ptr", "query_scale_ptr", "key_scale_ptr", "weights_ptr", "scores_ptr"}

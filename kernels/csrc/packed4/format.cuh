@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "int4/copy.cuh"
+#include "packed4/copy.cuh"
 
 namespace {
 

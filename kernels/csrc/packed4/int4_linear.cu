@@ -2,9 +2,9 @@
 
 #include "linear/few_rows.cuh"
 #if X_ROWS == 4
-#include "int4/byte_format.cuh"
+#include "packed4/byte_format.cuh"
 #else
-#include "int4/format.cuh"
+#include "packed4/format.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) int4_linear(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels.dense_mla.tile_plan import (
+from pdserve.kernels.mla.tile_plan import (
     BLOCK_KEYS,
     cut_tiles,
     most_partials,

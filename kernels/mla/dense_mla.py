@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from ..backends.dispatch import Impl, use_triton
-from ..mla.sparse_mla_cuda import unsuitable_latents
+from ..dsa.sparse_mla_cuda import unsuitable_latents
 from .dense_mla_cuda import launch_dense_mla_cuda
 from .tile_plan import TilePlan
 

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pdserve.kernels.int4.expand_triton import _expand
+from pdserve.kernels.packed4.expand_triton import _expand
 from pdserve.kernels.moe.expert_gate_triton import _expert_gate
 from pdserve.kernels.moe.packed_experts_triton import _packed_experts
 

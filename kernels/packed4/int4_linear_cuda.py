@@ -1,4 +1,4 @@
-"""Launcher of csrc/int4/int4_linear.cu, for x of few rows in 16 bits.
+"""Launcher of csrc/packed4/int4_linear.cu, for x of few rows in 16 bits.
 
 If x is small, each thread block converts it to 8-bit integers. Products of integers take fewer instructions, and
 instructions limit the kernel more than memory does.
@@ -42,7 +42,7 @@ def launch_int4_linear_cuda(
 
 
 def integer_bytes(group: int, steps: int, rows: int) -> int | None:
-    """Shared memory for `rows` rows of x as integers, with `steps` pairs of groups each (csrc/int4/byte_format.cuh);
+    """Shared memory for `rows` rows of x as integers, with `steps` pairs of groups each (csrc/packed4/byte_format.cuh);
     None if they are too long.
     """
     rounded = 1 << (rows - 1).bit_length()  # limits the number of shared memory sizes, and so of compiled kernels
@@ -55,8 +55,8 @@ def cuda_format(group: int, x_bytes: int | None) -> Format:
     step_bytes = OUTPUT_TILE * group + 8 * OUTPUT_TILE  # values; scales and zeros of two groups
     constants = (("GROUP", group),)
     if x_bytes is None:
-        return Format("int4_linear", step_bytes, warps=(16, 8, 4), constants=constants, folder="int4")
-    return Format("int4_linear", step_bytes, INTEGER_ROWS, x_bytes, constants=constants, folder="int4")
+        return Format("int4_linear", step_bytes, warps=(16, 8, 4), constants=constants, folder="packed4")
+    return Format("int4_linear", step_bytes, INTEGER_ROWS, x_bytes, constants=constants, folder="packed4")
 
 
 def suits_cuda(x: torch.Tensor, weight: GroupScaled) -> bool:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.fp8_rows import FP8, quantize_rows_reference
-from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales
-from pdserve.kernels.mla.index_topk import index_scores_reference, index_topk
-from pdserve.kernels.mla.key_write import KeyWrite
-from pdserve.kernels.mla.latent_write import latent_write
-from pdserve.kernels.mla.rotate_queries import rotate_queries
+from pdserve.kernels.dsa.fp8_rows import FP8, quantize_rows_reference
+from pdserve.kernels.dsa.index_plan import IndexPlan, IndexScales
+from pdserve.kernels.dsa.index_topk import index_scores_reference, index_topk
+from pdserve.kernels.dsa.key_write import KeyWrite
+from pdserve.kernels.dsa.latent_write import latent_write
+from pdserve.kernels.dsa.rotate_queries import rotate_queries
 from pdserve.memory.kv_pool import KvPool
 from tests.kernels.attention.test_fp8_pages import nearest
 from tests.kernels.places import each_of
@@ -202,7 +202,7 @@ def test_selection_from_fp8_pages_equals_selection_by_dequantised_keys(
     case, k = Sequences(device, [150, 90], [3, 1], page_size=page_size, dim=32), 24
     for few in (64, 0):
         if impl == "triton":
-            monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", few)
+            monkeypatch.setattr("pdserve.kernels.dsa.index_topk_triton._FEW_TOKENS", few)
         found = case.topk(k, impl)
         case.check(found, k, 2e-3 if device.type == "cuda" else 1e-6)
     overlaps = []

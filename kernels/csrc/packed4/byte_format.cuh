@@ -11,7 +11,7 @@
 
 #pragma once
 
-#include "int4/copy.cuh"
+#include "packed4/copy.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// Attention over selected rows of 512 + 64 elements, 64 heads at a time; see kernels/mla/sparse_mla.py for the formula.
+// Attention over selected rows of 512 + 64 elements, 64 heads at a time; see kernels/dsa/sparse_mla.py for the formula.
 //
 // A thread block processes 64 heads of one token and a share of its selected rows (split-K); see latent_attention.cuh.
 // The blocks of all shares form a cluster. At the end each block adds some of the columns over all shares.

@@ -2,7 +2,7 @@
 
 import torch
 
-from pdserve.kernels.mla.index_plan import IndexPlan
+from pdserve.kernels.dsa.index_plan import IndexPlan
 
 
 def padded_plan(tokens: int, *, max_pages: int, page_size: int, device: torch.device) -> IndexPlan:

@@ -16,7 +16,7 @@ in it, [T, K] int32, -1 for none: pages and rows as sparse_mla.py takes them. so
 
 There are two ways to attend to packed pages. If several queries share their rows, as in a chunk of a prompt, all pages
 of the sequences are unpacked once (models/layers/unpacked_pages.py). Otherwise sparse_mla_packed unpacks the rows of
-each query, in memory or in registers: in csrc/mla/packed_mla.cu for the geometry of DeepSeek-V3.2 on Hopper, and in
+each query, in memory or in registers: in csrc/dsa/packed_mla.cu for the geometry of DeepSeek-V3.2 on Hopper, and in
 Triton for others.
 
 Lower bound: every packed row read once, every unpacked row written once.

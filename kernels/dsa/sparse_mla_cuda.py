@@ -1,4 +1,4 @@
-"""Launchers of csrc/mla/sparse_mla.cu and csrc/mla/packed_mla.cu, for the geometry of DeepSeek-V3.2 on Hopper."""
+"""Launchers of csrc/dsa/sparse_mla.cu and csrc/dsa/packed_mla.cu, for the geometry of DeepSeek-V3.2 on Hopper."""
 
 import functools
 
@@ -16,10 +16,10 @@ _DIM, _VALUE_DIM = 576, 512
 _WORD_BYTES = 16
 _FEW_PACKED_BLOCKS = 4
 PACKED_HEADS = 16
-"""The most heads that csrc/mla/packed_mla.cu supports."""
+"""The most heads that csrc/dsa/packed_mla.cu supports."""
 _PACKED_THREADS = 256
 _PACKED_SHARED_BYTES = 113 << 10
-"""Of a block of csrc/mla/packed_mla.cu; two of them run on a multiprocessor."""
+"""Of a block of csrc/dsa/packed_mla.cu; two of them run on a multiprocessor."""
 
 
 def unsuitable(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
@@ -70,7 +70,7 @@ def launch_sparse_mla_cuda(
     tiles, blocks = tokens * heads // _HEADS, max(ceil_div(rows.shape[1], _BLOCK_ROWS), 1)
     shares = num_shares(tiles, blocks, multiprocessors(device))
     constants = (("SHARES", shares), ("PAGE_SIZE", pages.shape[1]), ("HALF", int(query.dtype == torch.float16)))
-    kernel = load_kernel("mla/sparse_mla.cu", "sparse_mla", device, constants, SHARED_BYTES, only_here=True)
+    kernel = load_kernel("dsa/sparse_mla.cu", "sparse_mla", device, constants, SHARED_BYTES, only_here=True)
     kernel.launch(
         query.data_ptr(),
         query.stride(0) * query.itemsize,
@@ -93,7 +93,7 @@ def launch_sparse_mla_cuda(
 
 
 def unsuitable_packed(query: torch.Tensor, pages: torch.Tensor, *, scale: float, value_dim: int) -> str | None:
-    """Why csrc/mla/packed_mla.cu does not support these tensors, `pages` of packed rows (packed_rows.py), or None."""
+    """Why csrc/dsa/packed_mla.cu does not support these tensors, `pages` of packed rows (packed_rows.py), or None."""
     reason = unsuitable_latents(query, pages, scale=scale, value_dim=value_dim)
     if reason is None and query.dtype != torch.bfloat16:
         return f"{query.dtype} is not bfloat16"
@@ -125,7 +125,7 @@ def launch_packed_mla_cuda(
         partial = torch.empty(tokens, shares, heads, _VALUE_DIM, dtype=torch.float32, device=query.device)
         log_sum = torch.empty(tokens, shares, heads, dtype=torch.float32, device=query.device)
     constants = (("ALONE", int(shares == 1)), ("PAGE_SIZE", pages.shape[1]))
-    kernel = load_kernel("mla/packed_mla.cu", "packed_mla", query.device, constants, _PACKED_SHARED_BYTES)
+    kernel = load_kernel("dsa/packed_mla.cu", "packed_mla", query.device, constants, _PACKED_SHARED_BYTES)
     kernel.launch(
         query.data_ptr(),
         query.stride(0) * query.itemsize,

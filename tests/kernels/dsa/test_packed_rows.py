@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.latent_write import latent_write
-from pdserve.kernels.mla.packed_rows import (
+from pdserve.kernels.dsa.latent_write import latent_write
+from pdserve.kernels.dsa.packed_rows import (
     pack_rows_reference,
     packed_bytes,
     sparse_mla_packed,
@@ -16,8 +16,8 @@ from pdserve.kernels.mla.packed_rows import (
     unpack_rows,
     unpack_rows_reference,
 )
-from pdserve.kernels.mla.sparse_mla import SparseMlaImpl, sparse_mla
-from pdserve.kernels.mla.sparse_mla_cuda import num_packed_shares
+from pdserve.kernels.dsa.sparse_mla import SparseMlaImpl, sparse_mla
+from pdserve.kernels.dsa.sparse_mla_cuda import num_packed_shares
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -162,7 +162,7 @@ def test_attention_over_packed_rows_equals_unpacked(
     where: Where, workspace_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows are unpacked into a workspace, some tokens at a time or all at once."""
-    monkeypatch.setattr("pdserve.kernels.mla.packed_rows._WORKSPACE_BYTES", workspace_bytes)
+    monkeypatch.setattr("pdserve.kernels.dsa.packed_rows._WORKSPACE_BYTES", workspace_bytes)
     impl, device, dtype = where
     generator = torch.Generator().manual_seed(2)
     packed = pack_rows_reference(torch.randn(24, 48 + 16, generator=generator), 48)
@@ -250,7 +250,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_cuda_kernel_supports_numbers_of_any_magnitude(k: int, page_size: int, latent: float, query: float) -> None:
     """Latents and queries whose products would overflow float16 without scaling; NaN in all other rows.
 
-    The largest latent of a group is at least 2e-4: csrc/mla/packed_mla.cu says from which size on weights are precise.
+    The largest latent of a group is at least 2e-4: csrc/dsa/packed_mla.cu says from which size on weights are precise.
     """
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(k)
     rows = torch.stack([torch.randperm(256, generator=generator)[:k] for _ in range(3)]).int()

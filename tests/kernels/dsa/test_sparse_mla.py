@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.sparse_mla import SparseMlaImpl, sparse_mla
-from pdserve.kernels.mla.sparse_mla_cuda import num_shares
+from pdserve.kernels.dsa.sparse_mla import SparseMlaImpl, sparse_mla
+from pdserve.kernels.dsa.sparse_mla_cuda import num_shares
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 

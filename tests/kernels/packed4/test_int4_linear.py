@@ -7,9 +7,9 @@ import torch
 
 from pdserve.kernels.backends.dispatch import Impl
 from pdserve.kernels.backends.few_rows_cuda import Tiles
-from pdserve.kernels.int4.group_format import GroupScaled, group_in_memory
-from pdserve.kernels.int4.int4_linear import expanded_rows, int4_gated_linear, int4_linear, output_parts
-from pdserve.kernels.int4.int4_linear_cuda import suits_cuda
+from pdserve.kernels.packed4.group_format import GroupScaled, group_in_memory
+from pdserve.kernels.packed4.int4_linear import expanded_rows, int4_gated_linear, int4_linear, output_parts
+from pdserve.kernels.packed4.int4_linear_cuda import suits_cuda
 from tests.kernels.group_scaled import draw_group_scaled
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned

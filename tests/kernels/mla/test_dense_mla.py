@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.dense_mla.dense_mla import DenseMlaImpl, dense_mla
-from pdserve.kernels.dense_mla.dense_mla_cuda import launch_dense_mla_cuda
-from pdserve.kernels.dense_mla.tile_plan import TilePlan, plan_tiles
+from pdserve.kernels.mla.dense_mla import DenseMlaImpl, dense_mla
+from pdserve.kernels.mla.dense_mla_cuda import launch_dense_mla_cuda
+from pdserve.kernels.mla.tile_plan import TilePlan, plan_tiles
 from tests.kernels import cuda_sources
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
@@ -167,7 +167,7 @@ def test_invalid_arguments_are_refused() -> None:
 
 
 def test_launch_fits_the_declaration_of_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kernels.dense_mla.dense_mla_cuda.load_kernel", cuda_sources.load_kernel)
+    monkeypatch.setattr("pdserve.kernels.mla.dense_mla_cuda.load_kernel", cuda_sources.load_kernel)
     batch = Batch([(1, 200)], heads=16, dim=576, page_size=64, dtype=torch.bfloat16)
     plan = batch.plan(torch.device("cpu"), 1)
     partial, log_sum = torch.empty(4, 16, 512), torch.empty(4, 16)

@@ -101,7 +101,7 @@ def output_parts(outputs: int, output_bytes: int, scratch_bytes: int) -> Iterato
 def expanded_rows(weight: GroupScaled, dtype: torch.dtype) -> torch.Tensor:
     """The matrix in `dtype`, by Triton."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.packed.device)
-    launcher("int4.expand_triton", "launch_expand")(weight, out)
+    launcher("packed4.expand_triton", "launch_expand")(weight, out)
     return out
 
 

@@ -1,11 +1,11 @@
-// Attention over selected packed rows (512 fp8, 4 scales, 64 bf16; kernels/mla/packed_rows.py) for up to 16 heads; see
-// kernels/mla/sparse_mla.py for the formula.
+// Attention over selected packed rows (512 fp8, 4 scales, 64 bf16; kernels/dsa/packed_rows.py) for up to 16 heads; see
+// kernels/dsa/sparse_mla.py for the formula.
 //
 // A thread block processes a share of the selected rows of one token, 64 rows at a time. First its 8 warps compute
 // scores: each warp multiplies 32 rows with one of the query's four groups of 128 elements. Then all threads turn the
 // scores into weights, and store each weight four times: multiplied by the row's scale of each group. Last, each warp
 // adds 64 columns of the values. Meanwhile the next 64 rows are copied. With several shares, results are partial
-// (kernels/mla/sparse_mla_triton.py combines them).
+// (kernels/dsa/sparse_mla_triton.py combines them).
 //
 // There is an instruction that converts two fp8 to float16, but none that converts to bfloat16. So queries and weights
 // are float16, too: the query of a head and group is divided by a power of two, and weights are multiplied by 2^8. They

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.fp8_rows import FP8
-from pdserve.kernels.mla.index_plan import IndexPlan, IndexScales, select_top_reference
-from pdserve.kernels.mla.index_topk import index_topk
-from tests.kernels.mla.padded_plan import padded_plan
+from pdserve.kernels.dsa.fp8_rows import FP8
+from pdserve.kernels.dsa.index_plan import IndexPlan, IndexScales, select_top_reference
+from pdserve.kernels.dsa.index_topk import index_topk
+from tests.kernels.dsa.padded_plan import padded_plan
 from tests.kernels.places import each_of
 from tests.kernels.poison import poisoned
 
@@ -131,7 +131,7 @@ def test_best_positions_of_every_token_are_selected(
     case = Case(query_lens, kv_lens, page_size=page_size, where=where)
     assert case.result(k) == case.expected(k)
     if where[0] == "triton":
-        monkeypatch.setattr("pdserve.kernels.mla.index_topk_triton._FEW_TOKENS", 0)  # uses the kernel for many tokens
+        monkeypatch.setattr("pdserve.kernels.dsa.index_topk_triton._FEW_TOKENS", 0)  # uses the kernel for many tokens
         assert case.result(k) == case.expected(k)
 
 
@@ -166,11 +166,11 @@ def test_padded_plan_is_filled_in_place(where: Where) -> None:
 
 def test_many_queries_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch, where: Where) -> None:
     if where[0] == "triton":
-        from pdserve.kernels.mla import index_topk_triton
+        from pdserve.kernels.dsa import index_topk_triton
 
         monkeypatch.setattr(index_topk_triton, "_BUFFER_BYTES", 4 * 256 * 3)  # three of nine rows at a time
     else:
-        monkeypatch.setattr("pdserve.kernels.mla.index_topk._REFERENCE_PRODUCTS", 5 * 200 * 3)
+        monkeypatch.setattr("pdserve.kernels.dsa.index_topk._REFERENCE_PRODUCTS", 5 * 200 * 3)
     case = Case([8, 1], [200, 60], page_size=16, where=where)
     assert case.result(12) == case.expected(12)
 
@@ -233,7 +233,7 @@ def test_gpu_selection_equals_the_reference(
     k: int, values: str, copies: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """7 rows, which run at the same time, and 168, which do not."""
-    from pdserve.kernels.mla import index_topk_triton
+    from pdserve.kernels.dsa import index_topk_triton
 
     monkeypatch.setattr(index_topk_triton, "blocks_per_row", lambda *_: blocks)
     seen = [0, 1, k, k + 1, 16384, 40001, 131072]

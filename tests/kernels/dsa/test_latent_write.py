@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pdserve.kernels.backends.dispatch import Impl
-from pdserve.kernels.mla.key_write import KeyWrite
-from pdserve.kernels.mla.latent_write import latent_write
-from pdserve.kernels.mla.rotate_queries import rotate_queries
+from pdserve.kernels.dsa.key_write import KeyWrite
+from pdserve.kernels.dsa.latent_write import latent_write
+from pdserve.kernels.dsa.rotate_queries import rotate_queries
 from tests.kernels.places import each_of
 
 PAGES, LAYERS, LAYER, EPS = 8, 3, 1, 1e-3

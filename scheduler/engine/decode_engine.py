@@ -1,6 +1,7 @@
 """The engine of a decode server, or of one of its data-parallel ranks."""
 
 import logging
+import math
 
 from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
@@ -73,6 +74,11 @@ class DecodeEngine(Engine[DecodeScheduler]):
         if step is None:
             return None
         return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
+
+    @property
+    def pause_s(self) -> float:
+        pause_s = self.scheduler.pause_s
+        return pause_s if pause_s < math.inf else 0.0
 
     def answered(self) -> bool:
         return not self.scheduler.requests

@@ -30,7 +30,8 @@ class StepTimes:
         """
         self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
         """In flight, oldest first: start, running requests and prompt tokens."""
-        self._ended_at = -math.inf
+        self.ended_at = -math.inf
+        """When the last step ended."""
         self._mixed = 0
         """Steps with prompt tokens since the last one without."""
 
@@ -80,8 +81,8 @@ class StepTimes:
     def ended(self, now: float) -> float:
         """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""
         started_at, running, tokens = self._steps.popleft()
-        seconds = now - max(started_at, self._ended_at)
-        self._ended_at = now
+        seconds = now - max(started_at, self.ended_at)
+        self.ended_at = now
         if not tokens:
             self._decode_steps[running.bit_length()].measured(1, seconds)
         elif not running:

@@ -25,6 +25,7 @@ import collections
 import logging
 from collections.abc import Iterable, Sequence
 
+from ...common.arithmetic import ceil_div
 from ...common.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
@@ -303,6 +304,7 @@ class DecodeScheduler:
 
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
+        self.dispatcher.local.times.running = ceil_div(len(self.run_queue.running), self.limits.stages)
         if self._peers_changed:
             self._peers_changed = False
             self._submissions.peers_changed(now)

@@ -32,6 +32,8 @@ class StepTimes:
         """In flight, oldest first: start, running requests and prompt tokens."""
         self.ended_at = -math.inf
         """When the last step ended."""
+        self.running = 0
+        """Running requests of a step, also between two steps. The scheduler sets it before it places prompts."""
         self._mixed = 0
         """Steps with prompt tokens since the last one without."""
 
@@ -55,11 +57,6 @@ class StepTimes:
         """
         beside = statistics.median(self._beside) if self._beside else None
         return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
-
-    @property
-    def running(self) -> int:
-        """Running requests of the newest step in flight; 0 if there is none."""
-        return self._steps[-1][1] if self._steps else 0
 
     @property
     def in_flight(self) -> int:

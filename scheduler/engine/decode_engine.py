@@ -48,8 +48,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     writes_both=welcome.enable_hisparse,
                     shares_device=share_device(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
+                if peer.shares_device:
+                    computed = self.scheduler.limits.local_prefill == "auto"
+                    effect = "prompts after the first are computed here" if computed else "steps wait for its prompts"
+                    log.info("prefill %s has the same device: %s", endpoint, effect)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)

@@ -21,8 +21,8 @@ from pdserve.server.api.app import Routes
 from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.error_responses import HTTP_ERROR_CODES, response_for
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.models import ChatBody, CompletionBody, OpenAiBody
 from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient

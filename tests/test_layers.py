@@ -40,7 +40,7 @@ LAYERS = {
         "api/responses",
         "api/anthropic",
         "api/openai",
-        "api/native",
+        "api/generate",
         "api/common",
         "engine",
         "observability",

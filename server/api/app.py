@@ -49,6 +49,7 @@ from .anthropic.models import (
 from .anthropic.replies import MessagesRendering
 from .anthropic.requests import count_tokens, parse_message
 from .arriving_bodies import ArrivingBodies
+from .common.calls import Call
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
 from .common.outputs import Output
@@ -56,13 +57,13 @@ from .common.rendering import Rendering
 from .common.routing import MAX_PRIORITY, MAX_RID_CHARACTERS, RoutingFields, check_rooms, new_rid
 from .documentation import Handler, Operation, add_documentation
 from .error_responses import add_error_handlers
+from .generate.models import GenerateBody, GenerateReply, GenerateResult
+from .generate.replies import GenerateRendering
+from .generate.requests import parse_generate
 from .generation import GenerationResponse, prefill_leg, run_until_disconnect
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version
 from .lanes import Lanes
 from .live_page import add_page
-from .native.models import GenerateBody, GenerateReply, GenerateResult
-from .native.replies import GenerateRendering
-from .native.requests import Call, parse_generate
 from .openai.chat_requests import parse_chat
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering

@@ -22,9 +22,9 @@ from pdserve.server.api.anthropic.requests import parse_message
 from pdserve.server.api.app import AbortBody, begin_outputs
 from pdserve.server.api.common.fields import Body, parse_body
 from pdserve.server.api.common.limits import Limits
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.lanes import INLINE_BYTES
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
 from pdserve.server.api.openai.chat_requests import parse_chat
 from pdserve.server.api.openai.models import ChatBody, CompletionBody
 from pdserve.server.api.openai.replies import CompletionRendering

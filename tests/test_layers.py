@@ -41,6 +41,7 @@ LAYERS = {
         "api/anthropic",
         "api/openai",
         "api/generate",
+        "api/service",
         "api/common",
         "engine",
         "observability",

@@ -48,7 +48,6 @@ from .anthropic.models import (
 )
 from .anthropic.replies import MessagesRendering
 from .anthropic.requests import count_tokens, parse_message
-from .arriving_bodies import ArrivingBodies
 from .common.calls import Call
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.limits import Limits
@@ -60,19 +59,20 @@ from .error_responses import add_error_handlers
 from .generate.models import GenerateBody, GenerateReply, GenerateResult
 from .generate.replies import GenerateRendering
 from .generate.requests import parse_generate
-from .generation import GenerationResponse, prefill_leg, run_until_disconnect
 from .info import Health, Load, ModelCard, ModelInfo, ModelList, ServerInfo, ServerReport, Version
-from .lanes import Lanes
 from .live_page import add_page
 from .openai.chat_requests import parse_chat
 from .openai.models import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody, StreamError
 from .openai.replies import ChatRendering, CompletionRendering
 from .openai.requests import parse_completion
-from .request_body import read_body
 from .responses.models import ResponseEvent, ResponseObject, ResponsesBody
 from .responses.replies import ResponsesRendering
 from .responses.requests import parse_response
 from .role import RoleBody, RoleControl, RoleReport, check_addressed_role, check_may_switch, wants_to_wait
+from .service.arriving_bodies import ArrivingBodies
+from .service.generation import GenerationResponse, prefill_leg, run_until_disconnect
+from .service.lanes import Lanes
+from .service.request_body import read_body
 from .tokenize import DetokenizeBody, DetokenizeReply, TokenizeBody, TokenizeReply, detokenize, tokenize
 
 log = logging.getLogger("pdserve.frontend")

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from pdserve.common.errors import OverloadedError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api import app
-from pdserve.server.api.arriving_bodies import LEAST_BYTES, ArrivingBodies
 from pdserve.server.api.common.fields import BodyError, decode_object
-from pdserve.server.api.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
+from pdserve.server.api.service.arriving_bodies import LEAST_BYTES, ArrivingBodies
+from pdserve.server.api.service.request_body import GZIP_FORMAT, MOST_MEMBERS, PIECE_BYTES, read_body
 from pdserve.server.api.tokenize import MOST_DETOKENIZED
 from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.text.chat_format import Arguments

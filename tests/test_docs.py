@@ -133,7 +133,7 @@ async def test_documented_routes_are_the_served_ones(config: AnyServerConfig, to
         routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING, FixedRole(config.role))
         served = {
             f"{method} {route.path.replace(':path', '')}"
-            for route in (*routes.public(), *routes.protected())
+            for route in routes.routes()
             for method in (route.methods or set()) - {"HEAD"}
         }
     finally:

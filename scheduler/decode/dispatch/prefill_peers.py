@@ -256,14 +256,9 @@ class PrefillPeers:
         """How fast the fastest server computes prompts; None if none has reported it."""
         return max((peer.tokens_per_s for peer in self._peers.values()), default=0.0) or None
 
-    @property
-    def any_beside(self) -> bool:
-        """Whether a server computes on the GPU or the CPU cores of this one."""
-        return any(peer.shares_device for peer in self._peers.values())
-
     def computes_beside(self, slack_s: float, now: float) -> bool:
-        """Whether such a server computes prompts of ours now. One that is silent for `slack_s` longer than they should
-        take does not count: it hangs, or is dead.
+        """Whether a server computes prompts of ours now, on the GPU or the CPU cores of this one. It does not count if
+        it is silent for `slack_s` longer than they should take: it hangs, or is dead.
         """
         return any(
             peer.shares_device

@@ -33,14 +33,14 @@ class Turns:
         """How long the next step of these requests waits; inf if first the step in flight has to end. With pipeline
         stages, steps do not wait.
         """
-        idle_s = self._times.idle_step_s(len(running)) if running and self._limits.stages == 1 else None
-        if idle_s is None or not self._peers.any_beside:
+        auto_s, default_s, times = self._limits.auto_itl_s, self._limits.slo_itl_s, self._times
+        if not running or self._limits.stages > 1 or not self._peers.computes_beside(auto_s, now):
             return 0.0
-        auto_s, default_s = self._limits.auto_itl_s, self._limits.slo_itl_s
-        given = {default_s if request.slo_itl_s is None else request.slo_itl_s for request in running}
-        limit_s = min(gap_limit_s(idle_s, each_s or None, auto_s) for each_s in given)  # steps end also without a limit
-        if not self._peers.computes_beside(limit_s, now):
-            return 0.0
-        if self._times.in_flight:
+        if times.in_flight:
             return math.inf
-        return max(0.0, self._times.ended_at + TURN_PART * limit_s - idle_s - now)
+        idle_s = times.idle_step_s(len(running))
+        if idle_s is None:
+            return 0.0
+        given = {default_s if request.slo_itl_s is None else request.slo_itl_s for request in running}
+        limit_s = min(gap_limit_s(idle_s, each_s or None, auto_s) for each_s in given)  # also without a limit
+        return max(0.0, times.ended_at + TURN_PART * limit_s - idle_s - now)

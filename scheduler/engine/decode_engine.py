@@ -6,7 +6,7 @@ import math
 from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
-from ...transfer.plan.pairing import share_device
+from ...transfer.plan.pairing import share_device, share_gpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
 from ...transfer.protocol.wire import IntArray
@@ -47,11 +47,12 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     capacity=layout.num_pages * layout.page_size,
                     writes_both=welcome.enable_hisparse,
                     shares_device=share_device(self._hello.ranks, welcome.ranks),
+                    shares_gpu=share_gpu(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_device:
-                    computed = self.scheduler.limits.local_prefill == "auto"
-                    effect = "prompts after the first are computed here" if computed else "steps wait for its prompts"
-                    log.info("prefill %s has the same device: %s", endpoint, effect)
+                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
+                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
+                elif peer.shares_gpu:
+                    log.info("prefill %s has the same GPU: decode steps wait for its prompts", endpoint)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)

@@ -118,11 +118,13 @@ class Cluster:
         prefills: int,
         decodes: int,
         cores: int | None = None,
+        one_gpu: bool = False,
         hashes: bool = False,
     ) -> None:
-        """With `cores`, all servers share a machine with that many cores. With `hashes`, prompts share prefixes, and
-        decode servers compare them with what prefill servers have cached.
+        """With `cores`, all servers share a machine with that many cores; with `one_gpu`, a GPU. With `hashes`, prompts
+        share prefixes, and decode servers compare them with what prefill servers have cached.
         """
+        cores = 1 if one_gpu else cores
         self._settings = settings
         self._times = times
         self._hashes = hashes
@@ -143,6 +145,7 @@ class Cluster:
                     {f"{prefill.instance}:1"},
                     capacity=settings.prefill_pages * settings.prefill.page_size,
                     shares_device=cores is not None and 2 * settings.cores > cores,
+                    shares_gpu=one_gpu,
                 )
                 decode.scheduler.peer_up(peer)
 

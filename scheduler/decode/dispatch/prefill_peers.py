@@ -30,6 +30,7 @@ class PrefillPeer:
     """It writes KV to host memory or to the GPU, as its KvDestination says (HiSparse)."""
     shares_device: bool = False
     """It computes on the GPU or the CPU cores that this server computes on."""
+    shares_gpu: bool = False
     window: DispatchWindow = dataclasses.field(default_factory=DispatchWindow)
     tokens_per_s: float = 0.0
     """How fast it computes prompts, by its own report; 0 if it has not reported it."""
@@ -257,11 +258,11 @@ class PrefillPeers:
         return max((peer.tokens_per_s for peer in self._peers.values()), default=0.0) or None
 
     def computes_beside(self, slack_s: float, now: float) -> bool:
-        """Whether a server computes prompts of ours now, on the GPU or the CPU cores of this one. It does not count if
-        it is silent for `slack_s` longer than they should take: it hangs, or is dead.
+        """Whether a server computes prompts of ours now, on the GPU of this one. It does not count if it is silent for
+        `slack_s` longer than they should take: it hangs, or is dead.
         """
         return any(
-            peer.shares_device
+            peer.shares_gpu
             and peer.window.own_tokens > 0
             and peer.tokens_per_s > 0
             and peer.silent_s(peer.tokens_per_s, now) <= slack_s

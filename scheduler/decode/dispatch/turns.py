@@ -1,9 +1,9 @@
-"""Whose turn it is on a GPU, or on CPU cores, that this server shares with a prefill server.
+"""Whose turn it is on a GPU that this server shares with a prefill server.
 
 Two processes on one GPU get about half of it each while both have work, so a prompt would take twice as long beside
 decode steps. Instead, while the prefill server computes prompts of this server, the next decode step starts so late
 that its tokens come within a part of the limit on gaps. No message is needed: this server knows what it has sent and
-what has arrived.
+what has arrived. On shared CPU cores the operating system divides the time, and short prompts are faster without turns.
 """
 
 import math

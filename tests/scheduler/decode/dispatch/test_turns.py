@@ -1,4 +1,4 @@
-"""Decode steps that wait while prefill computes on the same device."""
+"""Decode steps that wait while prefill computes on the same GPU."""
 
 import math
 
@@ -18,10 +18,10 @@ STEP_S, LIMIT_S, TOKENS = 0.004, 0.04, 1000
 ENDED_AT = 1.0
 
 
-def turns(*, shares_device: bool = True, tokens: int = TOKENS, rate: float = 10_000.0, stages: int = 1) -> Turns:
+def turns(*, shares_gpu: bool = True, tokens: int = TOKENS, rate: float = 10_000.0, stages: int = 1) -> Turns:
     """A prefill server has got `tokens` tokens at ENDED_AT, when a decode step of STEP_S has ended."""
     peers = PrefillPeers()
-    peer = PrefillPeer(InstanceId("a"), {"a:1"}, shares_device=shares_device)
+    peer = PrefillPeer(InstanceId("a"), {"a:1"}, shares_gpu=shares_gpu)
     peers.up(peer)
     peers.report(peer.instance, Load(tokens_per_s=rate))
     peer.heard_at = ENDED_AT
@@ -58,7 +58,7 @@ def test_next_step_waits_for_the_end_of_the_one_in_flight() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        pytest.param(turns(shares_device=False), id="prefill has a device of its own"),
+        pytest.param(turns(shares_gpu=False), id="prefill has a GPU of its own"),
         pytest.param(turns(tokens=0), id="prefill computes nothing of ours"),
         pytest.param(turns(rate=0.0), id="the rate of prefill is not known"),
         pytest.param(turns(stages=2), id="two pipeline stages"),

@@ -138,7 +138,7 @@ class DecodeScheduler:
         self.requests = self.transitions.requests
         self._turns = Turns(limits, self.dispatcher.peers, self.dispatcher.local.times)
         self.pause_s = 0.0
-        """How long the next step waits while prefill computes on the same device; inf until the step in flight ends."""
+        """How long the next step waits while prefill computes on the same GPU; inf until the step in flight ends."""
         self._submissions = Submissions(
             resources,
             compiling=self.compiling,

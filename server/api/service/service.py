@@ -89,13 +89,14 @@ class Service:
         return json_response(await self.parse(request, convert, is_prompt=False))
 
     async def respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:
-        check_addressed_role(request.url.hostname, call.submits, self.config, self._former())
         client = request.client.host if request.client is not None else ""
         if self.config.role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
             for name, grammar in call.grammars:
                 checking = asyncio.ensure_future(self._grammars.check(grammar, client))
                 if (problem := await run_until_disconnect(checking, request.receive)) is not None:
                     raise FieldError(name, problem)
+        # after the grammars: the role may have changed while they were compiled
+        check_addressed_role(request.url.hostname, call.submits, self.config, self._former())
         outputs = begin_outputs(call, self.tokenizer)
         if self.config.role == "prefill":
             check_rooms(call.submits)

@@ -159,6 +159,8 @@ def default_of(field: FieldInfo) -> str:
     """The default as one would type it; empty if there is none."""
     if field.default is None or field.default == () or _flag(field).switch:
         return ""
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 

@@ -51,21 +51,21 @@ class BenchOptions:
     output_len: Annotated[int, Field(ge=1, description="new tokens asked for")] = 64
     range_ratio: Annotated[
         Share, Field(description="random: lengths are uniform in [(1 - X) * len, (1 + X) * len]")
-    ] = 0
-    input_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("input"))] = 0
-    output_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("output"))] = 0
+    ] = 0.0
+    input_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("input"))] = 0.0
+    output_sigma: Annotated[Sigma, Field(description=_LOGNORMAL.format("output"))] = 0.0
     max_input_len: Annotated[int | None, Field(ge=1, description=_CUT.format("input"))] = None
     max_output_len: Annotated[int | None, Field(ge=1, description=_CUT.format("output"))] = None
     prefix_len: Annotated[int, Field(ge=0, description="random: tokens that all prompts begin with")] = 0
     seed: Annotated[int, Field(ge=0, description="seed of prompts, lengths and arrivals")] = 0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False, description="of sampling; 0 is greedy")] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False, description="of sampling; 0 is greedy")] = 0.0
     ignore_eos: Annotated[
         bool,
         Flag(default="for random"),
         Field(description="always generate --output-len tokens, and count a shorter output as failed"),
     ] = True
     warmup: Annotated[int, Field(ge=0, description="requests sent before the measurement")] = 2
-    timeout_s: Annotated[float, Field(gt=0, description="time limit of one request")] = 600
+    timeout_s: Annotated[float, Field(gt=0, description="time limit of one request")] = 600.0
     slo_ttft_ms: Annotated[float | None, Field(gt=0, description="goodput: bound on the time to first token")] = None
     slo_itl_ms: Annotated[
         float | None, Field(gt=0, description="goodput: bound on a request's mean inter-token latency")

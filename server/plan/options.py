@@ -29,7 +29,7 @@ WITHOUT_FP8 = ("A100", "A100-40GB")
 """GPUs of a compute capability below 8.9: fp8 weights are expanded there, and indexer keys stay in 16 bits."""
 DEFAULT_GPUS = "8xH200"
 DEFAULT_CONTEXT = 65536
-RESERVE_GIB = 4
+RESERVE_GIB = 4.0
 """Default of `--reserve-gib`. A server measures its steps at start; a plan cannot."""
 
 PLAN_FLAGS = ("gpus", "context", "reserve_gib", "as_json")

@@ -69,7 +69,7 @@ class TopOptions:
     ] = (DECODE_URL, PREFILL_URL)
     interval_s: Annotated[
         float, Flag("--interval"), Field(ge=0.1, allow_inf_nan=False, description="seconds between two frames")
-    ] = 1
+    ] = 1.0
     once: Annotated[
         bool, Flag(switch=True), Field(description="print one frame, measured over one interval, and exit")
     ] = False

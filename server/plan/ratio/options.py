@@ -51,10 +51,10 @@ class RatioOptions:
     """A load, the ratios to compare, and where the step times come from: `rates`, a running pair, or one to start."""
 
     trace: Annotated[Path | None, Field(description="requests, as .jsonl (Mooncake) or .csv (Azure)")] = None
-    speed: Annotated[float, Field(gt=0, description="play the trace X times as fast")] = 1
+    speed: Annotated[float, Field(gt=0, description="play the trace X times as fast")] = 1.0
     input_len: Annotated[int | None, Field(ge=1, description="instead of a trace: prompt tokens")] = None
     output_len: Annotated[int, Field(ge=1, description="new tokens")] = 128
-    range_ratio: Annotated[Share, Field(description="lengths vary by this share")] = 0
+    range_ratio: Annotated[Share, Field(description="lengths vary by this share")] = 0.0
     prefix_len: Annotated[int, Field(ge=0, description="tokens all prompts share")] = 0
     rate_per_s: Annotated[
         float | None, Flag("--rate", metavar="R"), Field(gt=0, description="requests a second (Poisson)")

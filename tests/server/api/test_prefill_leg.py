@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pdserve.common.sampling import NEUTRAL_SAMPLING
-from pdserve.configs.schema import AnyServerConfig, PrefillConfig
+from pdserve.configs.schema import PrefillConfig
 from pdserve.server.api.service.service import Service
 from pdserve.server.engine.grammar_checker import GrammarChecker
 from pdserve.server.text.tokenizer import Tokenizer
@@ -104,25 +104,24 @@ async def test_output_length_is_not_limited_by_the_pool_of_prefill(
     await decode.leader.expect_nothing(for_s=0.05)
 
 
+@pytest.mark.parametrize("room", [ROOM, {}], ids=["of a router", "of a client"])
 async def test_request_for_decode_is_refused_if_the_role_changes_while_its_grammar_is_compiled(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, room: dict[str, Any]
 ) -> None:
-    """A prefill server would answer it with an empty text."""
+    """A prefill server would answer that of a router with an empty text, and that of a client with 400."""
     services: list[Service] = []
-    former: list[AnyServerConfig] = []
 
     def made(*arguments: Any) -> Service:
-        services.append(Service(*arguments[:-1], lambda: former[0] if former else None))
+        services.append(Service(*arguments))
         return services[0]
 
     async def switch(*_: object) -> None:
         (service,) = services
-        former.append(service.config)
         service.serve(PrefillConfig(), service.leader, NEUTRAL_SAMPLING)
 
     monkeypatch.setattr(http_harness, "Service", made)
     monkeypatch.setattr(GrammarChecker, "check", switch)
     async with running_server(tokenizer) as server:
-        response = await server.http.post("/generate", json=ROOM | {"text": "abc", "sampling_params": {"regex": "a"}})
-    assert former, "the role has changed"
+        response = await server.http.post("/generate", json=room | {"text": "abc", "sampling_params": {"regex": "a"}})
+    assert services[0].config.role == "prefill"
     assert (response.status_code, "has switched from decode to prefill" in response.text) == (503, True)

@@ -111,6 +111,9 @@ class Routes:
         self.service.serve(config, leader, default_sampling)
         self._info = ServerInfo(self.service, self._lag_s)
 
+    def start(self) -> None:
+        self.service.start()
+
     def close(self) -> None:
         self.service.close()
 

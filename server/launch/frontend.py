@@ -236,6 +236,7 @@ class Frontend:
         Raises StartupError when the leader reports one, and LeaderLostError when it exits without a report.
         """
         leader, process = self._leader, self._leader.start()
+        self._service.start()
         died = asyncio.create_task(process.wait())
         signalled = asyncio.create_task(self._signals.get())
         starting = asyncio.create_task(leader.client.wait_ready())

@@ -61,6 +61,11 @@ class Service:
         self.leader = leader
         self._default_sampling = default_sampling
 
+    def start(self) -> None:
+        """Start the grammar compiler. Call this while the leader loads the model."""
+        if self.config.role == "decode":
+            self._grammars.start()
+
     def close(self) -> None:
         """End the grammar compiler. Requests that wait for it fail with 503."""
         self._grammars.close()

@@ -34,8 +34,8 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case("gpt_oss", "tp4", "dp2"),
-    Case("qwen3_moe", "tp2", "dp4"),
+    Case("qwen3_moe", "tp4", "dp4"),
+    Case("gpt_oss", "tp2", "dp2"),
     Case("mixtral", "tp2-pp2", "dp2"),
     Case("mixtral", "dp2", "tp2"),
     Case("qwen3_moe", "tp2", "dp2-pp2"),

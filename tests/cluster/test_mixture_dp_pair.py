@@ -23,7 +23,13 @@ FULL = os.environ.get("PDSERVE_MATRIX") == "full"
 FAMILIES: tuple[TinyArchitecture, ...] = ("gpt_oss", "qwen3_moe", "mixtral")
 TP2, DP2, DP4 = ("--tp", "2"), ("--tp", "2", "--dp-attention"), ("--tp", "4", "--dp-attention")
 DP2_PP2 = (*DP2, "--pp", "2")
-PREFILLS = {"tp4": ("--config", "mixture-prefill"), "tp2": TP2, "tp2-pp2": (*TP2, "--pp", "2"), "dp2": DP2}
+PREFILLS = {
+    "tp4": ("--config", "mixture-prefill"),
+    "tp2": TP2,
+    "tp2-pp2": (*TP2, "--pp", "2"),
+    "dp2": DP2,
+    "dp2-pp2": DP2_PP2,
+}
 DECODES = {"dp4": ("--config", "mixture-decode"), "dp2": DP2, "dp2-pp2": DP2_PP2, "tp2": TP2}
 """Four ranks are those of the presets."""
 
@@ -38,7 +44,7 @@ CASES = [
     Case("qwen3_moe", "tp4", "dp4"),
     Case("gpt_oss", "tp2", "dp2"),
     Case("mixtral", "tp2-pp2", "dp2"),
-    Case("mixtral", "dp2", "tp2"),
+    Case("mixtral", "dp2-pp2", "tp2"),
     Case("qwen3_moe", "tp2", "dp2-pp2"),
     Case("gpt_oss", "dp2", "dp2"),
 ]

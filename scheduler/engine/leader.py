@@ -278,7 +278,7 @@ class Leader:
     def _rank_rings(self, engine: int) -> list[RankRing]:
         """The staging ring of each rank of an engine; empty where staging is off."""
         return [
-            RankRing(StagingRing(rank.ring.size_bytes, epoch=rank.ring.epoch), cell_bytes(rank.pools[0].layout))
+            RankRing(StagingRing(rank.ring.size_bytes), cell_bytes(rank.pools[0].layout))
             for rank in self._ranks_of(engine)
             if rank.ring is not None
         ]

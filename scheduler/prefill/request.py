@@ -69,6 +69,8 @@ class PrefillRequest:
         self.arrived_at = now - waited_s
         """On decode."""
         self.path: KvPath = "device"
+        self.staged = False
+        """A part of its KV goes through the staging rings of the decode server."""
         self.deadline = now + destination.timeout_s + DEADLINE_GRACE_S
         first = PrefillState.WAITING if destination.sampling.grammar is None else PrefillState.COMPILING
         self.lifecycle = Lifecycle(PREFILL_TRANSITIONS, first, now)

@@ -119,17 +119,17 @@ class PrefillScheduler:
                     transitions.close(aborted, reason, now, aborted=True)
                 else:  # it has ended: none of its writes are in flight
                     self._outbox.append(SendToPeer(instance, AbortAck(key)))
-            case MessageReceived(instance=instance, message=StageGrant() | StageFree() as message):
-                self.staging.receive(instance, message, now)
-                transitions.take_ended_chunks(now)
+            case MessageReceived(instance=instance, message=StageGrant() as message):
+                if (problem := self.staging.granted(instance, message)) is not None:
+                    transitions.close(self.requests[instance, message.part.key], problem, now)
+            case MessageReceived(message=StageFree()):
+                pass  # an answer to a final message, for earlier versions
             case ChunkReport(written=written):
                 chunk = written.instance, written.key, written.token_start
                 if (parts := self._chunk_reports.add("chunk", chunk, written)) is not None:
-                    self.staging.chunk_written(joined(parts), now)
-                    transitions.take_ended_chunks(now)
+                    transitions.chunk_written(joined(parts), now)
             case PartReport(written=part):
-                self.staging.part_written(part, now)
-                transitions.take_ended_chunks(now)
+                transitions.part_written(part, now)
             case GrammarReady(number=number, problem=problem):
                 if (compiled := self._compiling.take(number)) is not None:
                     transitions.compiled(compiled, now)
@@ -150,9 +150,8 @@ class PrefillScheduler:
                 self.reports.unsubscribe(instance)
                 for request in [request for request in self.requests.values() if request.instance == instance]:
                     transitions.close(request, f"prefill lost the decode server: {reason}", now)
-                self.staging.peer_lost(instance)
             case PeerClosed(instance=instance):
-                self.staging.peer_closed(instance)
+                self.staging.regions.pop(instance, None)
             case PeerRefused() | SendFailed():
                 pass  # logged by the control plane
             case _:
@@ -161,7 +160,8 @@ class PrefillScheduler:
     def peer_up(self, instance: InstanceId, pages: PageSpace, staged: Iterable[StagedRegion] = ()) -> None:
         """A decode server paired, with these pages; `staged` are the regions that go through its staging rings."""
         self._transitions.spaces[instance] = pages
-        self.staging.peer_up(instance, staged)
+        if regions := list(staged):
+            self.staging.regions[instance] = regions
 
     def receive(self, request: PrefillRequest, now: float) -> None:
         """Queue a new request, now or when its grammar is compiled; or refuse it at once."""
@@ -176,7 +176,6 @@ class PrefillScheduler:
             self._transitions.reply(request, refusal)
             return
         self.counters["requests"] += 1
-        request.path = self._transitions.spaces[request.instance].path(request.destination)
         self._expire_at = min(self._expire_at, request.deadline)
         self._transitions.receive(request)
 
@@ -210,8 +209,6 @@ class PrefillScheduler:
         """Handle what is due: deadlines, pages for waiting requests. Call once per loop turn."""
         if now >= self._expire_at:
             self._expire(now)
-        self.staging.due(now)
-        self._transitions.take_ended_chunks(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
         self._start_waiting(now)
@@ -235,9 +232,10 @@ class PrefillScheduler:
         if step is None:
             return None
         for request, start, end in step.chunks:
-            self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end, now)
-            if not (request.destination.verify or self.staging.stages(request.instance)):
-                self._transitions.send(request, start, end, now, after=step.command_id)
+            if request.staged:
+                self.staging.request(request.ref, max(start, request.destination.prefix_tokens), end)
+            elif not request.destination.verify:
+                self._transitions.send(request, start, end, after=step.command_id)
                 request.written = end
         return step
 
@@ -267,7 +265,7 @@ class PrefillScheduler:
             request.computed = end
             request.input_logprobs += result.prompt_logprobs
             if request.written < end:
-                self._transitions.send(request, start, end, now)
+                self._transitions.send(request, start, end)
             if end <= request.destination.prefix_tokens:
                 self._report_begun(request)
             # after every chunk: to insert a long prompt all at once would delay its first token by milliseconds

@@ -26,9 +26,8 @@ pages is the next generation. Messages of another generation are stale and ignor
 
 Where prefill and decode shard heads differently, KV goes through a staging ring in decode's memory
 (`staged_regions.py`). A part goes StageRequest -> StageGrant -> (one write) -> StageArrived -> (scatter) -> StageFree.
-A part that is aborted goes StageStopped -> StageFree from any state. A part is identified by its content and the epoch
-of its ring, so every message may be repeated or late: a repeated request gets the same region, and a message about a
-part that has ended, or of an earlier ring, is answered with StageFree.
+A part that is aborted goes StageStopped -> StageFree from any state. Prefill servers of earlier versions wait for
+StageFree and repeat their last message until it comes; then the part may have ended here.
 """
 
 import struct
@@ -109,7 +108,9 @@ class Pool(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageRing(msgspec.Struct, array_like=True, frozen=True):
-    """The staging ring of a decode rank. `epoch` distinguishes it from an earlier ring at the same address."""
+    """The staging ring of a decode rank. `epoch` is a random number, for peers of earlier versions: the connection
+    tells the rings of two processes apart.
+    """
 
     base_address: int
     size_bytes: int
@@ -361,7 +362,7 @@ class StageStopped(Message, frozen=True):
 
 
 class StageFree(Message, frozen=True):
-    """The part has ended on decode: scattered, aborted or unknown. Its region may have a new owner."""
+    """The part has ended on decode: scattered, aborted or unknown."""
 
     part: StagePart
 

@@ -90,7 +90,7 @@ class Shape:
 
     def staged_regions(self) -> list[StagedRegion]:
         """Every prefill rank stages its heads to the one decode rank."""
-        ring, token_bytes = StageRing(0, self.ring_bytes), 2 * self.layers * self.rank_heads * self.row_bytes
+        ring, token_bytes = StageRing(0, self.ring_bytes, epoch=1), 2 * self.layers * self.rank_heads * self.row_bytes
         return [
             StagedRegion(
                 CopyRegion(rank, 0, range(self.layers), self.heads_of(rank)), ring, token_bytes, self.part_bytes

@@ -59,7 +59,7 @@ class _Chunk:
         """How the chunk has ended; None while any of its writes is still running or waiting."""
         if self.direct is None or self.parts:
             return None
-        ended = [self.direct, *self.written]
+        ended: list[ChunkWritten | PartWritten] = [self.direct, *self.written]
         return msgspec.structs.replace(
             self.direct,
             late_writes=any(one.late_writes for one in ended),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...common.sampling import PackedLogprobs
-from ...transfer.control.events import PeerClosed, PeerUp, SendFailed
+from ...transfer.control.events import PeerClosed, PeerUp
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.plan.page_sizes import describe_page_sizes
 from ...transfer.plan.staged_regions import staged_regions
@@ -15,7 +15,6 @@ from ...transfer.protocol.messages import (
     Hello,
     InstanceId,
     PrefillDone,
-    TransferFailed,
     TransferKey,
     Welcome,
 )
@@ -82,8 +81,6 @@ class PrefillEngine(Engine[PrefillScheduler]):
                 self.routes.pop(instance, None)
                 self._routes_of.pop(instance, None)
                 super().handle(event, now)
-            case SendFailed(instance=instance, message=PrefillDone(key=key), reason=reason):
-                self._control.send(instance, TransferFailed(key, reason, retryable=True))  # small enough to fit
             case _:
                 super().handle(event, now)
 

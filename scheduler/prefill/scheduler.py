@@ -23,7 +23,6 @@ from ...transfer.control.events import (
     PeerClosed,
     PeerLost,
     PeerRefused,
-    SendFailed,
 )
 from ...transfer.data.chunks import joined
 from ...transfer.plan.staged_regions import StagedRegion
@@ -152,7 +151,7 @@ class PrefillScheduler:
                     transitions.close(request, f"prefill lost the decode server: {reason}", now)
             case PeerClosed(instance=instance):
                 self.staging.regions.pop(instance, None)
-            case PeerRefused() | SendFailed():
+            case PeerRefused():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")

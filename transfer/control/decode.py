@@ -105,6 +105,9 @@ class DecodeControl(PeerControl[Connection, Welcome]):
     def _transmit(self, session: Connection, frames: Sequence[Buffer]) -> None:
         session.socket.send_multipart(frames, zmq.NOBLOCK)
 
+    def _hang_up(self, session: Connection, now: float) -> None:
+        self._end_attempt(session.address, session.detail or "", now)
+
     def _add(self, name: str, client: str | None) -> None:
         now = self._clock()
         endpoint = self._endpoints.get(name)

@@ -12,6 +12,10 @@ a Hello with Refused(unknown_peer). The channel survives that, so queued message
 ends with the connection. While an instance still sends on one connection, prefill does not pair with it on another one:
 the second connection may be a replay of recorded messages.
 
+A message that does not fit into its channel breaks the connection: every transfer of the pair fails. The connection is
+closed when the peer is heard again, because only a peer that runs notices the end and stops writing. A message to an
+instance without a connection is dropped: the scheduler has a PeerLost of it in its inbox.
+
 A peer is lost if it sends nothing, not even heartbeats, for `peer_timeout_s`. This is checked after all pending input
 was read, and time in which this process itself did not run does not count. ZMQ's own heartbeats are off: they would
 close the connection of a stopped process (SIGSTOP). But a closed connection has to mean that the process cannot write
@@ -30,7 +34,7 @@ import zmq
 from ..plan.pairing import describe_versions
 from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, InstanceId, Load, Refused, Welcome
 from ..protocol.wire import Body, Buffer, OtherVersionError, WireError, decode, encode, split
-from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, PeerUp, SendFailed
+from .events import Event, LoadReported, MessageReceived, PeerClosed, PeerLost, PeerSnapshot, PeerUp
 from .reliable_channel import ChannelFullError, ChannelProtocolError, is_sequenced
 from .session import Session, SessionState, Timing
 from .thread import LAST_WORDS_S, Control
@@ -75,6 +79,10 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
     @abstractmethod
     def _transmit(self, session: SessionT, frames: Sequence[Buffer]) -> None:
         """Hand one message to ZMQ without blocking; may raise zmq.ZMQError."""
+
+    @abstractmethod
+    def _hang_up(self, session: SessionT, now: float) -> None:
+        """Close the connection."""
 
     @abstractmethod
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
@@ -185,6 +193,10 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
     def _dispatch(self, session: SessionT, frames: Sequence[Buffer], now: float) -> None:
         envelope, body = split(frames)
         session.heard_at = now
+        if session.broken_at is not None:
+            if now - session.broken_at > self.timing.silent_s:  # sent after the connection broke
+                self._hang_up(session, now)
+            return
         if envelope.seq:
             if not self._admits(session, now):
                 return
@@ -291,9 +303,11 @@ class PeerControl(Control, Generic[SessionT, IntroductionT]):
             session.channel.put(body)
         except ChannelFullError as error:
             self._counts["sends_over_limit"] += 1
-            if self._first_time(str(session), "full"):
+            if session.broken_at is None:
+                session.broken_at = self._clock()
                 logger.error("%s to %s dropped: %s", type(message).__name__, session, error)
-            self._emit(SendFailed(instance, message, str(error)))
+            if session.state is SessionState.PAIRED:
+                self._lose(session, f"{type(message).__name__} cannot be sent: {error}")
             return
         self._counts["messages_sent"] += 1
 

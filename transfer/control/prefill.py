@@ -85,6 +85,9 @@ class PrefillControl(PeerControl[_Route, Hello]):
     def _transmit(self, session: _Route, frames: Sequence[Buffer]) -> None:
         self._router.send_multipart([session.routing_id, *frames], zmq.NOBLOCK)
 
+    def _hang_up(self, session: _Route, now: float) -> None:  # noqa: ARG002 (an event reports the end)
+        self._connections.cut(session.fd, session.detail or "")
+
     def _read(self, ready: dict[zmq.Socket[bytes], int], now: float) -> bool:
         if self._gate.socket in ready:
             self._gate.answer_all()

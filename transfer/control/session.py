@@ -67,6 +67,8 @@ class Session:
         self.instance: InstanceId | None = None
         self.introduction: Hello | Welcome | None = None
         self.announced = False  # PeerUp was emitted, so PeerClosed must follow
+        self.broken_at: float | None = None
+        """When a message did not fit into the channel."""
         self.heard_at = now
         self.heartbeat_at = now
         self.complaint_at = now

@@ -16,7 +16,7 @@ from pdserve.scheduler.prefill.balancer import choose_for_prompt
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler
-from pdserve.transfer.control.events import LoadReported, MessageReceived, PeerLost, SendFailed
+from pdserve.transfer.control.events import LoadReported, MessageReceived, PeerLost
 from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.messages import (
     Abort,
@@ -25,7 +25,6 @@ from pdserve.transfer.protocol.messages import (
     Load,
     StageGrant,
     StageRequest,
-    TransferFailed,
     TransferKey,
 )
 from tests.scheduler.simulation.staged_simulator import REGIONS
@@ -105,8 +104,6 @@ def test_messages_go_to_the_rank_of_their_transfer_and_events_of_peers_to_all_ra
     assert list(unknown) == [0], "one answer is enough"
     for event in (PeerLost(DECODE, "silent"), LoadReported(DECODE, Load()), FlushCache()):
         assert list(router.route(event)) == [0, 1, 2]
-    failed = TransferFailed(TransferKey(5, 1), "too large", retryable=False)
-    assert list(router.route(SendFailed(DECODE, failed, "full"))) == [0], "one answer is enough"
 
 
 def test_grants_of_staged_parts_go_to_the_rank_that_sends_them() -> None:

@@ -8,7 +8,7 @@ from ...transfer.control.events import PeerUp
 from ...transfer.plan.pairing import share_device
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
-from ...transfer.protocol.wire import IntArray
+from ...transfer.protocol.wire import Array
 from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
@@ -59,7 +59,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         else:
             super().perform(effect)
 
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         self.control.send(instance, message, *arrays)
 
     def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:  # noqa: ARG002 (keys are unique)

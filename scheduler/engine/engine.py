@@ -28,7 +28,7 @@ from ...transfer.protocol.messages import (
     StageStopped,
     TransferKey,
 )
-from ...transfer.protocol.wire import IntArray
+from ...transfer.protocol.wire import Array
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer
 from ..messages.frontend import FlushCache
@@ -66,14 +66,14 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         """Perform one effect that is not for the frontend. Raises if it cannot be performed."""
         match effect:
             case SendToPeer(instance=instance, message=message, arrays=arrays):
-                self._send(instance, message, *(np.asarray(array, dtype=np.int32) for array in arrays))
+                self._send(instance, message, *map(_array, arrays))
             case SendToFrontend() | ConnectPeer():
                 raise TypeError(f"unexpected effect: {effect!r}")
             case _:
                 self._ranks.tell(effect)
 
     @abc.abstractmethod
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         """Send a message to a peer."""
 
     @abc.abstractmethod
@@ -114,6 +114,10 @@ class Engine(abc.ABC, Generic[SchedulerT]):
         else:
             self.scheduler.step_failed(done.command_id, done.error, now)
         return now - started
+
+
+def _array(numbers: Sequence[int]) -> Array:
+    return numbers if isinstance(numbers, bytes) else np.asarray(numbers, dtype=np.int32)
 
 
 def transfer_of(message: AnyMessage) -> TransferKey | None:

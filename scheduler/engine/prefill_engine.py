@@ -18,7 +18,7 @@ from ...transfer.protocol.messages import (
     TransferKey,
     Welcome,
 )
-from ...transfer.protocol.wire import IntArray, WireError
+from ...transfer.protocol.wire import Array, WireError
 from ..messages.ranks import ClosePeer, OpenPeer, PeerRoutes, RunStep
 from ..prefill.request import PageSpace
 from ..prefill.scheduler import PrefillScheduler
@@ -84,7 +84,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
             case _:
                 super().handle(event, now)
 
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         try:
             self._control.send(instance, message, *arrays)
         except WireError as error:

@@ -50,7 +50,7 @@ from ..store.kv_store import KvStore, StoreLimits
 from .cache_reports import CacheReports
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
-from .request import PageSpace, PrefillRequest, PrefillStep
+from .request import TRACE_ARRAY, PageSpace, PrefillRequest, PrefillStep
 from .stored_prefixes import StoredPrefixes
 from .transitions import Transitions
 
@@ -111,8 +111,8 @@ class PrefillScheduler:
         transitions = self._transitions
         match event:
             case MessageReceived(instance=instance, message=KvDestination() as message, arrays=arrays):
-                lists = [array.tolist() for array in arrays]
-                self.receive(PrefillRequest.received(instance, message, lists, now), now)
+                numbers = [a.tobytes() if at == TRACE_ARRAY else a.tolist() for at, a in enumerate(arrays)]
+                self.receive(PrefillRequest.received(instance, message, numbers, now), now)
             case MessageReceived(instance=instance, message=Abort(key=key, reason=reason)):
                 if (aborted := self.requests.get((instance, key))) is not None:
                     transitions.close(aborted, reason, now, aborted=True)

@@ -17,7 +17,7 @@ import zmq
 from ...common.logs import rate_limited
 from ..mooncake.infiniband import port_states
 from ..protocol.messages import AnyMessage, InstanceId, Load
-from ..protocol.wire import MAX_FRAME_BYTES, Body, IntArray, encode
+from ..protocol.wire import MAX_FRAME_BYTES, Array, Body, encode
 from .events import Event, PeerSnapshot
 from .reliable_channel import is_sequenced
 from .session import Timing
@@ -117,7 +117,7 @@ class Control(ABC):
         if self._thread.is_alive():
             logger.error("the control thread did not end within 5 s: %s", self._thread.name)
 
-    def send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
+    def send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         """Deliver `message` to this instance once, in order. Returns at once; raises WireError if it cannot be encoded.
 
         While the instance is lost, the message waits in the channel and is delivered if the same instance comes back;

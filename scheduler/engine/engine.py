@@ -14,6 +14,7 @@ import numpy as np
 
 from ...common.words import counted
 from ...models.config.sharding import RankTokens
+from ...transfer.control.thread import Control
 from ...transfer.protocol.messages import (
     AnyMessage,
     ChunkArrived,
@@ -45,9 +46,10 @@ SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 class Engine(abc.ABC, Generic[SchedulerT]):
     """The common part of both roles."""
 
-    def __init__(self, scheduler: SchedulerT, ranks: RankGroup) -> None:
+    def __init__(self, scheduler: SchedulerT, ranks: RankGroup, control: Control) -> None:
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
+        self._control = control
         self.steps_in_flight: collections.deque[tuple[float, RunStep]] = collections.deque()
         """The steps that the ranks have, and when each began: when it was sent, or when the step before it was done."""
         self.last_step: tuple[RunStep, float] | None = None
@@ -72,9 +74,9 @@ class Engine(abc.ABC, Generic[SchedulerT]):
             case _:
                 self._ranks.tell(effect)
 
-    @abc.abstractmethod
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         """Send a message to a peer."""
+        self._control.send(instance, message, *arrays)
 
     @abc.abstractmethod
     def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:

@@ -51,8 +51,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
         control: PrefillControl,
         welcome: Welcome,
     ) -> None:
-        super().__init__(scheduler, ranks)
-        self._control = control
+        super().__init__(scheduler, ranks, control)
         self._welcome = welcome
         self.routes: dict[str, KvRoutes] = {}
         """By decode server. Read by another thread."""
@@ -86,7 +85,7 @@ class PrefillEngine(Engine[PrefillScheduler]):
 
     def _send(self, instance: InstanceId, message: AnyMessage, *arrays: Array) -> None:
         try:
-            self._control.send(instance, message, *arrays)
+            super()._send(instance, message, *arrays)
         except WireError as error:
             if not isinstance(message, PrefillDone):
                 raise

@@ -14,7 +14,6 @@ from ...transfer.protocol.messages import Abort, KvDestination, StageGrant
 from ..decode.balancer import choose_for_submit, rebalance
 from ..decode.scheduler import DecodeScheduler
 from ..messages.frontend import Cancel, FlushCache, Submit
-from ..prefill.balancer import choose_for_prompt
 from ..prefill.request import TransferRef
 from ..prefill.scheduler import PrefillScheduler
 from .engine import SchedulerT
@@ -103,3 +102,16 @@ class PrefillRouter(EventRouter[PrefillScheduler]):
     def _holder(self, ref: TransferRef) -> int | None:
         """The engine that has this transfer."""
         return next((number for number in self._all if ref in self._schedulers[number].requests), None)
+
+
+def choose_for_prompt(schedulers: Sequence[PrefillScheduler], prompt: Sequence[int]) -> int:
+    """The number of the scheduler that would have the fewest tokens to compute, including this prompt without the part
+    that its cache has.
+    """
+
+    def key(number: int) -> tuple[int, int]:
+        scheduler = schedulers[number]
+        cached = len(scheduler.cache.match(prompt, len(prompt) - 1)) * scheduler.limits.page_size
+        return scheduler.waiting_tokens - cached, scheduler.pages.held
+
+    return min(range(len(schedulers)), key=key)

@@ -12,7 +12,7 @@ message, only after all chunks in flight have reported their end.
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, pages_for
@@ -51,7 +51,6 @@ from .cache_reports import CacheReports
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import TRACE_ARRAY, PageSpace, PrefillRequest, PrefillStep
-from .stored_prefixes import StoredPrefixes
 from .transitions import Transitions
 
 _COUNTED_STATES = tuple(state.value for state in PrefillState if state is not PrefillState.CLOSED)
@@ -86,10 +85,8 @@ class PrefillScheduler:
         self.reports = CacheReports(self.cache, limits.page_size, pages.num_pages, dp_rank, self._outbox)
         self._compiling: GrammarQueue[PrefillRequest] = GrammarQueue(self._outbox)
         self.kv_store: KvStore[PrefillRequest] | None = None
-        self.stored: StoredPrefixes | None = None
         if store_limits is not None:
             self.kv_store = KvStore(store_limits, pages, self.cache, self.counters, self._outbox)
-            self.stored = StoredPrefixes(self.kv_store, self.cache, self.counters)
         self._transitions = Transitions(
             limits,
             pages,
@@ -97,8 +94,9 @@ class PrefillScheduler:
             self._outbox,
             compiling=self._compiling,
             waiting=self._waiting,
-            stored=self.stored,
             computing=self._computing,
+            cache=self.cache,
+            store=self.kv_store,
         )
         self.requests = self._transitions.requests
         self.staging = self._transitions.staging
@@ -135,10 +133,9 @@ class PrefillScheduler:
                     if problem is not None:
                         compiled.retryable = False
                         transitions.close(compiled, f"the grammar {problem}", now)
-            case StoreLoaded() | StoreWritten() | StorePinged() if self.stored is not None:
-                loaded = self.stored.handle(event, now)
-                if loaded is not None and loaded.state is PrefillState.LOADING:
-                    transitions.compute(loaded, now)
+            case StoreLoaded() | StoreWritten() | StorePinged() if self.kv_store is not None:
+                if (loaded := self.kv_store.handle(event, now)) is not None:
+                    transitions.loaded(loaded.owner, loaded.tokens, now)
             case LoadReported(instance=instance, load=load):
                 if load.cache_reports and instance in transitions.spaces and self.limits.prefix_cache:
                     self.reports.subscribe(instance)
@@ -271,8 +268,8 @@ class PrefillScheduler:
             grant = request.granted
             self.cache.insert(request.prompt, grant.pages, request.inserted, end=end, freed=grant.freed)
             self._computing.cached(request)
-            if self.stored is not None:
-                self.stored.offer(request)
+            if self.kv_store is not None and request.chain is not None:
+                self.kv_store.offer(request.chain, request.prompt, request.inserted)
             self._transitions.free_unseen(request)
             if chunk.last:
                 request.first_tokens = result.drawn
@@ -320,19 +317,14 @@ class PrefillScheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens that are not computed yet."""
-        waiting = (*self._compiling, *self._waiting, *self._loading, *self._computing)
+        waiting = (*self._compiling, *self._waiting, *self._transitions.loading, *self._computing)
         return sum(request.prompt_tokens - request.computed for request in waiting)
-
-    @property
-    def _loading(self) -> Collection[PrefillRequest]:
-        """LOADING requests."""
-        return self.stored.loading if self.stored is not None else ()
 
     def load(self) -> Load:
         running, limits = self._running, self.limits
         tokens_per_s = self._computing.rate.per_s or 0.0
         return Load(
-            waiting_requests=self._queued + len(self._loading) + len(self._computing) - running,
+            waiting_requests=self._queued + len(self._transitions.loading) + len(self._computing) - running,
             running_requests=running,
             waiting_tokens=self.waiting_tokens,
             accepting=not self._transitions.leaving,

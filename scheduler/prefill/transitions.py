@@ -1,7 +1,7 @@
 """The transitions of a request on a prefill server, from its arrival to its last message.
 
-A room holds the requests of a state: `compiling`, `waiting`, `stored` (LOADING) and `computing`. Rooms never call this
-file. It is the only one that changes the state of a request.
+A room holds the requests of a state: `compiling`, `waiting`, `loading` and `computing`. Rooms never call this file. It
+is the only one that changes the state of a request.
 
 A request ends with one message to decode. It is sent, and the pages are released, only after all chunks in flight have
 reported their end.
@@ -12,6 +12,7 @@ import collections
 from ...common.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
+from ...memory.prefix_cache import PrefixCache
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartWritten
 from ...transfer.protocol.messages import AbortAck, ChunkArrived, InstanceId, PrefillDone, TransferFailed
 from ..chunking.fair_queue import FairQueue
@@ -19,11 +20,11 @@ from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import Outbox, SendToFrontend, SendToPeer
 from ..messages.lifecycle import PrefillState
 from ..messages.ranks import CancelChunks
+from ..store.kv_store import KvStore
 from .compute_queue import ComputeQueue
 from .limits import PrefillLimits
 from .request import PageSpace, PrefillRequest, TransferRef, prompt_sent
 from .staging import StagedSends
-from .stored_prefixes import StoredPrefixes
 
 
 class Transitions:
@@ -38,13 +39,15 @@ class Transitions:
         *,
         compiling: GrammarQueue[PrefillRequest],
         waiting: FairQueue[PrefillRequest],
-        stored: StoredPrefixes | None,
         computing: ComputeQueue,
+        cache: PrefixCache,
+        store: KvStore[PrefillRequest] | None,
     ) -> None:
         self.requests: dict[TransferRef, PrefillRequest] = {}
         self.spaces: dict[InstanceId, PageSpace] = {}
         """The pages of paired decode servers."""
         self.staging = StagedSends(limits.page_size, counters, outbox)
+        self.loading: set[PrefillRequest] = set()
         self.leaving = False
         """The server accepts no requests any more."""
         self._limits = limits
@@ -53,8 +56,9 @@ class Transitions:
         self._outbox = outbox
         self._compiling = compiling
         self._waiting = waiting
-        self._stored = stored
         self._computing = computing
+        self._cache = cache
+        self._store = store
 
     def receive(self, request: PrefillRequest) -> None:
         """Queue a request, now or when its grammar is compiled."""
@@ -75,12 +79,37 @@ class Transitions:
     def start(self, request: PrefillRequest, most: int, now: float) -> None:
         """A waiting request has its pages: load what the KV store has of its first `most` tokens, compute the rest."""
         self._waiting.take(request)
-        if self._stored is not None and self._stored.load(request, most, self._computing.rate.per_s):
-            request.lifecycle.advance(PrefillState.LOADING, now)
-        else:
-            self.compute(request, now)
+        if self._store is not None:
+            request.chain = self._store.new_chain()
+            if self._store.load(
+                request,
+                request.chain,
+                request.prompt,
+                request.granted.pages,
+                cached=request.cached,
+                freed=request.granted.freed,
+                most=most,
+                tokens_per_s=self._computing.rate.per_s,
+            ):
+                self.loading.add(request)
+                request.lifecycle.advance(PrefillState.LOADING, now)
+                return
+        self._compute(request, now)
 
-    def compute(self, request: PrefillRequest, now: float) -> None:
+    def loaded(self, request: PrefillRequest, tokens: int, now: float) -> None:
+        """A load has ended: the KV of the first `tokens` tokens is in the pages, of a request that may have ended."""
+        if request.state is not PrefillState.LOADING:
+            return
+        self.loading.remove(request)
+        if tokens > request.cached:
+            request.stored = tokens - request.cached
+            request.cached = tokens
+            self._counters["store_tokens_loaded"] += request.stored
+            grant = request.granted
+            self._cache.insert(request.prompt, grant.pages, request.inserted, end=tokens, freed=grant.freed)
+        self._compute(request, now)
+
+    def _compute(self, request: PrefillRequest, now: float) -> None:
         """Queue a request to be computed, and send its cached prefix."""
         request.computed = request.scheduled = request.cached
         request.lifecycle.advance(PrefillState.COMPUTING, now)
@@ -219,8 +248,8 @@ class Transitions:
                 self._waiting.remove(request)
             case PrefillState.COMPUTING:
                 self._computing.remove(request)
-            case PrefillState.LOADING if self._stored is not None:
-                self._stored.loading.discard(request)
+            case PrefillState.LOADING:
+                self.loading.remove(request)
             case _:
                 pass
         request.failure = reason

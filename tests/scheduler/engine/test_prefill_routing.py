@@ -9,10 +9,9 @@ from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_engine import PrefillEngine
-from pdserve.scheduler.engine.routing import PrefillRouter
+from pdserve.scheduler.engine.routing import PrefillRouter, choose_for_prompt
 from pdserve.scheduler.messages.effects import SendToPeer
 from pdserve.scheduler.messages.frontend import FlushCache
-from pdserve.scheduler.prefill.balancer import choose_for_prompt
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PageSpace, PrefillRequest
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...common.words import counted
 from ...models.config.sharding import RankTokens
-from ...transfer.control.thread import Control
+from ...transfer.control.peers import AnyControl
 from ...transfer.protocol.messages import (
     AnyMessage,
     ChunkArrived,
@@ -46,7 +46,7 @@ SchedulerT = TypeVar("SchedulerT", bound=DecodeScheduler | PrefillScheduler)
 class Engine(abc.ABC, Generic[SchedulerT]):
     """The common part of both roles."""
 
-    def __init__(self, scheduler: SchedulerT, ranks: RankGroup, control: Control) -> None:
+    def __init__(self, scheduler: SchedulerT, ranks: RankGroup, control: AnyControl) -> None:
         self.scheduler: SchedulerT = scheduler
         self._ranks = ranks
         self._control = control

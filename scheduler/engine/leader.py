@@ -36,9 +36,9 @@ from ...models.loading.catalog import locate_model
 from ...models.loading.fingerprint import fingerprints
 from ...transfer.control.curve import ClusterKeys
 from ...transfer.control.decode import UNPAIRED_S, DecodeControl
+from ...transfer.control.peers import AnyControl
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.control.session import Timing
-from ...transfer.control.thread import Control
 from ...transfer.mooncake.library import prepare_environment
 from ...transfer.mooncake.transports import describe_transport_mismatch
 from ...transfer.plan.pairing import check_pair
@@ -332,7 +332,7 @@ class Leader:
         problems = (describe_transport_mismatch(config.transport, ours, theirs) for ours, theirs in pairs)
         return next(filter(None, problems), None)
 
-    def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[Control]) -> None:
+    def _run(self, loop: EngineLoop[DecodeEngine] | EngineLoop[PrefillEngine], controls: Sequence[AnyControl]) -> None:
         watchdog = Watchdog(loop, controls)
         # an idle loop sleeps for IDLE_WAIT_S
         lag = LoopLag(lambda: time.monotonic() - loop.turned_at - IDLE_WAIT_S)

@@ -27,8 +27,7 @@ import zmq
 from pdserve.common.errors import StartupError
 from pdserve.common.sampling import SamplingParams
 from pdserve.configs.allowed_hosts import AllowedHosts
-from pdserve.transfer.control import session
-from pdserve.transfer.control import thread as control_thread
+from pdserve.transfer.control import peers, session
 from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys
 from pdserve.transfer.control.decode import HUNG_UP, MAX_UNPAIRED_PER_CLIENT, UNPAIRED_S, DecodeControl
 from pdserve.transfer.control.endpoints import resolve
@@ -44,11 +43,11 @@ from pdserve.transfer.control.events import (
     PeersUnreachable,
     PeerUp,
 )
+from pdserve.transfer.control.peers import LAST_WORDS_S, Control
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.control.reliable_channel import ReliableChannel
 from pdserve.transfer.control.session import Timing
-from pdserve.transfer.control.thread import LAST_WORDS_S, Control
 from pdserve.transfer.mooncake.infiniband import port_states
 from pdserve.transfer.plan.pairing import check_pair
 from pdserve.transfer.protocol.layout import KvLayout, Plane
@@ -417,7 +416,7 @@ def test_states_of_rdma_ports_are_reported_in_both_directions(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pdserve.transfer.control")
-    monkeypatch.setattr(control_thread, "port_states", partial(port_states, tmp_path))
+    monkeypatch.setattr(peers, "port_states", partial(port_states, tmp_path))
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)
     state.write_text("4: ACTIVE\n")
@@ -519,7 +518,7 @@ def test_messages_sent_before_a_close_are_delivered(cluster: Cluster) -> None:
         busy.set()
         may_go_on.wait(5)
 
-    client._post(be_busy)  # simulates slow work on the control thread
+    client._thread.post(be_busy)  # simulates slow work on the control thread
     assert busy.wait(2)
     server.send(InstanceId("d1"), AbortAck(key(1)))
     time.sleep(0.2)

@@ -30,7 +30,7 @@ from ..mooncake.sockets import PeerUnreachableError
 from ..mooncake.transports import KvRoute, LocalTransport
 from ..plan.copy_runs import CopyRuns, PlanError, check_bounds
 from ..protocol.messages import TransferKey
-from .pace import MOST_S, Pace
+from .pace import DELIVERY_LOOK_S, MOST_S, Pace, Progress
 from .routed_engine import PoolPair, RoutedEngine
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,8 @@ byte was delivered. The second term is there because the peer may be busy copyin
 must end within that time, even if bytes still move. Over RDMA the limit is that of `pace.py`, but not longer than this
 one after a cancellation: the peer may be dead, and others wait for its handshakes.
 """
-DELIVERY_LOOK_S: Final = 0.1
-"""How often a sender checks for delivered bytes while no write ends."""
 NAP_MIN_S: Final = 0.00005
 NAP_MAX_S: Final = 0.002
-ABSENCE_S: Final = 0.25
-"""If two checks of the writes in flight are further apart, this process was stopped or starved, not the peer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,48 +96,6 @@ class _Pending:
     writes: int = 0
     in_flight: dict[WriteId, int] = field(default_factory=dict)
     """The bytes of each write that has not ended."""
-
-
-class _Progress:
-    """Tracks when a job last made progress: a write has ended, or bytes were delivered. After a cancellation, time
-    counts from the cancellation, because the writes in flight then have to end, not only to move.
-    """
-
-    def __init__(self, engine: SendEngine) -> None:
-        self._engine = engine
-        self._since = self._looked_at = time.monotonic()
-        self._deliveries_at = self._since + DELIVERY_LOOK_S
-        self._delivered: int | None = None
-        self._cancelled = False
-
-    def look(self, *, ended: bool, cancelled: bool) -> bool:
-        """Update; `ended` is whether a write has ended. Returns whether there was progress."""
-        now = time.monotonic()
-        absent_s, self._looked_at = now - self._looked_at - ABSENCE_S, now
-        self._since += max(0.0, absent_s)
-        if cancelled and not self._cancelled:
-            self._cancelled, self._since = True, now
-        if self._cancelled:
-            return ended
-        moved = ended or self._delivers(now)
-        if moved:
-            self._since = now
-        return moved
-
-    @property
-    def still_s(self) -> float:
-        """Time from the last progress to the last look. It does not end now, because this process may have been stopped
-        since that look.
-        """
-        return self._looked_at - self._since
-
-    def _delivers(self, now: float) -> bool:
-        """Whether the kernel has delivered more bytes since the last check."""
-        if now < self._deliveries_at:
-            return False
-        self._deliveries_at = now + DELIVERY_LOOK_S
-        before, self._delivered = self._delivered, self._engine.delivered_bytes()
-        return before is not None and self._delivered is not None and self._delivered > before
 
 
 class _SendError(Exception):
@@ -370,7 +324,7 @@ class PeerSender:
         left = len(pieces)
         in_flight = pending.in_flight
         nap_s = NAP_MIN_S
-        progress = _Progress(engine)
+        progress = Progress(engine)
         ended_at = time.monotonic()
         while left or in_flight:
             if pending.cancelled:

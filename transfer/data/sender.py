@@ -59,12 +59,14 @@ class SendJob:
 
     `runs` may be a function, which is called on the sender's thread because planning takes milliseconds; a PlanError
     fails the job. `ready` is called there before the first byte is read, and may wait (for example, for a CUDA event).
-    `pools` is one of the sender's PoolPairs. A job has no time limit while it makes progress.
+    `ended` is called there once, with the result, and should only pass it on. `pools` is one of the sender's PoolPairs.
+    A job has no time limit while it makes progress.
     """
 
     key: TransferKey
     runs: CopyRuns | Callable[[], CopyRuns]
     pools: PoolPair
+    ended: "Callable[[SendResult], object]"
     ready: Callable[[], None] | None = None
 
 
@@ -114,8 +116,8 @@ class PeerSender:
     """Writes from our pools into those of one rank of a peer. A peer that restarts needs a new PeerSender.
 
     `routes` are tried in this order at start, before the first job: a route is used if a probe of every pool succeeds
-    over it (`routed_engine.py`). `on_result` and `on_routed` (the transport in use, and why others are not) run on the
-    sender's thread and should only pass the result on. Owns a thread and an engine; close() ends both.
+    over it (`routed_engine.py`). `on_routed` (the transport in use, and why others are not) is called on the sender's
+    thread. Owns a thread and an engine; close() ends both.
     """
 
     def __init__(
@@ -124,7 +126,6 @@ class PeerSender:
         pools: Sequence[PoolPair],
         *,
         window: int,
-        on_result: Callable[[SendResult], None],
         on_routed: Callable[[Transport, Mapping[Transport, str]], None] = lambda *_: None,
         device: torch.device = _CPU,
         local: LocalTransport | None = None,
@@ -136,7 +137,6 @@ class PeerSender:
         )
         self._window = window
         self._pace = Pace()
-        self._on_result = on_result
         self._device = device
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
@@ -419,6 +419,6 @@ class PeerSender:
         with self._changed:
             self._unreported.remove(pending)
         try:
-            self._on_result(result)
+            pending.job.ended(result)
         except Exception:
-            log.exception("error in on_result of the sender to %s", self.session)
+            log.exception("error while reporting a job of the sender to %s", self.session)

@@ -104,7 +104,6 @@ class StagedPair:
             [KvRoute("tcp", process.session)],
             [self.pools],
             window=4,
-            on_result=self.results.put,
         )
         self.writes: list[SendResult] = []
         self.landed = False
@@ -139,7 +138,7 @@ class StagedPair:
                     heads=range(2),
                 )
                 run = CopyRuns(*(np.array([number], dtype=np.int64) for number in (0, offset, size_bytes)))
-                self.peer.submit(SendJob(part.key, run, self.pools))
+                self.peer.submit(SendJob(part.key, run, self.pools, self.results.put))
                 self.writes.append(self.results.get(timeout=10))
                 assert self.writes[-1].ok, self.writes[-1].reason
                 self.sends.part_written(PartWritten(DECODE, part, ok=True))

@@ -203,6 +203,8 @@ class Control(Generic[SessionT, IntroductionT]):
             logger.info("the control thread did not run for %.1f s", absence_s)
             for session in self._sessions:
                 session.heard_at += absence_s
+                if session.broken_at is not None:
+                    session.broken_at += absence_s
 
     def _keep_up(self, session: SessionT, now: float) -> None:
         """Heartbeat, acknowledgement and (re-)sending of a paired session."""

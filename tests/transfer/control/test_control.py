@@ -43,7 +43,7 @@ from pdserve.transfer.control.events import (
     PeersUnreachable,
     PeerUp,
 )
-from pdserve.transfer.control.peers import LAST_WORDS_S, Control
+from pdserve.transfer.control.peers import LAST_WORDS_S, AnyControl
 from pdserve.transfer.control.prefill import PrefillControl
 from pdserve.transfer.control.reachability import HTTP_PORT
 from pdserve.transfer.control.reliable_channel import ReliableChannel
@@ -234,7 +234,7 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(stack)
 
 
-def only_peer(side: Control) -> PeerSnapshot:
+def only_peer(side: AnyControl) -> PeerSnapshot:
     """Waits for the first snapshot, which the control thread takes after it has started."""
     eventually(lambda: bool(side.peers()))
     (peer,) = side.peers()
@@ -1227,7 +1227,7 @@ def test_pause_of_the_control_thread_does_not_count_as_silence_of_its_peers(clus
 def _serve(role: str, port: int, instance: str) -> None:
     """Entry point of the other process."""
     done = threading.Event()
-    side: list[Control] = []
+    side: list[AnyControl] = []
 
     def on_event(event: Event) -> None:
         match event:

@@ -1,6 +1,7 @@
 """The engine of a decode server, or of one of its data-parallel ranks."""
 
 import logging
+import math
 
 from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
@@ -46,8 +47,10 @@ class DecodeEngine(Engine[DecodeScheduler]):
                     writes_both=welcome.enable_hisparse,
                     shares_device=share_device(self._hello.ranks, welcome.ranks),
                 )
-                if peer.shares_device and self.scheduler.limits.local_prefill == "auto":
-                    log.info("prefill %s has the same device: prompts after the first are computed here", endpoint)
+                if peer.shares_device:
+                    computed = self.scheduler.limits.local_prefill == "auto"
+                    effect = "prompts after the first are computed here" if computed else "steps wait for its prompts"
+                    log.info("prefill %s has the same device: %s", endpoint, effect)
                 self.scheduler.peer_up(peer, staged_regions(self._hello, welcome))
             case _:
                 super().handle(event, now)
@@ -69,6 +72,11 @@ class DecodeEngine(Engine[DecodeScheduler]):
         if step is None:
             return None
         return RunStep(step.command_id, (*map(decode_row, step.rows), *map(local_row, step.chunks)))
+
+    @property
+    def pause_s(self) -> float:
+        pause_s = self.scheduler.pause_s
+        return pause_s if pause_s < math.inf else 0.0
 
     def answered(self) -> bool:
         return not self.scheduler.requests

@@ -94,6 +94,11 @@ class Engine(abc.ABC, Generic[SchedulerT]):
     def answered(self) -> bool:
         """Whether every request has its terminal message."""
 
+    @property
+    def pause_s(self) -> float:
+        """How long the next step waits, if not for an event; else 0."""
+        return 0.0
+
     def writes(self) -> bool:
         """Whether writes to peers are in flight (prefill): the peers wait for their end."""
         return False

@@ -169,7 +169,7 @@ class RemotePrefill:
         if peer.answered_all:
             peer.heard_at = now
         rate = self._peers.rate(peer.instance)
-        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else math.inf
+        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else 0.0
         peer.window.sent(kind, tokens)
         peer.sent_at = now
         message = KvDestination(

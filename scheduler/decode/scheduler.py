@@ -38,7 +38,6 @@ from ...transfer.control.events import (
     PeerLost,
     PeerRefused,
     PeersUnreachable,
-    SendFailed,
 )
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
@@ -46,7 +45,6 @@ from ...transfer.protocol.messages import (
     CachedPrefixes,
     ChunkArrived,
     InstanceId,
-    KvDestination,
     Load,
     PrefillDone,
     StageArrived,
@@ -211,9 +209,7 @@ class DecodeScheduler:
                 remote.peer_closed(instance, now)
             case PeersUnreachable(reasons=reasons):
                 peers.unreachable = reasons
-            case SendFailed(message=KvDestination() as message, reason=reason):
-                transitions.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
-            case PeerRefused() | SendFailed():
+            case PeerRefused():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")

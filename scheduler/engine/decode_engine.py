@@ -8,8 +8,7 @@ from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
 from ...transfer.plan.pairing import share_device, share_gpu
 from ...transfer.plan.staged_regions import staged_regions
-from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
-from ...transfer.protocol.wire import IntArray
+from ...transfer.protocol.messages import Hello, InstanceId, TransferKey, Welcome
 from ..decode.dispatch.prefill_peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
@@ -32,7 +31,7 @@ class DecodeEngine(Engine[DecodeScheduler]):
         control: DecodeControl,
         hello: Hello,
     ) -> None:
-        super().__init__(scheduler, ranks)
+        super().__init__(scheduler, ranks, control)
         self.control = control
         self._hello = hello
 
@@ -62,9 +61,6 @@ class DecodeEngine(Engine[DecodeScheduler]):
             self.control.connect(effect.endpoint, client=effect.client)
         else:
             super().perform(effect)
-
-    def _send(self, instance: InstanceId, message: AnyMessage, *arrays: IntArray) -> None:
-        self.control.send(instance, message, *arrays)
 
     def fail_transfer(self, instance: InstanceId, key: TransferKey, reason: str, now: float) -> None:  # noqa: ARG002 (keys are unique)
         self.scheduler.fail_prompt(key, ServerError(reason), now)

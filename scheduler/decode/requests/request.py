@@ -370,12 +370,13 @@ class Request:
 
     def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Why the newest output token ends the request; None if it does not."""
-        token = self.output_ids[-1]
-        eos_ends = not self.sampling.ignore_eos or self.sampling.grammar is not None
-        if token in self.sampling.stop_token_ids or (token in eos_token_ids and eos_ends):
+        token, sampling = self.output_ids[-1], self.sampling
+        if token in sampling.stop_token_ids:
             return FinishReason("stop", matched=token)
-        if len(self.output_ids) >= self.sampling.max_new_tokens:
-            return FinishReason("length", length=self.sampling.max_new_tokens)
+        if token in eos_token_ids and (not sampling.ignore_eos or sampling.grammar is not None):
+            return FinishReason("stop", matched=token)
+        if len(self.output_ids) >= sampling.max_new_tokens:
+            return FinishReason("length", length=sampling.max_new_tokens)
         return None
 
     def timeline(self, now: float) -> dict[str, float]:

@@ -5,7 +5,6 @@ them: the `Prompt` goes through the queue and to prefill, and its members have t
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -41,8 +40,8 @@ class Attempt:
     sent_at: float
     tokens_left: int
     """Tokens that prefill has to compute and whose KV has not arrived; they count in its dispatch window."""
-    expected_s: float = math.inf
-    """When it was sent: the expected time until its KV is here."""
+    expected_s: float = 0.0
+    """When it was sent: the expected time until its KV is here; 0 if nothing was known."""
     written: bool = False
     """Prefill has written everything (PrefillDone) and is not needed any more. Decode ranks may still scatter or verify
     the KV.

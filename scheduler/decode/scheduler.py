@@ -365,7 +365,7 @@ class DecodeScheduler:
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""
         self.memory.send_write_backs()
-        self.transitions.insert_some()
+        self.transitions.inserts.add_some(running=bool(self.run_queue.running))
 
     def step_done(self, command_id: int, results: Sequence[StepResult], now: float) -> None:
         """Take the sampled token of each row, then the results of chunks. Results of requests that ended during the
@@ -420,7 +420,7 @@ class DecodeScheduler:
     @property
     def idle(self) -> bool:
         """No request, no page in quarantine, no command and no copy in flight."""
-        busy = self.requests or len(self.dispatcher.remote.quarantine)
+        busy = self.requests or len(self.dispatcher.remote.quarantine) or not self.transitions.inserts.idle
         return not busy and self.memory.idle and (self.kv_store is None or not self.kv_store.busy)
 
     @property

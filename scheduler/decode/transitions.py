@@ -14,7 +14,6 @@ out of hot buffers   (HiSparse) For a request of a higher priority, one request 
                      ARRIVED again; its KV stays in its pages, which are in host memory.
 """
 
-import collections
 from collections.abc import Iterable, Iterator, Sequence
 
 from ...common.errors import AbortedError, GrammarTooComplexError, RequestError, ServerError, UnavailableError
@@ -35,6 +34,7 @@ from .deadlines import Deadlines, Lateness
 from .dispatch.dispatcher import PrefillDispatcher
 from .memory.background_copies import Copy
 from .memory.resources import Resources
+from .prefix_inserts import WITH_KV, PrefixInserts
 from .requests.limits import MAX_ATTEMPTS
 from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .responses import failed, finished, grammar_failure
@@ -42,10 +42,6 @@ from .run_queue import RunQueue, WaitingQueue
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""
-PAGES_INSERTED = 256
-"""Pages that one turn adds to the prefix cache: about 0.3 ms."""
-_WITH_KV = (State.ARRIVED, State.OPENING, State.READY, State.RUNNING)
-"""States in which the KV of all tokens but the newest is in the request's pages."""
 
 
 class Transitions:
@@ -83,8 +79,7 @@ class Transitions:
         self._deadlines = deadlines
         self._verifying: dict[TransferKey, tuple[PrefillDone, PageGrant[KvPage]]] = {}
         """Transfers that the ranks verify, also those that were given up meanwhile, with holds of their pages."""
-        self._uncached: collections.deque[Request] = collections.deque()
-        """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
+        self.inserts = PrefixInserts(resources)
 
     # -- into the queue ------------------------------------------------------------------------------------------
 
@@ -273,7 +268,7 @@ class Transitions:
                 )
                 self._outbox.append(SendToFrontend(prefilled))
             if not self._memory.unsaved(request) and request is samples[0]:
-                self._uncached.append(request)
+                self.inserts.arrived(request)
             self._run_queue.arrived.push(request)
             self.accept_token(request, done.first_tokens[request.sample], now)
         self._memory.release_grant(grant)
@@ -324,7 +319,7 @@ class Transitions:
     def copied(self, copy: Copy, seconds: float, now: float) -> None:
         """All ranks have made a background copy, which took `seconds`. Its owner may have ended meanwhile."""
         if copy.tokens:
-            self.cache_answer(copy.tokens, copy.grant, InsertedPrefix())
+            self.inserts.keep(copy.tokens, copy.grant, InsertedPrefix())
         self._memory.release_copy(copy)
         if copy.kind == "save":
             self._rates.copied_pages.measured(copy.pages, seconds)
@@ -349,22 +344,7 @@ class Transitions:
                     self._run_queue.opening.remove(request)
                     self.admit(request, now)
                 case _:  # "write_back": all rows of the prompt are in host memory now
-                    self._uncached.append(request)
-
-    def insert_some(self) -> None:
-        """Add a few pages of arrived prompts to the prefix cache. Call it when the ranks have their next step: to add
-        all pages of a long prompt at once would delay its first token, and the tokens of others, by milliseconds.
-        """
-        while self._uncached and (self._uncached[0].grant is None or self._uncached[0].state not in _WITH_KV):
-            self._uncached.popleft()
-        if self._uncached:
-            request = self._uncached[0]
-            tokens, grant, inserted = request.prompt_ids, request.grant, request.inserted
-            assert grant is not None, f"{request.rid} is {request.state.name} without pages"
-            end = (max(inserted.pages, grant.freed) + PAGES_INSERTED) * self._limits.page_size
-            self._cache.insert(tokens, grant.pages, inserted, end=end, freed=grant.freed)
-            if end >= len(tokens) or request.inserted.complete:
-                self._uncached.popleft()
+                    self.inserts.arrived(request)
 
     # -- admission: into the batch -------------------------------------------------------------------------------
 
@@ -449,6 +429,8 @@ class Transitions:
                 continue
             if self._memory.pages_pending:
                 return False
+            if self.inserts.drop_ended():
+                continue
             runs = self._run_queue
             victim = _least_important(self._saved((*runs.arrived, *runs.ready, *runs.running)))
             if victim is None:
@@ -641,15 +623,13 @@ class Transitions:
                 pass
             case _ if request.prompt.waiting == [request]:  # no other sample waits
                 self._withdraw(request.prompt, str(outcome), now)
-        if isinstance(outcome, FinishReason) and request.state in _WITH_KV:
+        if isinstance(outcome, FinishReason) and request.state in WITH_KV:
             tokens = request.prompt_ids + tuple(request.output_ids[:-1])
             copy = self._memory.copies.of(request)
             if copy is not None and copy.kind == "write_back":
                 copy.tokens = tokens  # cached when the copy has ended: then all rows are in host memory
             else:
-                assert request.grant is not None, f"{request.rid} is {request.state.name} without pages"
-                self._share_inserted(request, request.grant, tokens)
-                self.cache_answer(tokens, request.grant, request.inserted)
+                self.inserts.ended(request, tokens)
         self._memory.release(request)
         del self.requests[request.rid]
         request.lifecycle.advance(State.ENDED, now)
@@ -669,23 +649,6 @@ class Transitions:
             self._memory.release_prompt(self._dispatcher.local.remove(prompt))  # free when steps in flight have ended
         else:
             self._dispatcher.withdraw(prompt, reason, now)
-
-    def cache_answer(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
-        """Keep the full pages of a finished request in the prefix cache, and offer them to the KV store."""
-        self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
-        if self._store is not None:
-            self._store.offer(self._store.new_chain(), tokens, inserted)
-
-    def _share_inserted(self, request: Request, grant: PageGrant[KvPage], tokens: Sequence[int]) -> None:
-        """Add the pages of the prompt to the prefix cache, for all its samples: 16 samples of a prompt of 131,072
-        tokens that ended at once held the loop for 0.2 s, because each looked for all pages of it. A sample that was
-        retracted has other pages since.
-        """
-        prompt, inserted, last = request.prompt, request.inserted, request.prompt.inserted.node
-        if last is not None and grant.pages[prompt.inserted.pages - 1] == last.page:
-            inserted.continue_at(prompt.inserted)
-        self._cache.insert(tokens, grant.pages, inserted, end=len(prompt.token_ids), freed=grant.freed)
-        prompt.inserted.continue_at(inserted)
 
 
 def _advance(prompt: Prompt, state: State, now: float) -> None:

@@ -348,8 +348,9 @@ def schedule_samples(case: Case) -> float:
     return max(costs_s)
 
 
-SAMPLES = st.fixed_dictionaries(
-    {"tokens": st.integers(1, 200_000), "samples": st.integers(1, 16), "new_tokens": st.integers(1, 2)}
+SAMPLES = st.one_of(
+    st.fixed_dictionaries({"tokens": st.integers(1, most), "samples": samples, "new_tokens": st.integers(1, 2)})
+    for most, samples in ((200_000, st.integers(1, 16)), (1_048_000, st.integers(1, 4)))
 )
 
 # -- grammars ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from pdserve.server.launch.pair import PairConfig
 from pdserve.server.launch.up import running_pair
 
 LAYERS = 32
-READY_TIMEOUT_S = 240
+READY_TIMEOUT_S = 120
 TARGET_TOKENS = {"tcp": 2.0, "nvlink": 1.0}
 """Tokens a second with staging over those without, at least."""
 TARGET_KV = {"nvlink": 20.0}
@@ -207,27 +207,34 @@ def figures_of(result: BenchResult, counted: Mapping[str, float], warmup: int) -
 
 
 @contextmanager
-def mps(screen: Console) -> Iterator[bool]:
-    """NVIDIA MPS for this process and its children; False if it does not start."""
+def mps(screen: Console, clients: int = 2 * FULL.tp) -> Iterator[bool]:
+    """NVIDIA MPS for this process and its children; False if it does not start. Each of the `clients` gets its share of
+    the multiprocessors: a rank that waits for another in a kernel must leave room for that one's kernels, or both wait
+    forever.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         screen.print("no MPS: nvidia-cuda-mps-control is not installed")
         yield False
         return
-    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     with tempfile.TemporaryDirectory() as directory:
-        os.environ |= dict.fromkeys(names, directory)
+        settings = {
+            "CUDA_MPS_PIPE_DIRECTORY": directory,
+            "CUDA_MPS_LOG_DIRECTORY": directory,
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // clients),
+        }
+        os.environ |= settings
         problem = _start_mps(control)
         if problem:
             screen.print(f"no MPS: {problem}", markup=False)
-            for name in names:
+            for name in settings:
                 del os.environ[name]
         try:
             yield not problem
         finally:
-            os.environ |= dict.fromkeys(names, directory)
+            os.environ |= settings
             subprocess.run([control], input="quit\n", text=True, capture_output=True, timeout=60, check=False)
-            for name in names:
+            for name in settings:
                 del os.environ[name]
 
 

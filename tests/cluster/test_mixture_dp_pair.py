@@ -24,14 +24,14 @@ FAMILIES: tuple[TinyArchitecture, ...] = ("gpt_oss", "qwen3_moe", "mixtral")
 TP2, DP2, DP4 = ("--tp", "2"), ("--tp", "2", "--dp-attention"), ("--tp", "4", "--dp-attention")
 DP2_PP2 = (*DP2, "--pp", "2")
 PREFILLS = {
-    "tp4": ("--config", "mixture-prefill"),
+    "tp4": ("--config", "mixture-prefill", "--tp", "4"),
     "tp2": TP2,
     "tp2-pp2": (*TP2, "--pp", "2"),
     "dp2": DP2,
     "dp2-pp2": DP2_PP2,
 }
-DECODES = {"dp4": ("--config", "mixture-decode"), "dp2": DP2, "dp2-pp2": DP2_PP2, "tp2": TP2}
-"""Four ranks are those of the presets."""
+DECODES = {"dp4": ("--config", "mixture-decode", "--tp", "4"), "dp2": DP2, "dp2-pp2": DP2_PP2, "tp2": TP2}
+"""Four ranks are those of the presets; --tp tells `Server` how many processes to fork."""
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...memory.pages import pages_for
 from ..messages.frontend import Submit
-from .requests.reservation import pages_needed
+from .memory.reservation import pages_needed
 from .scheduler import DecodeScheduler
 
 MORE_SHARE = 0.25

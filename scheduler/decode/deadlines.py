@@ -9,10 +9,10 @@ from ...configs.errors import DeadlineError, RequestError, UnavailableError
 from ..chunking.step_rule import LATE_GAPS
 from ..messages.counters import FIRST_TOKEN_STAGES
 from ..messages.lifecycle import State
-from .dispatch.dispatcher import PrefillDispatcher
-from .dispatch.local_prefill import LocalPrefill
 from .requests.limits import DecodeLimits
 from .requests.request import Prompt, Request
+from .rooms.computing import LocalPrefill
+from .rooms.dispatcher import PrefillDispatcher
 
 LAST_CHANCE = 0.25
 """A dispatched prompt gets at least this fraction of `queue_timeout_s`, counted from its dispatch, until prefill has to

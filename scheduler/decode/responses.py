@@ -12,9 +12,9 @@ from ...configs.errors import (
     UnavailableError,
 )
 from ..messages.frontend import Failed, Finished, FinishReason, Submit
+from .memory.reservation import pages_needed
 from .requests.limits import DecodeLimits
 from .requests.request import Request
-from .requests.reservation import pages_needed
 
 
 def refusal(

@@ -75,16 +75,16 @@ from ..messages.reports import Reports, first_problem
 from ..messages.step import StepResult
 from ..store.kv_store import KvStore, StoreLimits
 from .deadlines import Deadlines
-from .dispatch.dispatcher import PrefillDispatcher
-from .dispatch.prefill_peers import PrefillPeer
-from .dispatch.staging import RankRing
 from .memory.hot_buffers import HotLimits
 from .memory.request_memory import RequestMemory
 from .memory.resources import Resources
+from .placement.peers import PrefillPeer
 from .requests.limits import DecodeLimits
 from .requests.request import LocalPrompt, Prompt, Request
 from .responses import grammar_failure
-from .run_queue import DecodeStep, RunQueue, SlowMasks
+from .rooms.batch import DecodeStep, RunQueue, SlowMasks
+from .rooms.dispatcher import PrefillDispatcher
+from .rooms.staging import RankRing
 from .submissions import Submissions
 from .transitions import Transitions
 

@@ -10,11 +10,11 @@ from ...memory.page_hashes import unpack_hashes
 from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import ConnectPeer, SendToFrontend
 from ..messages.frontend import Submit
-from .dispatch.dispatcher import PrefillDispatcher
 from .memory.resources import Resources
 from .requests.request import Prompt, Request
 from .responses import failed, refusal, too_long
-from .run_queue import RunQueue
+from .rooms.batch import RunQueue
+from .rooms.dispatcher import PrefillDispatcher
 from .transitions import Transitions
 
 MOST_CALLS = 256

@@ -32,13 +32,13 @@ from ..messages.ranks import VerifyKv
 from ..messages.step import StepResult
 from ..store.kv_store import LEAST_TOKENS
 from .deadlines import Deadlines, Lateness
-from .dispatch.dispatcher import PrefillDispatcher
 from .memory.background_copies import Copy
 from .memory.resources import Resources
 from .requests.limits import MAX_ATTEMPTS
 from .requests.request import Attempt, LocalPrompt, Prompt, Request
 from .responses import failed, finished, grammar_failure
-from .run_queue import RunQueue, WaitingQueue
+from .rooms.batch import RunQueue, WaitingQueue
+from .rooms.dispatcher import PrefillDispatcher
 
 READY_AHEAD = 4
 """READY requests that are enough to fill the next free places in the batch."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ...transfer.control.events import PeerSnapshot
 from ...transfer.control.thread import Control
-from ..decode.dispatch.prefill_peers import DispatchInputs
+from ..decode.placement.peers import DispatchInputs
 from ..messages.frontend import PeerStatus
 from .decode_engine import DecodeEngine
 from .prefill_engine import NO_ROUTES, KvRoutes, PrefillEngine

@@ -9,7 +9,7 @@ from ...transfer.plan.pairing import share_device
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import AnyMessage, Hello, InstanceId, TransferKey, Welcome
 from ...transfer.protocol.wire import IntArray
-from ..decode.dispatch.prefill_peers import PrefillPeer
+from ..decode.placement.peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
 from ..messages.ranks import RunStep

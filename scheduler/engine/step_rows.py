@@ -8,7 +8,7 @@ from ...configs.sampling import LogprobParams, SamplingParams
 from ...memory.index_spaces import RequestSlot
 from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt
-from ..decode.run_queue import DecodeRow
+from ..decode.rooms.batch import DecodeRow
 from ..messages.step import Draw, StepRow
 from ..prefill.request import PrefillRequest
 

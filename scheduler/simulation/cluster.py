@@ -21,9 +21,9 @@ from ...transfer.protocol.messages import (
     InstanceId,
     KvDestination,
 )
-from ..decode.dispatch.prefill_peers import PrefillPeer
+from ..decode.placement.peers import PrefillPeer
 from ..decode.requests.limits import DecodeLimits
-from ..decode.run_queue import DecodeStep
+from ..decode.rooms.batch import DecodeStep
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import SendToFrontend, SendToPeer
 from ..messages.frontend import Failed, Finished, Submit, Tokens

@@ -29,7 +29,7 @@ from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.dialects import GrammarError
 from pdserve.models.grammar.masks import SLOW_MASK_S, GrammarLimitError, GrammarMasks, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.frontend import Prefilled, Submit, ToFrontendBatch

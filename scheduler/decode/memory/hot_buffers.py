@@ -14,7 +14,7 @@ pages (page_lending.py), which new prompts reclaim; the rest of the hot pool, wh
 are never borrowed.
 
 A prompt has a fully resident buffer from the start, in pages of the hot pool, if this server computes it or if prefill
-writes its rows to the GPU (dispatch/kv_path.py). This buffer is not shrunk until the prompt is computed, or until its
+writes its rows to the GPU (placement/kv_path.py). This buffer is not shrunk until the prompt is computed, or until its
 rows have arrived and are in host memory too. After the prompt is computed or received, a request inherits the buffer.
 
 Ranks access hot pages in the order of their commands, so a released hot page can be reused by a later command at once.

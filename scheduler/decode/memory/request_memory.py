@@ -9,10 +9,10 @@ from ...messages.effects import Outbox
 from ...messages.lifecycle import State
 from ...messages.ranks import CopyPage, DropPages, LoadPages, OpenHot, ResizeHot, SavePages, WriteBackRows
 from ..requests.request import Attempt, LocalPrompt, Prompt, Request
-from ..requests.reservation import growth_pages
 from .background_copies import BackgroundCopies, Copy, CopyKind, CopyOwner
 from .command_log import CommandLog
 from .hot_buffers import HotBuffer, HotBuffers, HotLimits, HotOwner
+from .reservation import growth_pages
 
 _WITH_HOT_BUFFER = (State.OPENING, State.READY, State.RUNNING)
 MARGIN_PAGES = 2

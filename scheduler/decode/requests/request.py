@@ -288,7 +288,7 @@ class Request:
         self.grammar_state: int | None = None
         """The number of its grammar's state on that rank, since it joined the batch."""
         self.slow_masks = False
-        """Its masks are computed beside the steps (run_queue.py)."""
+        """Its masks are computed beside the steps (rooms/batch.py)."""
         self.masked_output = -1
         """The index of the latest output token whose mask was computed so."""
         self.last_step = 0

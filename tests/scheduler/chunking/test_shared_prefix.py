@@ -3,8 +3,8 @@
 import pytest
 
 from pdserve.scheduler.chunking.shared_prefix import AwaitedPrefix, PrefixesInProgress
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import PrefillState
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits

@@ -11,7 +11,7 @@ import pytest
 from pdserve.configs.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode.requests.request import Request
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.decode.transitions import Transitions
 from pdserve.scheduler.messages.effects import SendToFrontend
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit

@@ -10,8 +10,8 @@ import pytest
 from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.chunking.step_rule import LATE_GAPS
-from pdserve.scheduler.decode.dispatch.placer import PAIRING_S
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
+from pdserve.scheduler.decode.rooms.placer import PAIRING_S
 from pdserve.scheduler.messages.frontend import Submit
 from tests.examples import examples
 from tests.scheduler.simulation.random_workloads import ACTIONS, run_workload

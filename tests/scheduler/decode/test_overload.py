@@ -8,9 +8,9 @@ import pytest
 
 from pdserve.configs.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
-from pdserve.scheduler.decode.dispatch.prompt_queue import MEASURED_S, PromptQueue, QueuePace
 from pdserve.scheduler.decode.requests.request import Prompt, Request
-from pdserve.scheduler.decode.run_queue import WaitingQueue
+from pdserve.scheduler.decode.rooms.batch import WaitingQueue
+from pdserve.scheduler.decode.rooms.waiting import MEASURED_S, PromptQueue, QueuePace
 from pdserve.scheduler.messages.frontend import Cancel
 from pdserve.scheduler.messages.lifecycle import State
 from tests.scheduler.decode.test_precedence import ask, work

@@ -10,10 +10,10 @@ from pdserve.configs.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode import transitions
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill
-from pdserve.scheduler.decode.dispatch.placer import Placer
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.request import Prompt
+from pdserve.scheduler.decode.rooms.computing import LocalPrefill
+from pdserve.scheduler.decode.rooms.placer import Placer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Cancel, Finished, Submit

@@ -24,11 +24,11 @@ from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant, pages_for
 from pdserve.scheduler.chunking.chunk_queue import Chunk
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.requests.request import LocalPrompt, Request
-from pdserve.scheduler.decode.run_queue import DecodeRow, DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeRow, DecodeStep
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.engine.step_rows import decode_row
 from pdserve.scheduler.messages.effects import ConnectPeer, Effect, SendToFrontend, SendToPeer

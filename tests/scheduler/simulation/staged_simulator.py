@@ -11,8 +11,8 @@ import math
 
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, PageGrant
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
-from pdserve.scheduler.decode.dispatch.staging import RankRing
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
+from pdserve.scheduler.decode.rooms.staging import RankRing
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Effect
 from pdserve.scheduler.messages.ranks import CancelChunks, PartReport, PartScattered

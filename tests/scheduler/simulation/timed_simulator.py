@@ -13,7 +13,7 @@ from pdserve.memory.page_hashes import pack_short_hashes, page_hashes
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
-from pdserve.scheduler.decode.run_queue import DecodeStep
+from pdserve.scheduler.decode.rooms.batch import DecodeStep
 from pdserve.scheduler.messages.effects import Effect, SendToFrontend, SendToPeer
 from pdserve.scheduler.messages.frontend import Failed, Finished, Submit, Tokens
 from pdserve.scheduler.messages.ranks import ChunkReport, OpenHot, ResizeHot, WriteBackRows

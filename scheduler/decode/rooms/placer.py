@@ -6,15 +6,15 @@ from typing import Literal
 
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...store.kv_store import KvStore
+from ..memory.reservation import fits_to_compute
 from ..memory.resources import Resources
+from ..placement.peers import PrefillPeers, Selection
+from ..placement.place import Placement, PlacementInputs
+from ..placement.place import place as decide
 from ..requests.limits import MAX_ATTEMPTS
 from ..requests.request import Attempt, LocalPrompt, Prompt
-from ..requests.reservation import fits_to_compute
-from .local_prefill import LocalPrefill
-from .placement import Placement, PlacementInputs
-from .placement import place as decide
-from .prefill_peers import PrefillPeers, Selection
-from .prompt_queue import PromptQueue
+from .computing import LocalPrefill
+from .waiting import PromptQueue
 
 PAIRING_S = 1.0
 """How long a prompt waits for the first prefill server to pair, if this server may compute it."""
@@ -23,7 +23,7 @@ ESTIMATE_S = 0.25
 
 
 class Placer:
-    """Places prompts; the decision itself is in placement.py."""
+    """Places prompts; the decision itself is in placement/place.py."""
 
     def __init__(self, resources: Resources, *, queue: PromptQueue, peers: PrefillPeers, local: LocalPrefill) -> None:
         self._limits = limits = resources.limits

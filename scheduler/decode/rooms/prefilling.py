@@ -21,12 +21,12 @@ from ....transfer.protocol.messages import (
 from ...messages.effects import SendToPeer
 from ...messages.ranks import OpenHot
 from ..memory.hot_buffers import HotBuffers
+from ..memory.reservation import Reservation
 from ..memory.resources import Resources
+from ..placement.kv_path import PathInputs, choose_path
+from ..placement.peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from ..requests.request import Attempt, Prompt
-from ..requests.reservation import Reservation
-from .kv_path import PathInputs, choose_path
 from .placer import Placer
-from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from .staging import RankRing, StagedArrivals
 
 LOOK_S = 0.05

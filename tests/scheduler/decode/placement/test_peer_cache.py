@@ -9,8 +9,8 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.page_hashes import pack_short_hashes, page_hashes, short_hash
 from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache
-from pdserve.scheduler.decode.dispatch.peer_cache import SENT_S, PeerCache
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peer_cache import SENT_S, PeerCache
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Outbox, SendToPeer
 from pdserve.scheduler.messages.frontend import Submit

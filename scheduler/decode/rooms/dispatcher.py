@@ -10,16 +10,16 @@ from typing import NamedTuple
 from ....transfer.plan.staged_regions import StagedRegion
 from ...chunking.fair_queue import MAX_MISFITS, MAX_OVERTAKES
 from ...messages.effects import ConnectPeer
+from ..memory.reservation import Reservation, fits_to_compute, pages_needed, reserve
 from ..memory.resources import Resources
+from ..placement.peers import PrefillPeer, PrefillPeers, Selection
+from ..placement.place import Placement
 from ..requests.request import LocalPrompt, Prompt, Request
-from ..requests.reservation import Reservation, fits_to_compute, pages_needed, reserve
-from .local_prefill import LocalPrefill
-from .placement import Placement
+from .computing import LocalPrefill
 from .placer import Placer, most_cached
-from .prefill_peers import PrefillPeer, PrefillPeers, Selection
-from .prompt_queue import PromptQueue, QueuePace
-from .remote_prefill import RemotePrefill
+from .prefilling import RemotePrefill
 from .staging import RankRing
+from .waiting import PromptQueue, QueuePace
 
 
 class Placed(NamedTuple):

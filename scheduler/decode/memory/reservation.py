@@ -5,8 +5,8 @@ import dataclasses
 from ....memory.index_spaces import KvPage
 from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_visible_pages, pages_for
 from ....memory.prefix_cache import PrefixCache
-from .limits import DecodeLimits
-from .request import Prompt, Refusal
+from ..requests.limits import DecodeLimits
+from ..requests.request import Prompt, Refusal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.placement import MUCH_LATER, Placement, PlacementInputs, place
+from pdserve.scheduler.decode.placement.place import MUCH_LATER, Placement, PlacementInputs, place
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS
 
 UNMEASURED = {"remote_s": None}

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill, whole_tiles
+from pdserve.scheduler.decode.rooms.computing import LocalPrefill, whole_tiles
 from pdserve.scheduler.rates import Rates
 from tests.scheduler.simulation.timed_simulator import decode_limits
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from ...configs.arithmetic import ceil_div
-from ...memory.index_spaces import KvPage, RequestSlot
-from ..chunking.chunk_queue import Chunk
-from ..chunking.fair_queue import Ageing
-from ..messages.effects import Outbox
-from ..messages.lifecycle import State
-from ..messages.ranks import DropGrammarState, PrepareMask
-from .requests.limits import DecodeLimits
-from .requests.request import LocalPrompt, Request
+from ....configs.arithmetic import ceil_div
+from ....memory.index_spaces import KvPage, RequestSlot
+from ...chunking.chunk_queue import Chunk
+from ...chunking.fair_queue import Ageing
+from ...messages.effects import Outbox
+from ...messages.lifecycle import State
+from ...messages.ranks import DropGrammarState, PrepareMask
+from ..requests.limits import DecodeLimits
+from ..requests.request import LocalPrompt, Request
 
 
 class _Mask(enum.Enum):

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.servers import free_port, running, wait_ready
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import DispatchSetting
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.setting_types import CpuKernelsSetting
 from pdserve.kernels.backends.dispatch import prepare_kernels
 from pdserve.memory.pages import pages_for

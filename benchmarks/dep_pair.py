@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks.pair import Load, difference
 from benchmarks.servers import free_port, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.models.loading.catalog import GEOMETRIES
 from pdserve.server.bench.report import BenchResult

@@ -29,7 +29,7 @@ import torch
 import triton
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
-from pdserve.configs.arithmetic import ceil_div
+from pdserve.common.arithmetic import ceil_div
 from pdserve.kernels.dsa.fp8_rows import FP8, quantize_rows_reference
 from pdserve.kernels.dsa.index_plan import IndexPlan, IndexScales
 from pdserve.kernels.dsa.index_topk import index_topk

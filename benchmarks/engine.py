@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate, gpu_ms, list_kernels
 from benchmarks.results import renew
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.kernels.moe.router.norm_route_cuda import add_norm_route
 from pdserve.memory.kv_pool import KvCache
 from pdserve.memory.pages import pages_for

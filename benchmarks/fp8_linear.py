@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_timing import DEVICE, copy_rate, gpu_ms
-from pdserve.configs.arithmetic import ceil_div
+from pdserve.common.arithmetic import ceil_div
 from pdserve.kernels.linear.block_format import BLOCK, FP8, BlockScaled
 from pdserve.kernels.linear.block_scaled import (
     FEW_ROWS,

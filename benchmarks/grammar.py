@@ -31,7 +31,7 @@ import msgspec
 import torch
 
 from benchmarks.engine import QWEN3_8B, Engine
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.scheduler.messages.step import Draw, StepRow
 from pdserve.scheduler.ranks.executor import Executor

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pdserve.configs.sampling import Grammar
+from pdserve.common.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.models.grammar.masks import GrammarMasks, GrammarState, GrammarStateError, MaskRow
 from pdserve.models.loading.catalog import locate_model

@@ -43,7 +43,7 @@ from rich.table import Table
 from benchmarks.hisparse_model import DEEPSEEK_V32, GIB, PAGE, TINY, Sizes, longest_output
 from benchmarks.results import renew
 from benchmarks.servers import cpu_seconds, free_port, running, wait_ready, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.bench.client import BenchClient, RequestRecord
 from pdserve.server.launch.up import base_url

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from pdserve.configs.arithmetic import round_up
+from pdserve.common.arithmetic import round_up
 from pdserve.kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 

@@ -41,7 +41,7 @@ from rich.table import Table
 from benchmarks.paced_server import Cost, read_cost
 from benchmarks.results import ROOT, Figure, commit_of, figure_of_this_run, record
 from benchmarks.servers import free_port, wait_ready, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.server.launch.children import Children
 from pdserve.server.launch.up import base_url, server_command, server_environ

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.fp8_linear import time_us
 from benchmarks.gpu_timing import DEVICE, PRODUCT_RATE, copy_rate
-from pdserve.configs.arithmetic import ceil_div
+from pdserve.common.arithmetic import ceil_div
 from pdserve.kernels.backends.few_rows_cuda import Tiles
 from pdserve.kernels.linear.linear import gated_linear, linear
 from pdserve.kernels.linear.swiglu import swiglu

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.serve import pair_on_free_ports
-from pdserve.configs.errors import PdserveError, StartupError
+from pdserve.common.errors import PdserveError, StartupError
 from pdserve.configs.flags import add_flags, given_flags
 from pdserve.server.launch.pair import PAIR_FIELDS
 from pdserve.server.launch.store_options import take_local_store

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from benchmarks.pair import QWEN3_8B
 from benchmarks.servers import free_port, running, wait_ready, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.server.bench.command import measure

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.servers import cpu_seconds, free_port, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.server.bench.command import measure
 from pdserve.server.bench.options import BenchOptions

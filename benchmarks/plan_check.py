@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.servers import free_port, running, wait_ready, write_model
-from pdserve.configs.errors import PdserveError
+from pdserve.common.errors import PdserveError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.server.bench.client import BenchClient
 from pdserve.server.bench.options import BenchOptions

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.servers import free_port
-from pdserve.configs.errors import PdserveError, StartupError
+from pdserve.common.errors import PdserveError, StartupError
 from pdserve.configs.flags import add_flags, given_flags
 from pdserve.server.bench.command import measure
 from pdserve.server.bench.options import BenchOptions

@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.staging_pair import Shape
-from pdserve.configs.arithmetic import ceil_div
+from pdserve.common.arithmetic import ceil_div
 from pdserve.kernels.staging.kv_stage import block_bytes, kv_gather, kv_scatter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.configs.arithmetic import ceil_div, round_up
+from pdserve.common.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator

@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.plan_check import SMALL_MODEL
 from benchmarks.serve import pair_on_free_ports
 from benchmarks.servers import write_model
-from pdserve.configs.errors import PdserveError, StartupError
+from pdserve.common.errors import PdserveError, StartupError
 from pdserve.configs.flags import add_flags, given_flags
 from pdserve.server.bench.command import measure
 from pdserve.server.bench.options import BenchOptions

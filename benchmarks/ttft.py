@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.models.runner import ModelRunner
 from pdserve.scheduler.messages.step import Draw, StepRow

@@ -13,12 +13,12 @@ import yaml
 from pydantic import Field, SecretStr, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from .errors import StartupError
+from ..common.errors import StartupError
+from ..common.machine.address import own_address
+from ..common.words import counted
 from .key_strength import HOW_TO_MAKE_ONE, describe_weak_key
-from .machine.address import own_address
 from .other_names import setting_of_others
 from .schema import AnyServerConfig, DecodeConfig, PrefillConfig, ServerConfig
-from .words import counted
 
 Role = Literal["prefill", "decode"]
 ConfigT = TypeVar("ConfigT", bound=ServerConfig)

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT / ".dev"), str(Path(__file__).parent), str(ROOT)]
 
 from generated_section import update_section  # type: ignore[import-not-found]  # noqa: E402
 
-from pdserve.configs.sampling import Grammar, SamplingParams  # noqa: E402
+from pdserve.common.sampling import Grammar, SamplingParams  # noqa: E402
 from pdserve.configs.setting_types import LocalPrefillSetting  # noqa: E402
 from pdserve.scheduler.decode.requests.request import Request  # noqa: E402
 from pdserve.scheduler.messages.frontend import Submit  # noqa: E402

@@ -8,7 +8,7 @@ sys.path.insert(0, str(ROOT / ".dev"))
 
 from generated_section import update_section  # noqa: E402
 
-from pdserve.configs.errors import StartupError  # noqa: E402
+from pdserve.common.errors import StartupError  # noqa: E402
 from pdserve.configs.schema import DecodeConfig  # noqa: E402
 from pdserve.models.loading.catalog import locate_geometry  # noqa: E402
 from pdserve.server.plan.options import GIB, RESERVE_GIB, parse_gpus  # noqa: E402

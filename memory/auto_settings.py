@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..configs.arithmetic import round_up
+from ..common.arithmetic import round_up
 from ..configs.schema import LOOPBACK_HOSTS, DecodeConfig, PrefillConfig
 
 CPU_CHUNK_SIZE = 512

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..configs.errors import StartupError
+from ..common.errors import StartupError
 from .cgroup import cgroup_free_bytes
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..configs.arithmetic import ceil_div
+from ..common.arithmetic import ceil_div
 from .pinned import PinnedMemory
 
 DTYPE_NAMES = {

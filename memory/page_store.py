@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..configs.errors import StartupError
+from ..common.errors import StartupError
 from .free_pages import FreePages
 from .kv_pool import KvCache, KvPool
 

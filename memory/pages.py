@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from ..configs.arithmetic import ceil_div
-from ..configs.errors import PdserveError
+from ..common.arithmetic import ceil_div
+from ..common.errors import PdserveError
 from .free_pages import FreePages, PageT
 
 

@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from ..configs.errors import StartupError
-from ..configs.progress import ProgressLog
+from ..common.errors import StartupError
+from ..common.progress import ProgressLog
 from .device import free_memory_bytes
 from .sizing import GIB
 

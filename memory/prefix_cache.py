@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ..configs.arithmetic import ceil_div
+from ..common.arithmetic import ceil_div
 from .index_spaces import KvPage
 from .page_hashes import ROOT, page_hash
 from .pages import PageAllocator, first_visible_page

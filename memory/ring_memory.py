@@ -4,8 +4,8 @@ import logging
 
 import torch
 
-from ..configs.arithmetic import round_up
-from ..configs.errors import StartupError
+from ..common.arithmetic import round_up
+from ..common.errors import StartupError
 from ..configs.schema import DecodeConfig, ServerConfig
 from .kv_pool import PROBE_BYTES
 

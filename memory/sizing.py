@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..configs.errors import StartupError
+from ..common.errors import StartupError
 from ..configs.schema import ServerConfig
 from .auto_settings import KvShare
 from .device import free_memory_bytes

@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from ..configs.errors import StartupError
+from ..common.errors import StartupError
 from ..configs.setting_types import CpuKernelsSetting, DtypeSetting, IndexDtypeSetting, KvDtypeSetting, LoadFormat
 from ..kernels.backends.dispatch import prepare_kernels
 from ..kernels.backends.half_products import choose_products

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
-from ..configs.errors import StartupError
+from ..common.errors import StartupError
 from ..configs.flags import add_flags, given_flags
 from ..configs.load import CONFIG_OF_ROLE, Role, find_config_file, load_config, read_config_file
 from ..configs.other_names import flag_of_others

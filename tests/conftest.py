@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from pdserve.configs.logs import CHATTY, CLIENT_LOGGERS
+from pdserve.common.logs import CHATTY, CLIENT_LOGGERS
 from tests.optional_libraries import pytest_pycollect_makemodule as pytest_pycollect_makemodule
 
 # Set before numpy is imported: threads of its OpenBLAS spin while they wait, and Triton's interpreter uses them often.

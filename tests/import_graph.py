@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs", "common")
 """The folders of the package `pdserve`."""
 _WITH_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _DOTTED = re.compile(r"\b(?:pdserve|tests|benchmarks)(?:\.\w+)+")

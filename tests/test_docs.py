@@ -12,10 +12,10 @@ from typing import NamedTuple, get_args
 
 import pytest
 
-from pdserve.configs import errors
+from pdserve.common import errors
+from pdserve.common.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.allowed_hosts import AllowedHosts
 from pdserve.configs.load import load_config
-from pdserve.configs.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.server.api.app import Routes
 from pdserve.server.api.common.fields import FieldError
@@ -33,7 +33,7 @@ from tests.server.exported_metrics import metric_names
 from tests.server.http_harness import FixedRole, load_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
-CODE_FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+CODE_FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs", "common")
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",

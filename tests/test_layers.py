@@ -16,13 +16,14 @@ import pytest
 from tests.import_graph import ROOT, imported_file, imports
 
 MAY_IMPORT = {
-    "server": {"scheduler", "models", "memory", "transfer", "kernels", "configs"},
-    "scheduler": {"models", "memory", "transfer", "kernels", "configs"},
-    "models": {"memory", "kernels", "configs"},
-    "memory": {"kernels", "configs"},
-    "transfer": {"kernels", "configs"},
-    "kernels": {"configs"},
-    "configs": set(),
+    "server": {"scheduler", "models", "memory", "transfer", "kernels", "configs", "common"},
+    "scheduler": {"models", "memory", "transfer", "kernels", "configs", "common"},
+    "models": {"memory", "kernels", "configs", "common"},
+    "memory": {"kernels", "configs", "common"},
+    "transfer": {"kernels", "configs", "common"},
+    "kernels": {"configs", "common"},
+    "configs": {"common"},
+    "common": set(),
 }
 
 LAYERS = {
@@ -84,7 +85,8 @@ LAYERS = {
         "gguf",
         "backends",
     ],
-    "configs": ["", "machine"],
+    "configs": [""],
+    "common": ["", "machine"],
 }
 """The subfolders of each folder, from top to bottom: a file imports from its own subfolder and from those below it. ""
 is the folder itself.

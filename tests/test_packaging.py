@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+FOLDERS = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs", "common")
 SITE_PACKAGES = Path("lib", f"python{sysconfig.get_python_version()}", "site-packages")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

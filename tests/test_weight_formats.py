@@ -7,7 +7,7 @@ import pytest
 
 from tests.import_graph import ROOT
 
-PRODUCT = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs")
+PRODUCT = ("server", "scheduler", "models", "memory", "transfer", "kernels", "configs", "common")
 SHARED = {"weight", "slots", "format", "schemes", "noise", "plain"}
 """The files of models/weights/ that are no format."""
 KNOWN = {

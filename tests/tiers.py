@@ -18,7 +18,8 @@ import pytest
 from tests.import_graph import ROOT, reached_from
 
 CHECK = (
-    *("configs", "memory", "models/config", "models/sampling", "mutations", "server/api", "server/observability"),
+    *("common", "configs", "memory", "models/config", "models/sampling", "mutations"),
+    *("server/api", "server/observability"),
     *("transfer/plan", "transfer/protocol", "test_docs.py", "test_layers.py"),
     *("scheduler/decode", "scheduler/messages", "scheduler/prefill", "scheduler/simulation", "scheduler/test_rates.py"),
 )

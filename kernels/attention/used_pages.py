@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 
 
 def used_pages(

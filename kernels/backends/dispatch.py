@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.setting_types import CpuKernelsSetting
 
 Impl = Literal["auto", "reference", "triton", "numba"]

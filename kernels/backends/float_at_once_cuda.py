@@ -2,7 +2,7 @@
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from .fp8_at_once_cuda import COLUMNS, GPC, MOST_BLOCKS, MOST_ROWS, UNIT, WARPS, Division, row_tiles_of
 from .nvrtc import load_kernel
 from .occupancy import multiprocessors

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from .nvrtc import load_kernel
 from .occupancy import is_hopper_or_later, multiprocessors, shared_memory
 

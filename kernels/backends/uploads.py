@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 
 _ALIGNED = 4
 """Arrays start at multiples of 16 bytes: Triton would compile kernels again for unaligned pointers."""

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ...configs.arithmetic import ceil_div
-from ...configs.errors import PdserveError
+from ...common.arithmetic import ceil_div
+from ...common.errors import PdserveError
 from ..backends.nvrtc import device_address, load_kernel
 from .ipc_memory import Exchange, IpcMemory
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 from ..backends.nvrtc import cuda_packages
 
 _HANDLE_BYTES = 64

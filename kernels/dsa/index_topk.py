@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .fp8_rows import FP8
 from .index_plan import IndexPlan, IndexScales, select_top_reference

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..attention.page_rows_triton import load_page_rows
 from ..backends.nvrtc import load_kernel
 from ..backends.occupancy import multiprocessors

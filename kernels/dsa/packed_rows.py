@@ -24,7 +24,7 @@ Lower bound: every packed row read once, every unpacked row written once.
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from .packed_format import GROUP, LARGEST, SMALLEST_SCALE
 from .sparse_mla import SparseMlaImpl, check_rows, check_strides, sparse_mla

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.nvrtc import load_kernel, log2_scale_bits
 from ..backends.occupancy import multiprocessors
 

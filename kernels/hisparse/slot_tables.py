@@ -26,7 +26,7 @@ from typing import NewType
 import numpy as np
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 from ..backends.occupancy import shared_memory
 from ..backends.uploads import upload_array

@@ -8,7 +8,7 @@ copy_misses runs concurrently with the layers.
 
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..backends.nvrtc import device_address, load_kernel
 from ..backends.occupancy import multiprocessors
 from .slot_tables import SlotTables, bucket_bits, plan_shared_bytes

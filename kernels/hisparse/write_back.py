@@ -12,7 +12,7 @@ its layer, which may evict it, and be in host memory before the copy_misses of t
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.nvrtc import CudaImpl, device_address, load_kernel, use_cuda
 from .slot_tables import HotRows, KvRows
 

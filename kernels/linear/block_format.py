@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..gguf.blocks import GgufBlocks
 from ..packed4.group_format import GroupScaled
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.occupancy import shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .block_format import BLOCK, BlockScaled

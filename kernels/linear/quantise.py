@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..backends.dispatch import Impl, launcher, use_triton
 from .block_format import BLOCK, FP8, LARGEST
 from .swiglu import swiglu_reference

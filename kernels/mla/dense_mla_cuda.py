@@ -2,7 +2,7 @@
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.nvrtc import load_kernel, log2_scale_bits
 from ..dsa.sparse_mla_cuda import SHARED_BYTES, THREADS
 from .tile_plan import TILE_ROWS, TilePlan

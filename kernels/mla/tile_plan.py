@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..attention.used_pages import used_pages
 from ..backends.occupancy import multiprocessors
 from ..backends.uploads import upload_arrays

@@ -35,7 +35,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import grouped_mm
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.half_products import grouped_reference
 from ..backends.occupancy import shared_memory

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.occupancy import counters_of, multiprocessors, shared_memory
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from ..backends.split_sums_triton import add_parts, store_part

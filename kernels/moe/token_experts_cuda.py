@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.few_rows_cuda import OUTPUT_TILE, Format, can_run, launch_tiles
 from ..linear.block_format import BLOCK, BlockScaled, Weight
 from ..linear.block_scaled import CUDA_FORMAT as FP8_FORMAT

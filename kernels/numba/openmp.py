@@ -30,7 +30,7 @@ import torch
 from numba import carray, cfunc, from_dtype, njit, types
 from numba.extending import intrinsic
 
-from ...configs.progress import ProgressLog
+from ...common.progress import ProgressLog
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..linear.row_tiles import RowTiles
 from ..linear.swiglu import swiglu, swiglu_reference

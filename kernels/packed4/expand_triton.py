@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.overlap_triton import overlap_options, start_next, wait_for_previous
 from .group_format import GroupScaled
 from .unpack_triton import factors, unpack, unpack_e2m1

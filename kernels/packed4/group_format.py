@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 
 LARGEST_GROUP, SMALLEST_GROUP = 128, 32
 """Columns of a group in memory. A checkpoint's larger groups are divided, and their scales repeated."""

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ..backends.dispatch import Impl, launcher, use_triton
 from ..backends.few_rows_cuda import Tiles
 from .group_format import GroupScaled

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..backends.dispatch import Impl, use_triton
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...kernels.backends.streams import wait_for_stream
 from ...kernels.hisparse.slot_tables import HotRows, KvRows, SlotTables, buffer_pages, check_geometry
 from ...kernels.hisparse.swap_plan import SwapPlan

@@ -1,7 +1,7 @@
 """Rows of the hot buffer of a request (HiSparse). Imports no torch: the frontend calls it before anything is loaded."""
 
-from ...configs.arithmetic import ceil_div, round_up
-from ...configs.errors import StartupError
+from ...common.arithmetic import ceil_div, round_up
+from ...common.errors import StartupError
 from ...configs.schema import DecodeConfig
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import cast
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..index_spaces import HotPage, KvPage, LocalHotPage
 
 MAX_UNIT_PAGES = 128

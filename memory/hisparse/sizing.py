@@ -12,7 +12,7 @@ more hot pages, more requests stay fully resident.
 
 from dataclasses import dataclass
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import DecodeConfig
 from ...kernels.hisparse.slot_tables import buffer_pages, table_bytes
 from ..auto_settings import KvShare

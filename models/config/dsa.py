@@ -6,7 +6,7 @@ They attend to the rows that a lightning indexer selects. Their mixtures of expe
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.json_fields import Json, integer, shown
 from .mla import MlaConfig, read_mla_config
 from .sharding import Shard

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.bounds import most_of
 from ..formats.json_fields import Json, read_json, shown
 from ..formats.tokenizer_settings import tokenizer_end_token

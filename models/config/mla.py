@@ -6,7 +6,7 @@ Supports what transformers 5.17 computes. A configuration with other options tha
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.json_fields import Json, integer, refuse_others
 
 

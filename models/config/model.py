@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.bounds import MOST_EXPERT_MLPS, MOST_PARAMETERS, most_of
 from ..formats.gguf_end_tokens import gguf_end_tokens
 from ..formats.gguf_file import GgufFile

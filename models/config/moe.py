@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.json_fields import Json, integer, number, shown
 from .sharding import Shard
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.gguf_file import GgufFile
 from ..formats.json_fields import Json, integer, number, shown
 

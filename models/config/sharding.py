@@ -9,8 +9,8 @@ requests.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ...configs.arithmetic import ceil_div
-from ...configs.errors import StartupError
+from ...common.arithmetic import ceil_div
+from ...common.errors import StartupError
 
 
 class RankTokens(NamedTuple):

@@ -7,7 +7,7 @@ window. Which layers have one is what transformers 5.17 computes.
 from pathlib import Path
 from typing import NamedTuple
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.json_fields import Json, bare, integer, shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...kernels.backends.streams import Beside, beside_if_few
 from ...kernels.dsa.fp8_rows import FP8
 from ...kernels.dsa.index_plan import IndexPlan, IndexScales

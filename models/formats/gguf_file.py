@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ...configs.arithmetic import round_up
-from ...configs.errors import StartupError
+from ...common.arithmetic import round_up
+from ...common.errors import StartupError
 from .json_fields import shown
 from .model_files import open_model_file
 

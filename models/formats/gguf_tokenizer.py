@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from .gguf_file import GgufFile
 from .json_fields import shown
 

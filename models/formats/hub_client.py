@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import httpx
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from .json_fields import bare, shown
 from .model_files import check_values, is_inside
 

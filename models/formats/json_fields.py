@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import StartupError
-from ...configs.words import shortened
+from ...common.errors import StartupError
+from ...common.words import shortened
 from .bounds import MOST_NUMBER, most_of
 from .model_files import check_values, read_model_file
 

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 _MOST_HEADER_BYTES, _MOST_HEADER_VALUES = 100 << 20, 1 << 20  # the former is the safetensors format's own limit
 _KINDS = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from .json_fields import read_json
 from .model_files import read_model_file
 

@@ -20,7 +20,7 @@ from typing import cast
 
 import msgspec
 
-from ...configs.sampling import Grammar
+from ...common.sampling import Grammar
 from ...configs.setting_types import LoadFormat
 from ..loading.catalog import locate_model
 from .check_messages import (

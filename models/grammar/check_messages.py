@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ...configs.sampling import Grammar
+from ...common.sampling import Grammar
 
 ALIVE_S = 1.0
 """Time between two reports that this process is alive."""

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import llguidance
 
-from ...configs.machine.cpus import usable_cpus
-from ...configs.sampling import Grammar
+from ...common.machine.cpus import usable_cpus
+from ...common.sampling import Grammar
 from ..formats.token_bytes import TokenBytes
 from ..loading.catalog import ModelSource
 from ..loading.tokenizer_file import read_tokenizer

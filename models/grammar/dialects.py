@@ -12,8 +12,8 @@ from typing import Any, cast
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from ...configs.errors import ClientError
-from ...configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
+from ...common.errors import ClientError
+from ...common.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
 from .closed_objects import close_objects
 from .json_text import parse_json
 from .regex_size import regex_size

@@ -14,8 +14,8 @@ import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
-from ...configs.errors import PdserveError
-from ...configs.sampling import Grammar
+from ...common.errors import PdserveError
+from ...common.sampling import Grammar
 from .compiler import MASK_THREADS, PLAIN_MASK_S, GrammarCompiler
 
 Bitmask = npt.NDArray[np.int32]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...configs.sampling import ReasoningTags
+from ...common.sampling import ReasoningTags
 
 _ANY = r"/(.|\n)*/"
 _SPACE = r"/[ \n]{0,8}/"

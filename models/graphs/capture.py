@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ...configs.progress import ProgressLog
+from ...common.progress import ProgressLog
 from ...memory.kv_pool import KvCache
 from ...memory.pages import pages_for
 from ..decoders.dense import Decoder

@@ -6,7 +6,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
+from ...common.arithmetic import ceil_div, round_up
 from ...kernels.attention.attention_plan import (
     COPY_TOKENS,
     TILE_QUERIES,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ...kernels.mla.tile_plan import (
     PIECE_FIELDS,
     SPLIT_FIELDS,

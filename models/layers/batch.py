@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ...kernels.attention.paged_attention import AttentionPlan, plan_attention
 from ...kernels.backends.uploads import upload_array
 from ..config.sharding import RankTokens

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch does not mark it so
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..config.sharding import WHOLE, Shard
 from .stage_collectives import StageCollectives, choose_collectives
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..config.model import ModelConfig, read_config_file, read_gguf_config
 from ..formats.gguf_file import open_gguf

@@ -19,7 +19,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import xxhash
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.setting_types import LoadFormat
 from ..formats.gguf_file import open_gguf
 from ..formats.json_fields import Json, bare, read_json

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from ...configs.errors import StartupError
-from ...configs.progress import INTERVAL_S
+from ...common.errors import StartupError
+from ...common.progress import INTERVAL_S
 from ...configs.setting_types import LoadFormat
 from ..config.model import GGUF_ARCHITECTURES, read_config_file, unsupported_gguf
 from ..formats.hub_client import checked_client

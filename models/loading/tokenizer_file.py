@@ -2,7 +2,7 @@
 
 import tokenizers
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.gguf_file import open_gguf
 from ..formats.gguf_tokenizer import gguf_tokenizer
 from ..formats.json_fields import bare

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...configs.errors import StartupError
-from ...configs.progress import ProgressLog
+from ...common.errors import StartupError
+from ...common.progress import ProgressLog
 from ...configs.setting_types import LoadFormat
 from ...memory.sizing import GIB
 from ..config.model import ModelConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...configs.sampling import TokenLogprob
+from ...common.sampling import TokenLogprob
 from ...kernels.sampling.top_tokens import top_tokens
 
 

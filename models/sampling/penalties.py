@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...configs.sampling import SamplingParams
+from ...common.sampling import SamplingParams
 from ..layers.host_copies import upload
 
 _REMEMBERED_PROMPTS = 512

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...configs.sampling import SamplingParams
+from ...common.sampling import SamplingParams
 from ...kernels.sampling.keep_top_p import keep_top_p
 from ...kernels.sampling.mask_logits import mask_logits
 from ...kernels.sampling.top_tokens import top_tokens

@@ -17,8 +17,8 @@ from math import prod
 
 import torch
 
-from ...configs.arithmetic import ceil_div
-from ...configs.errors import StartupError
+from ...common.arithmetic import ceil_div
+from ...common.errors import StartupError
 from ...kernels.linear.block_format import BLOCK, FP8, LARGEST, BlockScaled, common_row_group, supports_fp8
 from ...kernels.linear.block_scaled import block_scaled_gated_linear, block_scaled_linear, block_scaled_mlp
 from .format import Checkpoint, Matrix, SafetensorsFormat, StoredCheckpoint

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...kernels.packed4.group_format import E2M1, MXFP4_BIAS, MXFP4_GROUP, GroupScaled, supports_int4
 from .format import Checkpoint, Matrix, SafetensorsFormat, Shapes, StoredCheckpoint
 from .noise import draw_rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from .slots import Slot
 
 _BLOCK_ROWS = 1024

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...kernels.backends.dispatch import use_triton
 from ...kernels.nvfp4.nvfp4 import GROUP, Nvfp4Matrix, nvfp4_experts, nvfp4_linear, nvfp4_tile_rows, supports_nvfp4
 from ...kernels.packed4.group_format import E2M1

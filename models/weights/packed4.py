@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ...configs.arithmetic import ceil_div
-from ...configs.errors import StartupError
+from ...common.arithmetic import ceil_div
+from ...common.errors import StartupError
 from ...kernels.backends.dispatch import use_triton
 from ...kernels.linear.swiglu import swiglu
 from ...kernels.packed4.group_format import GroupScaled, group_in_memory, supports_int4

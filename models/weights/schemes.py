@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ..formats.json_fields import Json, bare
 
 SUPPORTED = (

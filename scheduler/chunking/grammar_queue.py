@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from ...configs.sampling import Grammar
+from ...common.sampling import Grammar
 from ..messages.effects import Outbox
 from ..messages.ranks import DropGrammar, PrepareGrammar
 

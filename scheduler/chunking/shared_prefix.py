@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 from ...memory.prefix_cache import common_prefix
 
 LEAST_TOKENS = 64

@@ -5,7 +5,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
-from ...configs.errors import DeadlineError, RequestError, UnavailableError
+from ...common.errors import DeadlineError, RequestError, UnavailableError
 from ..chunking.step_rule import LATE_GAPS
 from ..messages.counters import FIRST_TOKEN_STAGES
 from ..messages.lifecycle import State

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from ...configs.errors import (
+from ...common.errors import (
     ClientError,
     DuplicateRequestError,
     GrammarTooComplexError,

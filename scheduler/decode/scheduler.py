@@ -25,7 +25,7 @@ import collections
 import logging
 from collections.abc import Iterable, Sequence
 
-from ...configs.errors import AbortedError, RequestError, ServerError, UnavailableError
+from ...common.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
 from ...memory.prefix_cache import PrefixCache

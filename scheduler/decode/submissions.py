@@ -5,7 +5,7 @@ import math
 
 import msgspec
 
-from ...configs.errors import ClientError, OverloadedError, RequestError, UnavailableError
+from ...common.errors import ClientError, OverloadedError, RequestError, UnavailableError
 from ...memory.page_hashes import unpack_hashes
 from ..chunking.grammar_queue import GrammarQueue
 from ..messages.effects import ConnectPeer, SendToFrontend

@@ -17,8 +17,8 @@ out of hot buffers   (HiSparse) For a request of a higher priority, one request 
 import collections
 from collections.abc import Iterable, Iterator, Sequence
 
-from ...configs.errors import AbortedError, GrammarTooComplexError, RequestError, ServerError, UnavailableError
-from ...configs.sampling import JSON_RULES, TokenLogprob, pack_logprobs
+from ...common.errors import AbortedError, GrammarTooComplexError, RequestError, ServerError, UnavailableError
+from ...common.sampling import JSON_RULES, TokenLogprob, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant, pages_for
 from ...memory.prefix_cache import InsertedPrefix

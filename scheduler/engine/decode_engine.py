@@ -2,7 +2,7 @@
 
 import logging
 
-from ...configs.errors import ServerError
+from ...common.errors import ServerError
 from ...transfer.control.decode import DecodeControl
 from ...transfer.control.events import PeerUp
 from ...transfer.plan.pairing import share_device

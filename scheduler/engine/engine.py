@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ...configs.words import counted
+from ...common.words import counted
 from ...models.config.sharding import RankTokens
 from ...transfer.protocol.messages import (
     AnyMessage,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 import zmq
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..messages.frontend import Failed, Finished, Prefilled, PromptSent, Status, ToFrontend, Tokens, ToLeader
 
 log = logging.getLogger(__name__)

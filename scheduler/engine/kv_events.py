@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from ...configs.errors import StartupError
-from ...configs.logs import rate_limited
+from ...common.errors import StartupError
+from ...common.logs import rate_limited
 from ...memory.page_hashes import ROOT, short_hash
 from ...transfer.protocol.zmtp import MORE, frame_head
 from .zmtp_port import ZmtpClient, ZmtpPort

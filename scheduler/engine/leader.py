@@ -21,11 +21,11 @@ from typing import NoReturn
 
 import msgspec
 
-from ...configs.errors import StartupError
-from ...configs.gc_tuning import keep_for_good
+from ...common.errors import StartupError
+from ...common.gc_tuning import keep_for_good
+from ...common.logs import configure_logging, dropped_lines
+from ...common.machine.loop_lag import LoopLag
 from ...configs.load import parse_config
-from ...configs.logs import configure_logging, dropped_lines
-from ...configs.machine.loop_lag import LoopLag
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.hisparse.shared_pool import PoolOverlay
 from ...memory.index_spaces import KvPage

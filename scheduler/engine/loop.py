@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from ...configs.errors import PdserveError, ServerError
-from ...configs.stuck import ABSENCE_S
-from ...configs.words import counted
+from ...common.errors import PdserveError, ServerError
+from ...common.stuck import ABSENCE_S
+from ...common.words import counted
 from ...transfer.protocol.messages import Load
 from ..decode.responses import failed
 from ..messages.effects import ConnectPeer, SendToFrontend, SendToPeer

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ...configs.sampling import PackedLogprobs
+from ...common.sampling import PackedLogprobs
 from ...transfer.control.events import PeerClosed, PeerUp, SendFailed
 from ...transfer.control.prefill import PrefillControl
 from ...transfer.plan.page_sizes import describe_page_sizes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...configs.sampling import LogprobParams, SamplingParams
+from ...common.sampling import LogprobParams, SamplingParams
 from ...memory.index_spaces import RequestSlot
 from ..chunking.chunk_queue import Chunk
 from ..decode.requests.request import LocalPrompt

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...configs.stuck import STUCK_S, Watch
+from ...common.stuck import STUCK_S, Watch
 from ...transfer.control.thread import Control
 from ..messages.ranks import RunStep
 from ..messages.step import tokens_of

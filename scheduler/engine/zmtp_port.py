@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ...configs.logs import rate_limited
+from ...common.logs import rate_limited
 from ...transfer.control.bind import listen_tcp
 from ...transfer.protocol.zmtp import GREETING, ZmtpError, ZmtpReader, command, ready
 

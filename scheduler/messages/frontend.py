@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from ...configs.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
+from ...common.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
 
 
 class FrontendMessage(msgspec.Struct, frozen=True, tag=True):

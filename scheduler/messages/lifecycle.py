@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 
 
 class State(enum.StrEnum):

@@ -10,7 +10,7 @@ with steps as SentStep.
 
 import msgspec
 
-from ...configs.sampling import Grammar
+from ...common.sampling import Grammar
 from ...memory.index_spaces import HotPage, KvPage, RequestSlot
 from ...models.config.sharding import RankTokens
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten, PartScatter, PartWrite, PartWritten

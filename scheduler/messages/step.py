@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...configs.sampling import SamplingParams, TokenLogprob
+from ...common.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import RequestSlot
 from ...models.config.sharding import RankTokens
 

@@ -5,7 +5,7 @@ A decode server that asks for it gets the whole content once, and the changes a 
 
 from collections.abc import Collection
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ...memory.page_hashes import pack_short_hashes
 from ...memory.prefix_cache import PrefixCache
 from ...transfer.protocol.messages import CachedPrefixes, InstanceId

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ...configs.schema import PrefillConfig
 from ...memory.pages import pages_for
 from ..chunking.step_rule import SLO_TTFT_S

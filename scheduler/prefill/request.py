@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...configs.sampling import TokenLogprob
+from ...common.sampling import TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageGrant
 from ...memory.prefix_cache import InsertedPrefix

@@ -9,7 +9,7 @@ reported their end.
 
 import collections
 
-from ...configs.sampling import JSON_RULES, pack_logprobs
+from ...common.sampling import JSON_RULES, pack_logprobs
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator, first_visible_page, pages_holding
 from ...transfer.data.chunks import ChunkWrite, ChunkWritten

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from ...configs.arithmetic import ceil_div, round_up
-from ...configs.errors import StartupError
-from ...configs.sampling import SamplingParams
+from ...common.arithmetic import ceil_div, round_up
+from ...common.errors import StartupError
+from ...common.sampling import SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...kernels.hisparse.slot_tables import table_bytes
 from ...kernels.staging.kv_stage import warm_up_kv_stage

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import torch
 
-from ...configs.sampling import TokenLogprob
+from ...common.sampling import TokenLogprob
 from ...memory.kv_pool import KvCache
 from ...models.config.sharding import RankTokens
 from ...models.grammar.masks import GrammarLimitError

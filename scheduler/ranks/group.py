@@ -19,10 +19,10 @@ from typing import Final
 import msgspec
 import zmq
 
-from ...configs.errors import PdserveError, StartupError
-from ...configs.logs import rate_limited
+from ...common.errors import PdserveError, StartupError
+from ...common.logs import rate_limited
+from ...common.words import OUT_OF_MEMORY
 from ...configs.schema import AnyServerConfig
-from ...configs.words import OUT_OF_MEMORY
 from ...models.layers.parallel import reserve
 from ...models.loading.catalog import ModelSource
 from ...transfer.control.curve import ClientGate, ClusterKeys

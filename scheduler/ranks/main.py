@@ -20,10 +20,10 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from ...configs.errors import PdserveError, StartupError
-from ...configs.gc_tuning import keep_for_good
+from ...common.errors import PdserveError, StartupError
+from ...common.gc_tuning import keep_for_good
+from ...common.logs import configure_logging
 from ...configs.load import parse_config
-from ...configs.logs import configure_logging
 from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import locate_model
 from ...transfer.control.curve import ClusterKeys

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..messages.ranks import RunStep, SentRow, SentStep
 from ..messages.step import StepRow
 

@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 
+from ...common.machine.cpus import usable_cpus
 from ...configs.load import revealed_dict
-from ...configs.machine.cpus import usable_cpus
 from ...configs.schema import AnyServerConfig
 from ...transfer.control.curve import ClusterKeys
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...common.stuck import Watch
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ...configs.stuck import Watch
 from ...kernels.backends.streams import use_own_stream, wait_for_arrivals, wait_for_stream
 from ...memory.device import resolve_device
 from ...memory.hisparse.cache import HiSparseCache, HiSparseError

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 
-from ...configs.sampling import SamplingParams, TokenLogprob
+from ...common.sampling import SamplingParams, TokenLogprob
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import pack_short_hashes, page_hashes
 from ...memory.pages import PageAllocator

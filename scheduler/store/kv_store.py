@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 from ...memory.index_spaces import KvPage
 from ...memory.page_hashes import page_hashes
 from ...memory.pages import PageAllocator, PageGrant, pages_for, pages_holding

@@ -22,10 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
-from ...configs.errors import UnauthorizedError
-from ...configs.sampling import SamplingParams
+from ...common.errors import UnauthorizedError
+from ...common.sampling import SamplingParams
+from ...common.words import shown
 from ...configs.schema import AnyServerConfig
-from ...configs.words import shown
 from ...scheduler.messages.frontend import Failed, Submit
 from ..engine.grammar_checker import GrammarChecker
 from ..engine.leader_client import LeaderClient, rids_of

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from ...configs.errors import StartupError
-from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
+from ...common.errors import StartupError
+from ...common.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ...models.formats.json_fields import read_json
 from ...models.loading.catalog import EMBEDDED_MODEL, ModelSource
 from .common.fields import FieldError, validate

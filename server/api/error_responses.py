@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
-from ...configs.errors import RequestError
+from ...common.errors import RequestError
 from ..observability.metrics import Metrics
 from ..observability.request_log import refusal_line
 from .anthropic import errors as anthropic

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from ...configs.errors import OverloadedError
-from ...configs.machine.cpus import usable_cpus
+from ...common.errors import OverloadedError
+from ...common.machine.cpus import usable_cpus
 from ..observability.loop_work import LoopWork
 from .generation import run_until_disconnect
 

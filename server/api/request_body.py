@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.requests import Request
 
-from ...configs.errors import ClientError, OverloadedError, TooLargeError
-from ...configs.words import shown
+from ...common.errors import ClientError, OverloadedError, TooLargeError
+from ...common.words import shown
 from .arriving_bodies import ArrivingBodies
 from .common.fields import BodyError
 

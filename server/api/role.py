@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ...configs.errors import ForbiddenError, UnavailableError
+from ...common.errors import ForbiddenError, UnavailableError
 from ...configs.load import Role
 from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...scheduler.messages.frontend import Submit

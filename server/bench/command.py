@@ -22,8 +22,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...configs.errors import StartupError
-from ...configs.gc_tuning import kept_for_now
+from ...common.errors import StartupError
+from ...common.gc_tuning import kept_for_now
 from ..terminal.options import NEEDS_KEY, SYSTEM_TLS, WRONG_KEY, TlsOptions
 from ..terminal.tls import describe, verification
 from .client import BenchClient, RequestRecord

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.load import SECRET_VARIABLES, secrets_in
 from ..terminal.options import DECODE_URL, SYSTEM_TLS, TlsOptions, add_tls_flags, read_tls_options, server_url
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...configs.errors import StartupError
-from ...configs.words import counted
+from ...common.errors import StartupError
+from ...common.words import counted
 from ..observability.stages import AFTER_FIRST_TOKEN
 from .client import RequestRecord
 from .options import BenchOptions

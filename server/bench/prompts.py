@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from .options import LONGEST, BenchOptions
 
 

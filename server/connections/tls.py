@@ -2,7 +2,7 @@
 
 import ssl
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import AnyServerConfig
 
 

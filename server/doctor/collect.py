@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from ...memory.cgroup import cgroup_free_bytes
 from ...models.loading.catalog import locate_model

@@ -10,8 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from ...configs.logs import configure_logging
-from ...configs.words import counted
+from ...common.logs import configure_logging
+from ...common.words import counted
 from ...transfer.mooncake.infiniband import devices_for_rank
 from .checks import LEVELS, Finding, Level, check_all, worst
 from .collect import collect

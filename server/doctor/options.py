@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.flags import add_flags, given_flags
 from ...configs.load import find_config_file, load_config
 from ...configs.schema import AnyServerConfig, DecodeConfig

@@ -43,7 +43,7 @@ def measure(transport: str, host: str, devices: Sequence[str] = (), timeout_s: f
 
 
 def main(transport: str, host: str, devices: Sequence[str]) -> None:
-    from ...configs.errors import PdserveError
+    from ...common.errors import PdserveError
 
     try:
         result: dict[str, float | str] = {"gib_per_s": _transfer(transport, host, devices)}

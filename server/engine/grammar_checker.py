@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...configs.errors import OverloadedError, PdserveError, ServerError, UnavailableError
-from ...configs.sampling import Grammar
+from ...common.errors import OverloadedError, PdserveError, ServerError, UnavailableError
+from ...common.sampling import Grammar
 from ...configs.setting_types import LoadFormat
 from ...models.grammar.check_messages import (
     HUNG_S,

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...configs.sampling import TokenLogprob
+from ...common.sampling import TokenLogprob
 from ...scheduler.messages.frontend import Failed, Finished, Prefilled, Tokens
 
 if TYPE_CHECKING:

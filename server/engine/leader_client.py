@@ -16,9 +16,9 @@ from typing import Literal
 import msgspec
 import zmq
 
-from ...configs.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
+from ...common.errors import DeadlineError, DuplicateRequestError, StartupError, UnavailableError
+from ...common.stuck import Watch
 from ...configs.schema import AnyServerConfig, DecodeConfig
-from ...configs.stuck import Watch
 from ...scheduler.messages.frontend import (
     Cancel,
     Failed,

@@ -16,9 +16,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from ...common.words import OUT_OF_MEMORY
 from ...configs.load import revealed_dict
 from ...configs.schema import AnyServerConfig
-from ...configs.words import OUT_OF_MEMORY
 from ...scheduler.ranks.process import thread_environ
 
 log = logging.getLogger("pdserve.frontend")

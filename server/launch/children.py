@@ -20,7 +20,7 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 
 _STYLES = ("cyan", "green", "magenta", "yellow")
 LABEL_WIDTH = len("[prefill] ")

@@ -12,9 +12,9 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from ...common.words import counted
 from ...configs.flags import to_flags
 from ...configs.schema import DecodeConfig
-from ...configs.words import counted
 from ...models.loading.catalog import locate_model
 from ..observability.stages import STAGES
 from ..text.tokenizer import load_tokenizer

@@ -28,13 +28,13 @@ from typing import Any, NoReturn, cast
 import uvicorn
 import uvloop
 
-from ...configs.errors import StartupError
-from ...configs.gc_tuning import keep_for_good
-from ...configs.logs import configure_logging, set_log_role
-from ...configs.machine.loop_lag import Lateness, LoopLag
-from ...configs.sampling import SamplingParams
+from ...common.errors import StartupError
+from ...common.gc_tuning import keep_for_good
+from ...common.logs import configure_logging, set_log_role
+from ...common.machine.loop_lag import Lateness, LoopLag
+from ...common.sampling import SamplingParams
+from ...common.words import counted
 from ...configs.schema import AnyServerConfig, PrefillConfig
-from ...configs.words import counted
 from ...models.formats.gguf_file import forget_gguf
 from ...models.loading.catalog import ModelSource, locate_model
 from ...scheduler.shutdown import exit_s, leader_exit_s

@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 
-from ...configs.logs import configure_logging
+from ...common.logs import configure_logging
 from ...configs.schema import AnyServerConfig
 from ...models.loading.catalog import locate_model
 from ...scheduler.ranks.process import RankProcess, leader_address, meeting_point

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.load import PRESETS, build_config, read_config_file, secrets_in
 from ...configs.schema import DecodeConfig, PrefillConfig
 from .ports import check_port

@@ -5,7 +5,7 @@ import errno
 import socket
 import time
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 PREDECESSOR_S = 4.0
 """How long to wait for a port that the leader of a previous server holds: up to ORPHAN_GRACE_S

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from ...configs.errors import ClientError, RoleConflictError, RoleSwitchError, StartupError
+from ...common.errors import ClientError, RoleConflictError, RoleSwitchError, StartupError
+from ...common.sampling import NEUTRAL_SAMPLING, SamplingParams
+from ...common.words import counted
 from ...configs.load import Role, config_in_role
-from ...configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ...configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
-from ...configs.words import counted
 from ...models.loading.catalog import ModelSource
 from ..api.default_sampling import read_default_sampling
 from ..api.role import RoleReport, SwitchReport, SwitchStage

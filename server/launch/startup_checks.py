@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import AnyServerConfig, DecodeConfig, ServerConfig
 from ...memory.hisparse.hot_buffer_size import resolve_hot_rows
 from ...models.config.model import ModelConfig

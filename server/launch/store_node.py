@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...configs.errors import StartupError
-from ...configs.logs import configure_logging
+from ...common.errors import StartupError
+from ...common.logs import configure_logging
 from ...configs.schema import LOOPBACK_HOSTS
 from ...transfer.mooncake.library import NOT_INSTALLED
 from ...transfer.store.client import StoreError, connect

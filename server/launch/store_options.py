@@ -5,7 +5,7 @@ import os
 import re
 from typing import NamedTuple
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.setting_types import MAX_PORT, check_ports
 from .ports import free_ports
 

@@ -15,7 +15,7 @@ import httpx
 from pydantic import SecretStr
 from rich.console import Console
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ...configs.flags import to_flags
 from ...configs.load import SECRET_VARIABLES
 from ...configs.schema import AnyServerConfig

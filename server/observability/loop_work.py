@@ -5,7 +5,7 @@ import time
 
 from starlette.types import Scope
 
-from ...configs.words import shown
+from ...common.words import shown
 
 log = logging.getLogger("pdserve.http")
 

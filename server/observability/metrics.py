@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from ...configs.logs import dropped_lines
+from ...common.logs import dropped_lines
 from ...scheduler.messages.frontend import Failed, Finished
 from .catalog import COUNTERS
 from .leader_metrics import LeaderCollector, LeaderView, leader_process_collector

@@ -5,7 +5,7 @@ Error messages of refused requests are left out: they quote a field, which may c
 
 from starlette.requests import Request
 
-from ...configs.words import counted, shortened, shown
+from ...common.words import counted, shortened, shown
 from ...scheduler.messages.frontend import Failed, Finished
 from .request_ids import client_request_id
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...scheduler.messages.frontend import Failed, Finished, PromptSent
 from .stages import AFTER_FIRST_TOKEN
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import DecodeConfig
 from ...models.loading.catalog import ModelSource, locate_geometry
 from ...models.loading.hub import find_on_hub

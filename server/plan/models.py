@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...models.config.model import ModelConfig
 from ...models.loading.catalog import EMBEDDED_MODEL, GEOMETRIES, locate_geometry, locate_model
 from ...models.weights.schemes import SUPPORTED

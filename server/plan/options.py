@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.flags import add_flags, given_flags
 from ...configs.load import build_config
 from ...configs.schema import DecodeConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import DecodeConfig
 from ...configs.setting_types import IndexDtypeSetting, KvDtypeSetting
 from ...kernels.hisparse.slot_tables import buffer_pages

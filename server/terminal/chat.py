@@ -15,8 +15,8 @@ from typing import Any, TextIO
 import httpx
 from rich.console import Console
 
-from ...configs.errors import StartupError
-from ...configs.words import counted, whole_characters
+from ...common.errors import StartupError
+from ...common.words import counted, whole_characters
 from .options import NEEDS_KEY, WRONG_KEY, ChatOptions
 from .tls import describe, open_client
 

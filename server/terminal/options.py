@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.load import SECRET_VARIABLES, secrets_in
 
 DECODE_URL, PREFILL_URL = "http://127.0.0.1:8200", "http://127.0.0.1:8100"

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import LOOPBACK_HOSTS
 from .options import TlsOptions
 

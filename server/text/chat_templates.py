@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.visitor
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 MOST_STEPS: Final = 1 << 19
 """Turns of loops and calls of one rendering: five for each message that a body may have (docs/http.md)."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from ...configs.errors import ClientError, StartupError
-from ...configs.words import whole_characters
+from ...common.errors import ClientError, StartupError
+from ...common.words import whole_characters
 from ...models.formats.gguf_file import open_gguf
 from ...models.formats.gguf_tokenizer import gguf_special_tokens
 from ...models.formats.model_files import read_model_file

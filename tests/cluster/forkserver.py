@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from pdserve.configs.gc_tuning import keep_for_good
+from pdserve.common.gc_tuning import keep_for_good
 from tests.chat_template import CHAT_TEMPLATE
 from tests.processes import RUN_VARIABLE
 from tests.small_products import multiply_without_onednn

@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import torch
 
-from pdserve.configs.sampling import Grammar
+from pdserve.common.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.loading.catalog import locate_model
 from tests.checkpoints import reference_greedy, reference_logits

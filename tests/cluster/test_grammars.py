@@ -14,7 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pdserve.configs.sampling import Grammar
+from pdserve.common.sampling import Grammar
 from tests.checkpoints import load_reference
 from tests.cluster.forkserver import FIRST_SCRIPT
 from tests.cluster.greedy import is_masked_greedy

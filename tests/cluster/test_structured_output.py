@@ -12,7 +12,7 @@ import openai
 import pydantic
 import pytest
 
-from pdserve.configs.sampling import Grammar
+from pdserve.common.sampling import Grammar
 from pdserve.models.loading.catalog import locate_model
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.checkpoints import load_smollm2_reference

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pdserve.common.errors import StartupError
 from pdserve.configs.allowed_hosts import AllowedHosts
-from pdserve.configs.errors import StartupError
 from pdserve.configs.load import load_config
 from pdserve.configs.schema import DecodeConfig
 

@@ -269,7 +269,7 @@ def test_read_only_server_of_any_user_has_no_warnings(image: str, user: str) -> 
 
 def test_cpu_quota_is_the_number_of_threads(image: str) -> None:
     assert image
-    script = "from pdserve.configs.machine.cpus import cpu_quota, usable_cpus; print(cpu_quota(), usable_cpus())"
+    script = "from pdserve.common.machine.cpus import cpu_quota, usable_cpus; print(cpu_quota(), usable_cpus())"
     command = ("--rm", "--cpus=1", "--entrypoint=python", "pdserve", "-c", script)
     assert docker("run", *command) == "1.0 1"
 

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import NEUTRAL_SAMPLING
+from pdserve.common.errors import ClientError
+from pdserve.common.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import DecodeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Finished, FinishReason

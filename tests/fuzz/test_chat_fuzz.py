@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import NEUTRAL_SAMPLING
+from pdserve.common.errors import ClientError
+from pdserve.common.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.anthropic.requests import parse_message
 from pdserve.server.api.common.limits import Limits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from pdserve.configs.errors import ClientError, StartupError
+from pdserve.common.errors import ClientError, StartupError
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.fingerprint import fingerprints
 from pdserve.models.loading.weights import open_checkpoint

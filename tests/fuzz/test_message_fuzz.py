@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import SendToPeer

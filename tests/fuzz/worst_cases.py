@@ -21,8 +21,8 @@ import numpy as np
 from hypothesis import strategies as st
 from starlette.requests import Request
 
-from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import Grammar, LogprobParams, PackedLogprobs, SamplingParams, TokenLogprob, pack_logprobs
+from pdserve.common.errors import ClientError
+from pdserve.common.sampling import Grammar, LogprobParams, PackedLogprobs, SamplingParams, TokenLogprob, pack_logprobs
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary

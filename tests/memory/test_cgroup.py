@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.memory import device
 from pdserve.memory.cgroup import cgroup_free_bytes
 from pdserve.memory.pinned import PinnedMemory

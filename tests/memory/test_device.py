@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.memory.device import resolve_device
 
 

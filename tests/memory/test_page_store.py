@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.memory import page_store
 from pdserve.memory.kv_pool import KvCache, KvPool
 from pdserve.memory.page_store import PageStore, copy_runs

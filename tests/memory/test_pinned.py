@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.pinned import PinnedMemory
 

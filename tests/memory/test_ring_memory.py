@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import StagingSetting
 from pdserve.memory.ring_memory import RingMemory, may_stage, ring_bytes

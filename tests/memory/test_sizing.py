@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import PrefillConfig
 from pdserve.memory.auto_settings import auto_kv_share
 from pdserve.memory.sizing import GIB, check_weights_fit, peak_bytes, pool_pages

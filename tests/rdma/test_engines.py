@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.transfer.mooncake.engine import ReceiveEngine, SendEngine, WriteId, WriteState
 from pdserve.transfer.mooncake.rdma_engine import RdmaEngine
 from pdserve.transfer.mooncake.sockets import PeerUnreachableError, Region

@@ -14,11 +14,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers
 
-from pdserve.configs.errors import RoleConflictError
+from pdserve.common.errors import RoleConflictError
+from pdserve.common.sampling import NEUTRAL_SAMPLING, SamplingParams
+from pdserve.common.stuck import Watch
 from pdserve.configs.load import Role
-from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig
-from pdserve.configs.stuck import Watch
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Status
 from pdserve.server.api.app import Routes, create_app

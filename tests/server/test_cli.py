@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.server.cli import exit_code_of, main
 from pdserve.server.launch.pair import PAIR_FIELDS, check_ports, load_pair_config
 from pdserve.server.launch.up import server_environ

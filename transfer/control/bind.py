@@ -5,7 +5,7 @@ import socket as sockets
 
 import zmq
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 
 def bind_tcp(socket: "zmq.Socket[bytes]", host: str, port: int, name: str, flag: str) -> int:

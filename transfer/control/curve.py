@@ -17,7 +17,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"pdserve"

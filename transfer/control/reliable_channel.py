@@ -13,7 +13,7 @@ KvDestination that was delivered later would make prefill write into pages that 
 
 from collections import deque
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..protocol.messages import AnyMessage, Heartbeat, HeartbeatAck, Hello, Refused, Welcome
 from ..protocol.wire import Body, Buffer, Envelope
 

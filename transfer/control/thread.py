@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 import zmq
 
-from ...configs.logs import rate_limited
+from ...common.logs import rate_limited
 from ..mooncake.infiniband import port_states
 from ..protocol.messages import AnyMessage, InstanceId, Load
 from ..protocol.wire import MAX_FRAME_BYTES, Body, IntArray, encode

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from ...configs.stuck import RunningTime
+from ...common.stuck import RunningTime
 from ...kernels.backends.streams import wait_for_arrivals, wait_for_stream
 from ..mooncake.engine import SendEngine, WriteState
 from ..protocol.messages import Pool

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import ServerConfig
 from ..mooncake.engine import ReceiveEngine
 from ..mooncake.library import Transport

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...kernels.backends.streams import use_own_stream
 from ..mooncake.engine import PREFLIGHT_TIMEOUT_S, SendEngine, WritesPendingError
 from ..mooncake.infiniband import port_problem

@@ -21,8 +21,8 @@ from typing import Final
 
 import torch
 
-from ...configs.errors import StartupError
-from ...configs.stuck import STUCK_S
+from ...common.errors import StartupError
+from ...common.stuck import STUCK_S
 from ...kernels.backends.streams import use_own_stream
 from ..mooncake.engine import SendEngine, WriteId, WritesPendingError, WriteState
 from ..mooncake.library import Transport

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NewType
 
-from ...configs.errors import PdserveError, StartupError
+from ...common.errors import PdserveError, StartupError
+from ...common.stuck import RunningTime
 from ...configs.schema import can_receive_kv
-from ...configs.stuck import RunningTime
 from .confinement import confine, confine_if_local
 from .library import TCP_LANES, MooncakeEngine, Transport, create_engine
 from .rdma_engine import START_S, RdmaEngine, register

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 SYSFS: Final = Path("/sys/class/infiniband")
 

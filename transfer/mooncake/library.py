@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol, cast
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from .confinement import confine_if_local
 from .library import MooncakeEngine, create_engine
 from .sockets import (

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..tcp_info import NO_LINGER, borrowed_socket, tcp_counters
 
 _CONNECT: Final = 0

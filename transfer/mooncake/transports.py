@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...configs.errors import StartupError
+from ...common.errors import StartupError
 from ...configs.schema import ServerConfig
 from ...configs.setting_types import TransportSetting
 from ..protocol.messages import Pool, Rank

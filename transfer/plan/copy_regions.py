@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..protocol.layout import KvLayout
 
 

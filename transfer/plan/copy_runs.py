@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..protocol.layout import KvLayout
 from .copy_regions import CopyRegion
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, NewType, TypeVar
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 
 ALIGNMENT: Final = 256
 """Regions start at and fill multiples of this: 16-byte accesses and whole cache lines on the GPU."""

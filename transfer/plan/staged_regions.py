@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 from ..protocol.layout import KvLayout
 from ..protocol.messages import HeadSlice, Hello, StagePart, StageRing, TransferKey, Welcome, split_dp_instance
 from .copy_regions import CopyRegion, plan_regions

@@ -9,7 +9,7 @@ pool count only those, over the whole model.
 
 import msgspec
 
-from ...configs.arithmetic import ceil_div
+from ...common.arithmetic import ceil_div
 
 
 class Plane(msgspec.Struct, array_like=True, frozen=True):

@@ -37,8 +37,8 @@ from typing import Literal, NewType
 
 import msgspec
 
-from ...configs.arithmetic import ceil_div
-from ...configs.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
+from ...common.arithmetic import ceil_div
+from ...common.sampling import NO_LOGPROBS, LogprobParams, SamplingParams, TokenLogprob
 from ...configs.setting_types import StagingSetting
 from .layout import KvLayout
 
@@ -228,7 +228,7 @@ class PrefillDone(Message, frozen=True):
     `cached_tokens` of the prompt came from prefill's prefix cache, the last `stored_tokens` of them from the KV store.
     `input_logprobs`, if requested, is an array (`pack_logprobs`) with one entry per prompt token from
     `LogprobParams.start` on. `json_rules` is the
-    version of the grammars (configs/sampling.py) with which the tokens were sampled.
+    version of the grammars (common/sampling.py) with which the tokens were sampled.
     """
 
     key: TransferKey

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from .messages import PROTOCOL_VERSION, AnyMessage, KvDestination
 
 Buffer: TypeAlias = bytes | memoryview

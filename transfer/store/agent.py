@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from .client import MooncakeClient, StoreClient, StoreError
 from .codec import HEADER_BYTES, is_intact, seal
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from ...configs.errors import PdserveError
+from ...common.errors import PdserveError
 from ..mooncake.confinement import confine_if_local
 from ..mooncake.library import create_engine
 

@@ -7,7 +7,7 @@ import struct
 
 import xxhash
 
-from ...configs.arithmetic import round_up
+from ...common.arithmetic import round_up
 
 HEADER = struct.Struct("<8sQQ")
 """Magic, bytes of the payload, XXH3-64 of the payload."""

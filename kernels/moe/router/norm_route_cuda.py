@@ -2,7 +2,7 @@
 
 import torch
 
-from ....configs.arithmetic import ceil_div
+from ....common.arithmetic import ceil_div
 from ...backends.nvrtc import float_bits, load_kernel
 from ...backends.occupancy import is_hopper_or_later, shared_memory
 from .selection import SelectionRule, empty_selection

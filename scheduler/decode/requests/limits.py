@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ....configs.arithmetic import ceil_div
+from ....common.arithmetic import ceil_div
 from ....configs.schema import DecodeConfig
 from ....configs.setting_types import DispatchSetting, LocalPrefillSetting
 from ...chunking.step_rule import LIMIT_STEPS, SLO_TTFT_S

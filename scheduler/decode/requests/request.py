@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from ....common.sampling import LogprobParams, SamplingParams, TokenLogprob
 from ....memory.index_spaces import HotPage, KvPage, RequestSlot
 from ....memory.pages import PageGrant
 from ....memory.prefix_cache import InsertedPrefix

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from ....configs.arithmetic import ceil_div
+from ....common.arithmetic import ceil_div
 from ....memory.index_spaces import KvPage, RequestSlot
 from ...chunking.chunk_queue import Chunk
 from ...chunking.fair_queue import Ageing

@@ -4,7 +4,7 @@ import collections
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from ....configs.arithmetic import round_up
+from ....common.arithmetic import round_up
 from ....transfer.protocol.messages import Load
 from ...chunking.chunk_queue import Chunk, ChunkQueue
 from ...chunking.shared_prefix import PrefixesInProgress

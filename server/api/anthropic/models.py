@@ -10,7 +10,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
-from ....configs.words import shown
+from ....common.words import shown
 from ..common.fields import Body, Boolean, FirstError, Integer, Text, TextOrParts, Within, optional, problem
 from ..common.routing import RoutingFields
 from ..common.sampling_fields import MAX_SEED, ONLY_IN_CHATS, DistributionFields, stop_strings

@@ -2,7 +2,7 @@
 
 from typing_extensions import TypedDict
 
-from ....configs.errors import RequestError
+from ....common.errors import RequestError
 from ....scheduler.messages.frontend import Failed
 
 

@@ -31,8 +31,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from ....configs.errors import ClientError
-from ....configs.words import shortened, shown
+from ....common.errors import ClientError
+from ....common.words import shortened, shown
 from ...text.json_parts import find_excess
 
 NEAR = 0.8

@@ -6,8 +6,8 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, PlainValidator, with_config
 from typing_extensions import TypedDict
 
-from ....configs.sampling import Grammar
-from ....configs.words import shortened, shown
+from ....common.sampling import Grammar
+from ....common.words import shortened, shown
 from .fields import Body, Boolean, FieldError, FirstError, Text, optional, problem
 
 GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ....common.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ....configs.allowed_hosts import ANY_HOST, AllowedHosts
-from ....configs.sampling import NEUTRAL_SAMPLING, SamplingParams
 from ....configs.schema import AnyServerConfig, DecodeConfig
 from ....scheduler.messages.frontend import Ready
 from .fields import FieldError

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....configs.errors import AbortedError
-from ....configs.sampling import LogprobParams, PackedLogprobs, TokenLogprob
+from ....common.errors import AbortedError
+from ....common.sampling import LogprobParams, PackedLogprobs, TokenLogprob
 from ....scheduler.messages.frontend import Failed, Finished, Prefilled
 from ...engine.inbox import Progress
 from ...text.output_text import OutputText

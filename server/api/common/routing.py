@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
 
-from ....configs.words import counted, shown
+from ....common.words import counted, shown
 from ....scheduler.messages.frontend import Submit
 from .fields import (
     Body,

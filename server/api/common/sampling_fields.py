@@ -13,8 +13,8 @@ import msgspec
 from annotated_types import MaxLen
 from pydantic import BeforeValidator, PlainValidator
 
-from ....configs.sampling import Grammar, SamplingParams
-from ....configs.words import counted, shown
+from ....common.sampling import Grammar, SamplingParams
+from ....common.words import counted, shown
 from ...text.output_text import TextRules
 from ...text.regex_automata import MAX_LISTED, MAX_SIZE, Automaton, StopRegexError, compile_stop_regex
 from .fields import (

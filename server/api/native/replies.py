@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from ....configs.sampling import TokenLogprob
+from ....common.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Failed
 from ...text.growing_json import GrowingArray, GrowingString
 from ..common.errors import failure_object

@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from ....configs.sampling import LogprobParams, SamplingParams
-from ....configs.words import counted
+from ....common.sampling import LogprobParams, SamplingParams
+from ....common.words import counted
 from ....scheduler.messages.frontend import Submit
 from ...text.output_text import TextRules
 from ...text.prompt_echo import Echo

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ....configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, ReasoningTags
+from ....common.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, ReasoningTags
 from ....models.grammar.json_text import parse_json
 from ...text.chat_format import ChatFormat
 from ...text.parsers.call_grammars import FunctionSchema, UnwritableCallsError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ....configs.errors import ClientError
+from ....common.errors import ClientError
 from ...text.chat_format import Arguments, ChatFormat
 from ...text.parsers.call_parser import Tools
 from ...text.parsers.reasoning import ReasoningStyle, style_of_template

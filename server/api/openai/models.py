@@ -12,7 +12,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from typing_extensions import TypedDict
 
-from ....configs.words import shown
+from ....common.words import shown
 from ..common.errors import ErrorObject
 from ..common.fields import (
     BY_LIST,

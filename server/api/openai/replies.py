@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....configs.sampling import TokenLogprob
+from ....common.sampling import TokenLogprob
 from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
 from ...text.prompt_echo import Echo

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ....configs.sampling import LogprobParams
+from ....common.sampling import LogprobParams
 from ...text.prompt_echo import make_echo
 from ...text.tokenizer import Tokenizer
 from ..common.fields import FieldError, parse_body

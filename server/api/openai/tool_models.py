@@ -7,7 +7,7 @@ from annotated_types import MaxLen
 from pydantic import AfterValidator, Discriminator, Tag, WithJsonSchema
 from typing_extensions import TypedDict
 
-from ....configs.words import shown
+from ....common.words import shown
 from ...text.parsers.call_parser import LONGEST_NAME
 from ..common.fields import EACH, ONE, Body, Boolean, FieldError, FirstError, Text, optional, problem
 

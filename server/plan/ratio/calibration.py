@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from ....configs.arithmetic import ceil_div
-from ....configs.errors import StartupError
+from ....common.arithmetic import ceil_div
+from ....common.errors import StartupError
 from ....scheduler.simulation.step_times import StepTimes
 from ...bench.client import BenchClient, RequestRecord
 from ...bench.command import ask_server

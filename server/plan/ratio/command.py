@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ....configs.errors import StartupError
+from ....common.errors import StartupError
 from ...bench.prompts import ModelLimits
 from ...bench.summary import Distribution
 from ...launch.children import ChildEndedError

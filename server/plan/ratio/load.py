@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ....configs.errors import StartupError
+from ....common.errors import StartupError
 from ....scheduler.simulation.cluster import Arrival
 from ...bench.command import arrival_times_s
 from ...bench.options import BenchOptions

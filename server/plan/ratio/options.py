@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ....configs.errors import StartupError
+from ....common.errors import StartupError
 from ....configs.flags import add_flags, given_flags
 from ....configs.load import secrets_in
 from ...bench.options import BenchOptions, named_flags, positive, share, whole_number

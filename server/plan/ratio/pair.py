@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ....configs.errors import StartupError
+from ....common.errors import StartupError
 from ....configs.load import build_config
 from ....configs.schema import DecodeConfig, PrefillConfig
 from ....memory.sizing import GIB

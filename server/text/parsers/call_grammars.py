@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ....configs.sampling import MAX_GRAMMAR_CHARACTERS
-from ....configs.words import shown
+from ....common.sampling import MAX_GRAMMAR_CHARACTERS
+from ....common.words import shown
 from .xml_calls import is_text
 
 Format = dict[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from ....configs.words import whole_characters
+from ....common.words import whole_characters
 from .events import CallArguments, CallBegin, CallEnd, Content
 from .text_parser import EndOfTextError, HeldSpace, Steps, TextParser, partial_marker
 

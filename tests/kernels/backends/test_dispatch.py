@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.kernels.backends import dispatch
 from pdserve.kernels.backends.dispatch import numba_computes, prepare_kernels
 from pdserve.kernels.linear.swiglu import swiglu, swiglu_reference

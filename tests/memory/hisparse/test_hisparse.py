@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.memory import pinned
 from pdserve.memory.hisparse.cache import HiSparseCache, HiSparseError
 from pdserve.memory.hisparse.shared_pool import PoolOverlay

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.hisparse.slot_tables import table_bytes
 from pdserve.memory.auto_settings import auto_kv_share

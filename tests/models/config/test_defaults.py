@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.model import ARCHITECTURES, ModelConfig, read_config_file
 
 NOT_COMPARED = ("eos_token_id", "num_key_value_heads")

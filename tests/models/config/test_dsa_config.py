@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.memory.auto_settings import KvShare
 from pdserve.memory.hisparse.sizing import hisparse_size

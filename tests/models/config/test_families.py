@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.model import ModelConfig, read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.config.sharding import Shard

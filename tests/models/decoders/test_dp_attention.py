@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.sharding import RankTokens, Shard
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.setting_types import IndexDtypeSetting
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model

@@ -9,7 +9,7 @@ import torch
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.decoders.dsa import DsaDecoder
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.kernels.backends.streams import use_own_stream
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.registry import parameters_of
 from pdserve.models.layers.batch import SequenceSlice

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf.quants import dequantize
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.formats.gguf_file import GgufFile

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.formats.gguf_file import GgufFile
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.configs.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
+from pdserve.common.sampling import MAX_GRAMMAR_CHARACTERS, Grammar
 from pdserve.models.grammar import compiler as compiler_module
 from pdserve.models.grammar import masks as masks_module
 from pdserve.models.grammar.compiler import MASK_THREADS, MAX_CACHED_MASK_S, PLAIN_MASK_S, GrammarCompiler, Vocabulary

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.model import read_config_file
 from pdserve.models.config.rope import RopeConfig
 from pdserve.models.loading.catalog import locate_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.sharding import WHOLE, Shard
 from pdserve.models.decoders.latent_parameters import LatentParameters
 from pdserve.models.layers.batch import SequenceSlice

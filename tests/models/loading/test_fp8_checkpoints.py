@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense import Decoder
 from pdserve.models.decoders.dense_parameters import DecoderParameters

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.loading import hub as hub_module
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.loading.hub import find_on_hub

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.fingerprint import Fingerprints, fingerprints

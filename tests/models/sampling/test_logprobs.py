@@ -2,7 +2,7 @@
 
 import torch
 
-from pdserve.configs.sampling import TokenLogprob
+from pdserve.common.sampling import TokenLogprob
 from pdserve.models.layers.host_copies import ReadBack
 from pdserve.models.sampling.logprobs import entries, score
 

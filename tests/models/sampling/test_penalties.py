@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.models.sampling.penalties import Choice, Penalties
 from pdserve.models.sampling.sampler import Sampler
 

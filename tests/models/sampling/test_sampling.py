@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.kernels.sampling.top_tokens import top_tokens
 from pdserve.models.layers.host_copies import ReadBack
 from pdserve.models.sampling import sampler as sampling_module

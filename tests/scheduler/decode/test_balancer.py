@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.balancer import choose_for_submit

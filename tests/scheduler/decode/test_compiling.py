@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.placement.peers import PrefillPeer

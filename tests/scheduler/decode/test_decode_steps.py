@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.decode.requests.request import Request
 from pdserve.scheduler.decode.rooms.batch import DecodeStep

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.scheduler.messages.frontend import Submit
 from tests.scheduler.simulation.simulator import Simulator
 from tests.scheduler.simulation.timed_simulator import TimedSimulator, decode_limits

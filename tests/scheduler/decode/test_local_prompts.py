@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking import shared_prefix
 from pdserve.scheduler.chunking.step_rule import LATE_GAPS
 from pdserve.scheduler.decode.rooms.batch import DecodeStep

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.decode.rooms.batch import WaitingQueue

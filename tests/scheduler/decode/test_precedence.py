@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.messages.lifecycle import State

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.messages.ranks import KvVerified, VerifyKv

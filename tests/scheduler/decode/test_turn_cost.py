@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, most_visible_pages
 from pdserve.memory.prefix_cache import PrefixCache

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.decode.placement.peers import PrefillPeer

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.configs.schema import DecodeConfig
 from pdserve.kernels.hisparse.slot_tables import buffer_pages
 from pdserve.memory.hisparse.cache import HiSparseCache

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import Grammar, LogprobParams, SamplingParams, TokenLogprob
+from pdserve.common.sampling import Grammar, LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.models.config.sharding import RankTokens

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.scheduler.engine import kv_events
 from pdserve.scheduler.engine.kv_events import KvEventPublisher
 from tests.scheduler.engine.kv_event_subscribers import PAGE, BusyCache, Follower

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import Grammar, SamplingParams, TokenLogprob, pack_logprobs
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.loop import EngineLoop

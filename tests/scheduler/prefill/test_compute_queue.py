@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.prefill.compute_queue import ComputeQueue
 from pdserve.scheduler.prefill.limits import PrefillLimits
 from pdserve.scheduler.prefill.request import PrefillRequest

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.prefill_engine import PrefillEngine

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from pdserve.common.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.engine.step_rows import prefill_row

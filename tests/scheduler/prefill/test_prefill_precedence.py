@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill.scheduler import PrefillScheduler

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.scheduler.prefill.request import PrefillRequest
 from pdserve.transfer.protocol.messages import InstanceId, KvDestination, TransferKey, pack_text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, pages_for
 from pdserve.scheduler.chunking.fair_queue import MAX_OVERTAKES

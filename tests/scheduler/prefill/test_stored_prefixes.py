@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, SamplingParams, TokenLogprob
+from pdserve.common.sampling import LogprobParams, SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.scheduler.messages.effects import Effect, SendToPeer

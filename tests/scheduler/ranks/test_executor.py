@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.pages import pages_for
 from pdserve.models.loading.catalog import locate_model
 from pdserve.models.runner import ModelRunner

@@ -3,7 +3,7 @@
 import queue
 import threading
 
-from pdserve.configs.sampling import Grammar
+from pdserve.common.sampling import Grammar
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.scheduler.messages.ranks import GrammarReady, PrepareGrammar
 from pdserve.scheduler.ranks.grammar_thread import GrammarThread

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import RequestSlot
 from pdserve.models.config.sharding import RankTokens
 from pdserve.scheduler.messages.ranks import AssistStep, RankCommand, RunStep, SentStep

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import zmq
 
+from pdserve.common.stuck import Watch
+from pdserve.common.words import OUT_OF_MEMORY
 from pdserve.configs.schema import PrefillConfig
-from pdserve.configs.stuck import Watch
-from pdserve.configs.words import OUT_OF_MEMORY
 from pdserve.models.layers.parallel import listen, reserve
 from pdserve.models.loading.catalog import ModelSource
 from pdserve.scheduler.messages.ranks import CacheChecked, RankAlive, RankFailed, RankReport

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.memory.index_spaces import KvPage
 from pdserve.models.loading.catalog import locate_model

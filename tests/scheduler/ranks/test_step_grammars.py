@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from pdserve.configs.sampling import Grammar, SamplingParams
+from pdserve.common.sampling import Grammar, SamplingParams
 from pdserve.models.grammar import masks as masks_module
 from pdserve.models.grammar.compiler import GrammarCompiler
 from pdserve.models.loading.catalog import ModelSource, locate_model

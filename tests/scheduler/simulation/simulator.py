@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdserve.configs.sampling import Grammar, SamplingParams, TokenLogprob
+from pdserve.common.sampling import Grammar, SamplingParams, TokenLogprob
 from pdserve.configs.setting_types import LocalPrefillSetting
 from pdserve.memory.hisparse.shared_pool import PoolOverlay
 from pdserve.memory.index_spaces import KvPage

@@ -7,8 +7,8 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from pdserve.configs.arithmetic import ceil_div
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.arithmetic import ceil_div
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.page_hashes import pack_short_hashes, page_hashes
 from pdserve.memory.pages import pages_for
 from pdserve.scheduler.decode.memory.hot_buffers import HotLimits

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.errors import ClientError
-from pdserve.configs.sampling import NEUTRAL_SAMPLING
+from pdserve.common.errors import ClientError
+from pdserve.common.sampling import NEUTRAL_SAMPLING
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.common.fields import Body
 from pdserve.server.api.common.limits import Limits

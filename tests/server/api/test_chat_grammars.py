@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import Grammar, ReasoningTags
+from pdserve.common.sampling import Grammar, ReasoningTags
 from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.openai.chat_grammars import chat_grammar
 from pdserve.server.api.openai.models import ChatBody

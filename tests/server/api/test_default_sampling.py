@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.configs.errors import StartupError
-from pdserve.configs.sampling import NEUTRAL_SAMPLING, SamplingParams
+from pdserve.common.errors import StartupError
+from pdserve.common.sampling import NEUTRAL_SAMPLING, SamplingParams
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.server.api.default_sampling import read_default_sampling

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from pydantic import SecretStr, TypeAdapter
 
-from pdserve.configs.sampling import TokenLogprob, pack_logprobs
+from pdserve.common.sampling import TokenLogprob, pack_logprobs
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.api.common.errors import ErrorReply

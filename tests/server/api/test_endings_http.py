@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from tests.server.http_harness import RunningServer, sse_events
 from tests.server.scripted_leader import EOS, make_finished

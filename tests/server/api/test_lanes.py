@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
-from pdserve.configs.errors import OverloadedError
+from pdserve.common.errors import OverloadedError
 from pdserve.server.api import lanes as lanes_module
 from pdserve.server.api.lanes import INLINE_BYTES, LONG_BYTES, Lanes
 

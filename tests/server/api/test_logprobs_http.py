@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.api.openai.replies import CompletionRendering
 from tests.server.http_harness import RunningServer, sse_events

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Prefilled, Submit, Tokens
 from pdserve.server.text.tokenizer import Tokenizer

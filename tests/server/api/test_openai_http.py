@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, Prefilled
 from pdserve.server.api.common.outputs import Delta, Output
 from pdserve.server.engine.inbox import Progress

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from starlette.requests import Request
 
-from pdserve.configs.errors import OverloadedError
+from pdserve.common.errors import OverloadedError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api import app
 from pdserve.server.api.arriving_bodies import LEAST_BYTES, ArrivingBodies

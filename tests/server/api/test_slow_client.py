@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from pdserve.configs.sampling import TokenLogprob
+from pdserve.common.sampling import TokenLogprob
 from pdserve.scheduler.messages.frontend import Cancel, Submit, Tokens
 from pdserve.server.connections.http_protocol import PatientHttpProtocol
 from pdserve.server.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.configs.sampling import TokenLogprob
+from pdserve.common.sampling import TokenLogprob
 from pdserve.configs.schema import DecodeConfig
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import FinishReason, Submit, Tokens

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from pdserve.configs.sampling import NEUTRAL_SAMPLING, LogprobParams, SamplingParams
+from pdserve.common.sampling import NEUTRAL_SAMPLING, LogprobParams, SamplingParams
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.server.api.common.fields import validate

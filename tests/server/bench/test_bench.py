@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from rich.console import Console
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Finished, FinishReason, Submit, Tokens
 from pdserve.server.bench.client import BenchClient, RequestRecord
 from pdserve.server.bench.command import arrival_times_s, measure

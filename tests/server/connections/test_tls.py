@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from pydantic import SecretStr, ValidationError
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.flags import to_flags
 from pdserve.configs.load import public_dict
 from pdserve.configs.schema import DecodeConfig

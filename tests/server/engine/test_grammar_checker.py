@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from pdserve.configs.errors import OverloadedError, ServerError, UnavailableError
-from pdserve.configs.sampling import Grammar
+from pdserve.common.errors import OverloadedError, ServerError, UnavailableError
+from pdserve.common.sampling import Grammar
 from pdserve.models.grammar.check_messages import STOPPED, state_and_cpu_s
 from pdserve.server.engine import grammar_checker
 from pdserve.server.engine.grammar_checker import GrammarChecker

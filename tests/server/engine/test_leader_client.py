@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 
-from pdserve.configs.errors import UnavailableError
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.errors import UnavailableError
+from pdserve.common.sampling import SamplingParams
+from pdserve.common.stuck import Watch
 from pdserve.configs.schema import DecodeConfig
-from pdserve.configs.stuck import Watch
 from pdserve.scheduler.messages.frontend import Cancel, Failed, Submit, Tokens
 from pdserve.server.engine.leader_client import BATCHES_PER_TURN, OVERDUE_S, LeaderClient
 from pdserve.server.observability.metrics import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, Metrics

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.page_hashes import page_hashes, short_hash, unpack_hashes
 from pdserve.scheduler.messages.frontend import Submit
 from pdserve.server.engine.prompt_hashes import SLICE_TOKENS, hash_prompts

@@ -25,9 +25,9 @@ import httpx
 import pytest
 import trustme
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
+from pdserve.common.words import OUT_OF_MEMORY
 from pdserve.configs.schema import DecodeConfig
-from pdserve.configs.words import OUT_OF_MEMORY
 from pdserve.scheduler.shutdown import exit_s
 from pdserve.server.bench.command import run_bench
 from pdserve.server.bench.options import BenchOptions, add_bench_flags, read_bench_options

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.launch.model_files import with_local_model
 from tests.hub_server import COMMIT, hub_of_this_process

@@ -16,7 +16,7 @@ import pytest
 from fastapi import Request
 from pydantic import SecretStr
 
-from pdserve.configs.errors import ForbiddenError, RoleConflictError
+from pdserve.common.errors import ForbiddenError, RoleConflictError
 from pdserve.configs.load import Role
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.loading.catalog import locate_model

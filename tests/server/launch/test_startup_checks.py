@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import AnyServerConfig, DecodeConfig, PrefillConfig
 from pdserve.models.config.sharding import Shard
 from pdserve.models.decoders.dense_parameters import DecoderParameters

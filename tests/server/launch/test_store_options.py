@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.server.cli import main, make_parser
 from pdserve.server.launch.ports import check_port
 from pdserve.server.launch.store_options import parse_memory, read_store_options, take_local_store

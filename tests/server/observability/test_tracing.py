@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.scheduler.messages.frontend import Failed, Finished, FinishReason, PromptSent
 from pdserve.server.observability.tracing import NOT_INSTALLED, STAGE_ORDER, Tracing, start_tracing
 from tests.cluster.servers import python_path

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from rich.console import Console
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.models.config.model import ARCHITECTURES
 from pdserve.models.loading.catalog import GEOMETRIES, ModelSource, locate_geometry

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig
 from pdserve.scheduler.messages.frontend import Cancel, Failed, FinishReason, Submit, Tokens
 from pdserve.server.cli import main

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from pdserve.configs.sampling import LogprobParams, TokenLogprob, pack_logprobs
+from pdserve.common.sampling import LogprobParams, TokenLogprob, pack_logprobs
 from pdserve.models.loading.catalog import locate_model
 from pdserve.scheduler.messages.frontend import Prefilled, Submit, Tokens
 from pdserve.server.text.prompt_echo import Echo, make_echo

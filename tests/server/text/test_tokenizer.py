@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from pdserve.configs.errors import ClientError, StartupError
+from pdserve.common.errors import ClientError, StartupError
 from pdserve.models.formats.gguf_file import GgufFile
 from pdserve.models.formats.gguf_tokenizer import gguf_tokenizer
 from pdserve.models.loading.catalog import locate_model

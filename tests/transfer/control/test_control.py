@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 import zmq
 
+from pdserve.common.errors import StartupError
+from pdserve.common.sampling import SamplingParams
 from pdserve.configs.allowed_hosts import AllowedHosts
-from pdserve.configs.errors import StartupError
-from pdserve.configs.sampling import SamplingParams
 from pdserve.transfer.control import session
 from pdserve.transfer.control import thread as control_thread
 from pdserve.transfer.control.curve import AUTHENTICATION_FAILED, ClusterKeys

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.transfer.control.events import MessageReceived, PeerLost, PeerUp
 from pdserve.transfer.control.unknown_peers import UNKNOWN_PEER_BYTES, UNKNOWN_PEER_MESSAGES, UnknownPeers
 from pdserve.transfer.protocol.messages import Abort, Heartbeat, InstanceId, KvDestination, Load, Refused

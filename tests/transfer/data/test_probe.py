@@ -94,7 +94,7 @@ class TestProbe:
 
         engine = SendEngine(receiver.session, [receiver.region])
         monkeypatch.setattr(engine, "poll", poll)
-        for module in ("transfer.data.probe", "configs.stuck"):
+        for module in ("transfer.data.probe", "common.stuck"):
             monkeypatch.setattr(f"pdserve.{module}.time", clock)
         problem = probe(engine, torch.zeros(PROBE_BYTES, dtype=torch.uint8), pool_of(receiver))
         assert problem == (None if stopped else "a write of 16 bytes did not end within 2 s")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.transfer.mooncake import rdma_engine
 from pdserve.transfer.mooncake.engine import (
     PREFLIGHT_TIMEOUT_S,
@@ -309,7 +309,7 @@ def test_destroy_waits_for_connections_after_a_stop_of_this_process(
         return next(found)
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s, sleep=time.sleep)
-    for module in ("transfer.mooncake.engine", "configs.stuck"):
+    for module in ("transfer.mooncake.engine", "common.stuck"):
         monkeypatch.setattr(f"pdserve.{module}.time", clock)
     monkeypatch.setattr("pdserve.transfer.mooncake.engine.drop_unsent", drop)
     engine.destroy()
@@ -436,7 +436,7 @@ def test_creating_engines_does_not_reallocate_the_environment() -> None:
 def test_error_for_a_missing_wheel_names_the_extras() -> None:
     result = run_python(
         "import sys; sys.modules['mooncake'] = None\n"
-        "from pdserve.configs.errors import StartupError\n"
+        "from pdserve.common.errors import StartupError\n"
         "from pdserve.transfer.mooncake.engine import ReceiveEngine\n"
         "try: ReceiveEngine('127.0.0.1')\n"
         "except StartupError as error: print(error)"

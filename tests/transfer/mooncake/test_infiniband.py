@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.transfer.mooncake.infiniband import devices_for_rank, port_problem, port_states
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.schema import DecodeConfig, PrefillConfig
 from pdserve.configs.setting_types import TransportSetting
 from pdserve.memory.kv_pool import PROBE_BYTES

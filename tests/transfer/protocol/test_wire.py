@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.configs.sampling import SamplingParams, TokenLogprob
+from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     PROTOCOL_VERSION,

@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from pdserve.configs.sampling import SamplingParams
+from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.page_hashes import pack_short_hashes, page_hashes, short_hash
 from pdserve.memory.pages import PageAllocator

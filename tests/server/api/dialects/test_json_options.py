@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import NEUTRAL_SAMPLING, Grammar
+from pdserve.common.sampling import NEUTRAL_SAMPLING, Grammar
 from pdserve.configs.schema import DecodeConfig
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.native.requests import parse_generate

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.scheduler.simulation.step_times import StepTimes
 from pdserve.server.bench.client import RequestRecord
 from pdserve.server.cli import main

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.configs.sampling import Grammar, ReasoningTags
+from pdserve.common.sampling import Grammar, ReasoningTags
 from pdserve.models.grammar.compiler import GrammarCompiler, Vocabulary
 from pdserve.server.text.parsers.call_grammars import Format, FunctionSchema, UnwritableCallsError
 from pdserve.server.text.parsers.families import FAMILIES

@@ -4,13 +4,13 @@ import gc
 import subprocess
 import sys
 
-from pdserve.configs.gc_tuning import kept_for_now
+from pdserve.common.gc_tuning import kept_for_now
 from tests.cluster.servers import python_path
 
 PROGRAM = """
 import gc
 import pdserve.server.launch.frontend
-from pdserve.configs.gc_tuning import keep_for_good
+from pdserve.common.gc_tuning import keep_for_good
 
 before = len(gc.get_objects())
 keep_for_good()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.configs.machine.cpus import cpu_quota, usable_cpus
+from pdserve.common.machine.cpus import cpu_quota, usable_cpus
 
 V1_CONTAINER = {  # docker run --cpus 1.5, cgroupfs: the host's path, but its own files are at the top
     "proc/self/cgroup": "12:devices:/docker/3ff1\n4:memory:/docker/3ff1\n2:cpu,cpuacct:/docker/3ff1\n0::/docker/3ff1\n",

@@ -1,6 +1,6 @@
 """Formatting of numbers and values."""
 
-from pdserve.configs.words import counted
+from pdserve.common.words import counted
 
 
 def test_counted_uses_singular_and_plural() -> None:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from pdserve.configs.errors import StartupError
+from pdserve.common.errors import StartupError
 from pdserve.configs.load import load_config
 
 

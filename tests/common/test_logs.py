@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pdserve.configs.logs import (
+from pdserve.common.logs import (
     CLIENT_LOGGERS,
     DroppingHandler,
     JsonFormatter,

@@ -4,16 +4,16 @@ import logging
 
 import pytest
 
-from pdserve.configs.progress import ProgressLog
+from pdserve.common.progress import ProgressLog
 
-log = logging.getLogger("pdserve.configs.progress")
+log = logging.getLogger("pdserve.common.progress")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A list whose only element is the current time."""
     now = [100.0]
-    monkeypatch.setattr("pdserve.configs.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pdserve.common.progress.time.monotonic", lambda: now[0])
     return now
 
 

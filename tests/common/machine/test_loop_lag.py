@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from pdserve.configs.machine import loop_lag
-from pdserve.configs.machine.loop_lag import Lateness, LoopLag
+from pdserve.common.machine import loop_lag
+from pdserve.common.machine.loop_lag import Lateness, LoopLag
 
 
 async def longest(lag: LoopLag, least_s: float) -> float:

@@ -1,6 +1,6 @@
 """A thread counts as stuck only if the process that checks it was running all the time."""
 
-from pdserve.configs.stuck import STUCK_S, Watch
+from pdserve.common.stuck import STUCK_S, Watch
 
 
 class Clock:

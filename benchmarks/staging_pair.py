@@ -14,7 +14,7 @@ from pdserve.common.arithmetic import ceil_div, round_up
 from pdserve.kernels.staging.kv_stage import kv_gather, kv_scatter
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode.memory.command_log import CommandLog
+from pdserve.scheduler.decode.memory.holds import Holds
 from pdserve.scheduler.decode.rooms.staging import RankRing, StagedArrivals
 from pdserve.scheduler.messages.effects import Effect, SendToPeer
 from pdserve.scheduler.prefill.staging import StagedSends
@@ -184,7 +184,7 @@ class Decode:
         grant = allocator.grant("prompt", 0, shared=[KvPage(page) for page in self.order])
         assert grant is not None
         self.grant = grant
-        commands = CommandLog(allocator)
+        commands = Holds(allocator)
         self.staging = StagedArrivals(rings, shape.decode_page_size, 1.0, collections.Counter(), self.effects, commands)
         self.staging.peer_up(PREFILL, shape.staged_regions())
         self.scatters: list[tuple[StagePart, torch.cuda.Event | None]] = []

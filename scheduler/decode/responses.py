@@ -12,7 +12,7 @@ from ...common.errors import (
     UnavailableError,
 )
 from ..messages.frontend import Failed, Finished, FinishReason, Submit
-from .memory.reservation import pages_needed
+from .memory.request_memory import pages_needed
 from .requests.limits import DecodeLimits
 from .requests.request import Request
 
@@ -21,15 +21,14 @@ def refusal(
     submit: Submit,
     known_rids: Container[str],
     num_pages: int,
-    prefill_tokens: float,
     limits: DecodeLimits,
     *,
     local: bool,
 ) -> RequestError | None:
     """The error for a prompt that this server, with `num_pages` pages, can never serve; None if it can.
 
-    Prompts of up to `prefill_tokens` tokens can be computed. With `local`, this server is the one that can compute the
-    longest prompts. It then reserves pages for the whole prompt and its growth, also behind a sliding window.
+    With `local`, this server is the one that can compute the longest prompts. It then reserves pages for the whole
+    prompt and its growth, also behind a sliding window.
     """
     page_size, window = limits.page_size, limits.window
     rids = (submit.rid, *submit.more_rids)
@@ -50,9 +49,7 @@ def refusal(
             f"the prompt ({prompt_tokens} tokens) and up to {new_tokens} new tokens{times} exceed the KV pool of "
             f"{num_pages * page_size} tokens"
         )
-    if prompt_tokens <= prefill_tokens:
-        return None
-    return too_long(prompt_tokens, 0, prefill_tokens, local=local, window=window)
+    return None
 
 
 def too_long(

@@ -290,7 +290,8 @@ class PrefillScheduler:
 
     def take_effects(self) -> list[Effect]:
         """Everything decided since the last call, in order."""
-        return self._outbox.take_all()
+        effects, self._outbox[:] = self._outbox[:], []
+        return effects
 
     # -- state -------------------------------------------------------------------------------------------------
 

@@ -67,21 +67,21 @@ class Transitions:
 
     def compiled(self, request: PrefillRequest, now: float) -> None:
         """The grammar of a request, which has left `compiling`, is compiled."""
-        request.lifecycle.advance(PrefillState.WAITING, now)
+        request.lifecycle.enter(PrefillState.WAITING, now)
         self._waiting.push(request)
 
     def start(self, request: PrefillRequest, most: int, now: float) -> None:
         """A waiting request has its pages: load what the KV store has of its first `most` tokens, compute the rest."""
         self._waiting.take(request)
         if self._stored is not None and self._stored.load(request, most, self._computing.rate.per_s):
-            request.lifecycle.advance(PrefillState.LOADING, now)
+            request.lifecycle.enter(PrefillState.LOADING, now)
         else:
             self.compute(request, now)
 
     def compute(self, request: PrefillRequest, now: float) -> None:
         """Queue a request to be computed, and send its cached prefix."""
         request.computed = request.scheduled = request.cached
-        request.lifecycle.advance(PrefillState.COMPUTING, now)
+        request.lifecycle.enter(PrefillState.COMPUTING, now)
         self._computing.add(request)
         # a checksum copies its whole chunk to host memory: a long cached prefix is sent in several chunks
         span = self._limits.chunk_size if request.destination.verify else max(1, request.cached)
@@ -91,7 +91,7 @@ class Transitions:
     def computed(self, request: PrefillRequest, now: float) -> None:
         """All of a prompt is computed, and its first tokens are sampled."""
         self._computing.remove(request)
-        request.lifecycle.advance(PrefillState.SENDING, now)
+        request.lifecycle.enter(PrefillState.SENDING, now)
         self._finish_if_sent(request, now)
 
     def send(self, request: PrefillRequest, start: int, end: int, now: float, *, after: int | None = None) -> None:
@@ -172,7 +172,7 @@ class Transitions:
             return
         assert request.first_tokens, f"{request.ref} was computed without a first token"
         before = (PrefillState.WAITING, PrefillState.LOADING, PrefillState.COMPUTING)
-        before_s = sum(request.lifecycle.spent(state, now) for state in before)
+        before_s = request.lifecycle.spent(*before, now=now)
         done = PrefillDone(
             key=request.key,
             first_tokens=request.first_tokens,
@@ -182,7 +182,7 @@ class Transitions:
             bytes_written=request.bytes_written,
             queue_s=max(0.0, before_s - request.compute_s),
             compute_s=request.compute_s,
-            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now),
+            transfer_tail_s=request.lifecycle.spent(PrefillState.SENDING, now=now),
             cached_tokens=request.cached,
             input_logprobs=pack_logprobs(request.input_logprobs),
             stored_tokens=request.stored,
@@ -211,7 +211,7 @@ class Transitions:
             case _:
                 pass
         request.failure = reason
-        request.lifecycle.advance(PrefillState.CLOSING, now)
+        request.lifecycle.enter(PrefillState.CLOSING, now)
         if request.sending:
             self._outbox.append(CancelChunks(request.instance, request.key))
         self.staging.abort(request.ref, reason, now)
@@ -238,7 +238,7 @@ class Transitions:
         self._release(request, now)
 
     def _release(self, request: PrefillRequest, now: float) -> None:
-        request.lifecycle.advance(PrefillState.CLOSED, now)
+        request.lifecycle.enter(PrefillState.CLOSED, now)
         del self.requests[request.ref]
         if request.grant is not None:
             self._pages.release(request.grant)

@@ -199,7 +199,7 @@ class Cluster:
     def _submit(self, number: int, arrival: Arrival) -> None:
         self._outcomes[str(number)].at_s = self._clock.now
         decode = self._decodes[number % len(self._decodes)]
-        sizes = decode.scheduler.dispatcher.peers.hashed_page_sizes if self._hashes else ()
+        sizes = decode.scheduler.peers.hashed_page_sizes if self._hashes else ()
         hashes = {size: pack_short_hashes(page_hashes(arrival.prompt, size)) for size in sizes}
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True)
         decode.scheduler.handle(Submit(str(number), arrival.prompt, sampling, page_hashes=hashes), self._clock.now)

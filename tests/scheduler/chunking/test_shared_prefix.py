@@ -173,8 +173,8 @@ def test_auto_expects_prompts_to_share_what_each_side_computes() -> None:
     simulator.submit_all()
     sides = simulator.tokens_here, simulator.tokens_at_prefill - OWN
     assert sum(sides) <= 2 * SHARED + PROMPTS * OWN, sides
-    assert not simulator.decode.dispatcher.placer._at_prefill
-    assert not simulator.decode.dispatcher.local.prefixes
+    assert not simulator.decode.rooms.prefilling.prefixes
+    assert not simulator.decode.rooms.computing.prefixes
 
 
 def test_prompts_wait_for_the_next_one_with_their_prefix_if_the_first_is_aborted() -> None:

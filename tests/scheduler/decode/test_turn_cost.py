@@ -77,7 +77,7 @@ def decode_server(pages: int, hot_limits: HotLimits | None = None) -> DecodeSche
     arrive(scheduler)
     load(scheduler)
     turn(scheduler)
-    assert len(scheduler.run_queue.running) == RUNNING
+    assert len(scheduler.rooms.batch.running) == RUNNING
     return scheduler
 
 

@@ -8,7 +8,7 @@ from pdserve.common.sampling import SamplingParams
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator, most_visible_pages
 from pdserve.memory.prefix_cache import PrefixCache
-from pdserve.scheduler.decode.memory.reservation import pages_needed, reserve
+from pdserve.scheduler.decode.memory.request_memory import pages_needed, reserve
 from pdserve.scheduler.decode.requests.request import Prompt, Request
 from pdserve.scheduler.messages.frontend import Submit
 from tests.scheduler.simulation.simulator import PAGE_SIZE, PAGES, PREFILL, Simulator

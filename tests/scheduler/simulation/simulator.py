@@ -675,8 +675,8 @@ class Simulator:
 
     def _check_windows(self) -> None:
         """The dispatch window of each prefill server matches the transfers in flight."""
-        for peer in self.decode.dispatcher.peers._peers.values():
-            prompts = self.decode.dispatcher.remote.of_peer(peer.instance)
+        for peer in self.decode.peers._peers.values():
+            prompts = self.decode.rooms.prefilling.of_peer(peer.instance)
             left = [prompt.attempt.tokens_left for prompt in prompts if prompt.attempt is not None]
             assert peer.window.own_tokens == sum(left), f"{peer.instance}: {left}"
             assert sum(sent.prompts for sent in peer.window._sent.values()) == len(prompts)
@@ -952,8 +952,8 @@ class Simulator:
 
     def _grant_of(self, key: TransferKey) -> PageGrant[KvPage]:
         """The pages of this transfer, which must still be reserved when a write starts."""
-        prompt = self.decode.dispatcher.remote.prompts.get(key)
-        grant = prompt.grant if prompt is not None else self.decode.dispatcher.remote.quarantine._pages[key].grant
+        prompt = self.decode.rooms.prefilling.prompts.get(key)
+        grant = prompt.grant if prompt is not None else self.decode.memory.holds.quarantined[key].grant
         assert grant is not None
         return grant
 

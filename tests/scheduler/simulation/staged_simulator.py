@@ -93,7 +93,7 @@ class StagedSimulator(Simulator):
         super().start(endpoint)
         for instance in set(self.servers) - known:
             self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
-            self.decode.dispatcher.remote.staging.peer_up(instance, REGIONS)
+            self.decode.rooms.prefilling.staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -148,7 +148,7 @@ class StagedSimulator(Simulator):
 
     def check_end(self) -> None:
         super().check_end()
-        self.decode.dispatcher.remote.staging.check_integrity(idle=True)
+        self.decode.rooms.prefilling.staging.check_integrity(idle=True)
         for server in self.servers.values():
             assert not server.scheduler.staging._parts
 
@@ -157,7 +157,7 @@ class StagedSimulator(Simulator):
     def _of_decode(self, effect: Effect) -> None:
         match effect:
             case PartScatter(part=part):
-                prompt = self.decode.dispatcher.remote.prompts.get(part.key)
+                prompt = self.decode.rooms.prefilling.prompts.get(part.key)
                 assert prompt is not None, f"{part} is scattered, but its transfer has ended"
                 assert prompt.grant is not None
                 self.scatters.append(Scatter(effect, tuple(prompt.token_ids), prompt.grant))

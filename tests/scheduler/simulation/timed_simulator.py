@@ -136,10 +136,7 @@ class TimedSimulator(Simulator):
         """Submit a prompt, with the hashes that the frontend would compute."""
         self.submitted.add(rid)
         sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
-        hashes = {
-            size: pack_short_hashes(page_hashes(prompt, size))
-            for size in self.decode.dispatcher.peers.hashed_page_sizes
-        }
+        hashes = {size: pack_short_hashes(page_hashes(prompt, size)) for size in self.decode.peers.hashed_page_sizes}
         submit = Submit(rid, prompt, sampling, endpoint, priority=priority, follows=follows, page_hashes=hashes)
         self.decode.handle(submit, self.now)
         self.act()
@@ -277,7 +274,7 @@ class TimedSimulator(Simulator):
         super()._of_decode(effect)
         if not isinstance(effect, SendToPeer):
             return
-        for peer in self.decode.dispatcher.peers._peers.values():
+        for peer in self.decode.peers._peers.values():
             self.most_at_prefill = max(self.most_at_prefill, peer.window.own_tokens)
         if effect.instance in self.servers:
             server = self.servers[effect.instance]

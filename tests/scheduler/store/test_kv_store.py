@@ -13,6 +13,7 @@ from pdserve.scheduler.messages.ranks import StoreLoad, StoreLoaded, StorePing, 
 from pdserve.scheduler.store import kv_store
 from pdserve.scheduler.store.kv_store import BlockChain, KvStore, StoreLimits, root_of
 from pdserve.transfer.store.blocks import BLOCK_TOKENS
+from tests.scheduler.outboxes import take_all
 
 ROOT = root_of("a model")
 TOKENS = tuple(range(1000, 1000 + 12 * BLOCK_TOKENS))
@@ -31,7 +32,7 @@ class Server:
         self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, self.counters, self.outbox)
         if connect:
             self.store.advance(0.0)
-            assert self.outbox.take_all() == [StorePing()]
+            assert take_all(self.outbox) == [StorePing()]
             for rank in range(ranks):
                 self.store.handle(StorePinged(rank), 0.0)
 
@@ -46,7 +47,7 @@ class Server:
 
     def next_write(self) -> StoreWrite | None:
         self.store.advance(0.0)
-        commands = self.outbox.take_all()
+        commands = take_all(self.outbox)
         assert len(commands) <= 1
         command = commands[0] if commands else None
         assert command is None or isinstance(command, StoreWrite)
@@ -68,7 +69,7 @@ class Server:
         return begun
 
     def take_load(self) -> StoreLoad:
-        (command,) = self.outbox.take_all()
+        (command,) = take_all(self.outbox)
         assert isinstance(command, StoreLoad)
         return command
 
@@ -194,7 +195,7 @@ def test_nothing_is_sent_to_a_store_that_does_not_answer() -> None:
     assert server.next_write() is None
     assert not server.load(256)
     server.store.advance(2.0)
-    assert server.outbox.take_all() == [StorePing()]
+    assert take_all(server.outbox) == [StorePing()]
     server.store.handle(StorePinged(0), 2.0)
     assert server.load(256)
 

@@ -93,7 +93,10 @@ class StagedSimulator(Simulator):
         super().start(endpoint)
         for instance in set(self.servers) - known:
             self.servers[instance].scheduler.staging.peer_up(DECODE, REGIONS)
-            self.decode.rooms.prefilling.staging.peer_up(instance, REGIONS)
+            if (
+                staging := self.decode.rooms.prefilling.staging
+            ) is not None:  # the first servers start before the rings
+                staging.peer_up(instance, REGIONS)
 
     def kill(self, which: int) -> None:
         if (server := self._pick(which)) is not None:
@@ -148,6 +151,7 @@ class StagedSimulator(Simulator):
 
     def check_end(self) -> None:
         super().check_end()
+        assert self.decode.rooms.prefilling.staging is not None
         self.decode.rooms.prefilling.staging.check_integrity(idle=True)
         for server in self.servers.values():
             assert not server.scheduler.staging._parts

@@ -28,7 +28,6 @@ from pdserve.transfer.plan.staged_regions import StagedRegion
 from pdserve.transfer.protocol.layout import KvLayout, Plane
 from pdserve.transfer.protocol.messages import (
     InstanceId,
-    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
@@ -210,7 +209,6 @@ class Decode:
                     self.control.send(self.check(arm, tokens))
                 case TransferKey():
                     self.staging.open(message, PREFILL, 0, self.shape.tokens, self.grant)
-                    self.staging.hold(PrefillDone(message, (), self.shape.tokens, 1, 0, 0, 0.0, 0.0, 0.0))
                 case StageRequest() | StageArrived() | StageStopped():
                     problem = self.staging.receive(PREFILL, message, time.monotonic())
                     if problem is not None:
@@ -244,9 +242,9 @@ class Decode:
         for part, done in list(self.scatters):
             if done is None or done.query():  # type: ignore[no-untyped-call]
                 self.scatters.remove((part, done))
-                landed = self.staging.scattered(part)
+                self.staging.scattered(part)
                 self.act()
-                if landed is not None:
+                if not self.staging.misses(part.key):
                     self.control.send("landed")
                     self.staging.close(part.key)
 

@@ -365,7 +365,8 @@ class DecodeScheduler:
 
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""
-        self.memory.send_write_backs()
+        if self.memory.write_backs:
+            self.memory.send_write_backs()
         if self.memory.uncached:
             self.memory.insert_some()
 

@@ -45,8 +45,6 @@ class HisparseMemory(RequestMemory):
     ) -> None:
         super().__init__(limits, pages, cache, kv_store, outbox)
         self.hot = HotBuffers(hot_limits, pages, self.holds)
-        self._write_backs: list[WriteBackRows] = []
-        """Commands that `send_write_backs` will send."""
 
     @property
     def largest_prompt(self) -> float:
@@ -93,7 +91,7 @@ class HisparseMemory(RequestMemory):
         copy = self._begin_copy("write_back", request, request.grant, buffer)
         pages = tuple(request.pages[: len(attempt.hot_pages)])
         rows = attempt.prefix_tokens, prompt.tokens
-        self._write_backs.append(WriteBackRows(copy.number, attempt.hot_pages, pages, *rows))
+        self.write_backs.append(WriteBackRows(copy.number, attempt.hot_pages, pages, *rows))
 
     def pass_on_hot(self, local: LocalPrompt, request: Request | None) -> None:
         if request is not None:
@@ -136,10 +134,6 @@ class HisparseMemory(RequestMemory):
             if request.may_step and self.hot.worth_reopening(request.rid, tokens, room):
                 return request
         return None
-
-    def send_write_backs(self) -> None:
-        self._outbox += self._write_backs
-        self._write_backs.clear()
 
     def reclaim_lent(self, running: Iterable[Request]) -> bool:
         """Reclaim lent pages in two cases: an allocation has failed since the last call and lent pages can satisfy it;

@@ -10,7 +10,7 @@ from ....memory.pages import PageAllocator, PageGrant, first_visible_page, most_
 from ....memory.prefix_cache import InsertedPrefix, PrefixCache
 from ...messages.effects import Outbox
 from ...messages.lifecycle import State
-from ...messages.ranks import CopyPage, DropPages, LoadPages, SavePages
+from ...messages.ranks import CopyPage, DropPages, LoadPages, SavePages, WriteBackRows
 from ...store.kv_store import KvStore
 from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt, Refusal, Request
@@ -51,6 +51,8 @@ class RequestMemory:
         self.holds = Holds(pages, limits.quarantine_s)
         self.uncached: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not in the prefix cache yet; some may have ended or been retracted."""
+        self.write_backs: list[WriteBackRows] = []
+        """Commands that `send_write_backs` will send (HiSparse)."""
         self._limits = limits
         self._page_size = limits.page_size
         self._window = limits.window
@@ -148,6 +150,8 @@ class RequestMemory:
         """Copy the rows of arrived requests to host memory. Call it after the next step was sent to the ranks:
         otherwise the copy would delay the first step of a request.
         """
+        self._outbox += self.write_backs
+        self.write_backs.clear()
 
     @property
     def pages_pending(self) -> bool:

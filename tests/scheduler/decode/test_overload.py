@@ -135,10 +135,10 @@ def test_prompt_is_next_after_sixteen_overtakes() -> None:
     left: list[Prompt] = []
     for number in range(3, 3 + 3 * MAX_OVERTAKES + 1):
         queue.push(Prompt(number, (1,) * 50, priority=100 + number % 3, now=0.0), 0.0)
-        prompt = queue.first
-        assert prompt is not None
-        queue.take(prompt, 0.0)
-        left.append(prompt)
+        first = queue.first
+        assert first is not None
+        queue.take(first, 0.0)
+        left.append(first)
     assert [left.index(prompt) for prompt in low] == [MAX_OVERTAKES * at for at in (1, 2, 3)]
     assert {prompt.priority for prompt in low} == {102}
     assert (len(queue), queue.tokens) == (3, 150)

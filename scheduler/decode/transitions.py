@@ -547,8 +547,10 @@ class Transitions:
             self.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Retry the prompts that a lost prefill server has not finished. Their old pages are quarantined, because the
-        server may still be writing.
+        """Queue the prompts again that a lost prefill server was PREFILLING: those of which it has not said PrefillDone.
+        Their old pages are quarantined, because the server may still be writing. After MAX_ATTEMPTS, and if this server
+        cannot compute a prompt, its requests fail. No other request changes its state: from VERIFYING on it has all KV,
+        and COMPILING or QUEUED it waits for a server that takes it (deadlines.py).
         """
         for prompt in self._prefilling.of_peer(instance):
             self._prefilling.give_up(prompt, f"prefill server lost: {reason}", abort=True)

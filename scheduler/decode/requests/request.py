@@ -140,7 +140,7 @@ class Prompt:
         token_ids: tuple[int, ...],
         *,
         endpoint: str | None = None,
-        room: int | None = None,
+        bootstrap_room: int | None = None,
         priority: int = 0,
         slo_ttft_s: float | None = None,
         output_tokens: int = 0,
@@ -154,7 +154,7 @@ class Prompt:
         self.cached_at: dict[InstanceId, tuple[int, int]] = {}
         """By prefill server: the version of its `PeerCache`, and the tokens of this prompt that it had cached then."""
         self.endpoint = endpoint
-        self.room = room
+        self.bootstrap_room = bootstrap_room
         self.priority = priority
         self.slo_ttft_s = slo_ttft_s
         """The request's own limit on the time to its first token."""
@@ -432,7 +432,7 @@ def requests_of(submit: Submit, prompt_id: int, longest_s: float, now: float) ->
         prompt_id,
         submit.prompt_ids,
         endpoint=submit.endpoint,
-        room=submit.room,
+        bootstrap_room=submit.room,
         priority=submit.priority,
         slo_ttft_s=_seconds(submit.slo_ttft_ms),
         page_hashes={size: unpack_hashes(packed) for size, packed in submit.page_hashes.items()},

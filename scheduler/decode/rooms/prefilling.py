@@ -110,7 +110,7 @@ class Prefilling:
             timeout_s=min(self._limits.prefill_timeout_s, max(request.deadline for request in members) - now),
             granularity="token" if within else "page",
             prefix_tokens=reservation.prefix_tokens,
-            room=prompt.room,
+            room=prompt.bootstrap_room,
             verify=self._limits.verify_kv,
             samples=prompt.samples,
             output_tokens=prompt.output_tokens,

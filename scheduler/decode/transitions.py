@@ -451,7 +451,7 @@ class Transitions:
             if self._memory.pages_pending:
                 return False
             runs = self._batch
-            victim = _least_important(self._saved((*runs.arrived, *runs.ready, *runs.running)))
+            victim = _least_important(self._able_to_yield((*runs.arrived, *runs.ready, *runs.running)))
             if victim is None:
                 return False  # the rows of all requests are on their way to host memory
             if victim.in_flight:
@@ -467,7 +467,7 @@ class Transitions:
 
         A victim that is in a step is paused: it gets no further step, and a later call takes its buffer.
         """
-        victim = _least_important(self._saved((*self._batch.ready, *self._batch.running)))
+        victim = _least_important(self._able_to_yield((*self._batch.ready, *self._batch.running)))
         if victim is None or victim.priority >= request.priority:
             return False
         if victim.in_flight:
@@ -477,7 +477,7 @@ class Transitions:
         self._take_hot_buffer(victim, now)
         return self._memory.may_admit()
 
-    def _saved(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def _able_to_yield(self, requests: Iterable[Request]) -> Iterator[Request]:
         """The requests that can give up memory. With HiSparse, all rows of such a request are in host memory."""
         return (request for request in requests if not self._memory.unsaved(request))
 
@@ -547,8 +547,8 @@ class Transitions:
             self.end_all(prompt, ServerError(f"prefill refused the request: {failed.reason}"), now)
 
     def peer_lost(self, instance: InstanceId, reason: str, now: float) -> None:
-        """Queue the prompts again that a lost prefill server was PREFILLING: those of which it has not said PrefillDone.
-        Their old pages are quarantined, because the server may still be writing. After MAX_ATTEMPTS, and if this server
+        """Queue the prompts again that are PREFILLING at a lost server, and of which it has not said PrefillDone. Their
+        old pages are quarantined, because the server may still be writing. After MAX_ATTEMPTS, and if this server
         cannot compute a prompt, its requests fail. No other request changes its state: from VERIFYING on it has all KV,
         and COMPILING or QUEUED it waits for a server that takes it (deadlines.py).
         """

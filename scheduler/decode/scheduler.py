@@ -2,20 +2,14 @@
 
 Pure: integers in, effects out; `now` is a parameter. One thread calls it, between model steps.
 
-    submit -> QUEUED -> PREFILLING -> ARRIVED --admit()--> READY -> RUNNING -> ENDED
-                '-----> COMPUTING -----^  ^-- out of hot buffers --'    |
-                 RESTORING <- SAVED <- SAVING <------- out of pages ----'  (RESTORING -> ARRIVED)
-
-A prompt with a grammar is COMPILING before it is QUEUED. A prompt is PREFILLING on a prefill server, or COMPUTING here,
-in chunks beside the running requests. With `verify_kv`, it is VERIFYING between PREFILLING and ARRIVED. It is LOADING
-while KV from the KV store is copied into its pages, or (HiSparse) its cached prefix into its hot buffer. A request is
-OPENING while its rows are copied into its hot buffer, between ARRIVED and READY.
+Events change what is known, a turn (`advance`) gives memory to whatever waits for it, and `next_step` fills the batch.
+The states of a request are in messages/lifecycle.py, the rooms that hold its requests in rooms/rooms.py.
 
 Three invariants:
 - `Transitions.admit()` is the only transition into READY: after a transfer, a retraction, or the loss of a hot buffer.
 - `Transitions.end()` is the only place that sends Finished or Failed, and the only transition into ENDED.
 - A page that a remote writer may still write is not free: the pages of an attempt that was given up are quarantined
-  (`Quarantine`) until the writer has stopped.
+  until the writer has stopped (memory/holds.py).
 
 Memory is over-committed: a request reserves its prompt and some growth, not its `max_new_tokens`. When the pool is
 empty, a request is retracted and continues later with the same tokens.

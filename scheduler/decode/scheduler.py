@@ -213,8 +213,8 @@ class DecodeScheduler:
                 self.transitions.transfer_failed(message, now)
             case AbortAck(key=key, late_writes=late_writes):
                 prefilling.writer_stopped(key, late_writes=late_writes, now=now)
-            case StageRequest() | StageArrived() | StageStopped() if prefilling.staging is not None:
-                problem = prefilling.staging.receive(instance, message, now)
+            case StageRequest() | StageArrived() | StageStopped():
+                problem = prefilling.receive_staged(instance, message, now)
                 if problem is not None:
                     self.transitions.break_off(message.part.key, instance, problem, now)
             case CachedPrefixes():

@@ -46,7 +46,7 @@ class Submissions:
         if error is not None:
             return error
         most = self._limits.max_queued_requests
-        room = len(self._requests) < most or self._rooms.waiting < most
+        room = len(self._requests) < most or self._rooms.queue_length < most
         if submit.follows is None:
             self.calls[submit.rid] = room
             self.calls.move_to_end(submit.rid)

@@ -14,6 +14,9 @@ from ....transfer.protocol.messages import (
     KvDestination,
     KvPath,
     PrefillDone,
+    StageArrived,
+    StageRequest,
+    StageStopped,
     TransferKey,
     pack_text,
 )
@@ -149,6 +152,14 @@ class Prefilling:
             attempt.tokens_left -= tokens
             window.computed(attempt.kind, tokens)
         return True
+
+    def receive_staged(
+        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
+    ) -> str | None:
+        """A message about a part of a staged transfer. Returns the reason if the transfer has to fail."""
+        if self.staging is None:
+            return "this server has no staging ring"
+        return self.staging.receive(instance, message, now)
 
     def done(self, prompt: Prompt, done: PrefillDone) -> bool:
         """Prefill has written everything; staged parts may not be in their pages yet. Returns False if it was known."""

@@ -37,7 +37,7 @@ class Rooms:
         """In the order in which they get pages."""
 
     @property
-    def waiting(self) -> int:
+    def queue_length(self) -> int:
         """Prompts that wait for their grammar or in the queue, retracted requests, and requests whose KV is here and
         that do not run.
         """

@@ -19,6 +19,7 @@ import collections
 import logging
 from collections.abc import Iterable, Sequence
 
+from ...common.arithmetic import ceil_div
 from ...common.errors import AbortedError, RequestError, ServerError, UnavailableError
 from ...memory.index_spaces import KvPage
 from ...memory.pages import PageAllocator
@@ -31,7 +32,6 @@ from ...transfer.control.events import (
     PeerLost,
     PeerRefused,
     PeersUnreachable,
-    SendFailed,
 )
 from ...transfer.plan.staged_regions import StagedRegion
 from ...transfer.protocol.messages import (
@@ -39,7 +39,6 @@ from ...transfer.protocol.messages import (
     CachedPrefixes,
     ChunkArrived,
     InstanceId,
-    KvDestination,
     Load,
     PrefillDone,
     StageArrived,
@@ -80,6 +79,7 @@ from .responses import failed, grammar_failure
 from .rooms.batch import DecodeStep
 from .rooms.rooms import Rooms
 from .rooms.staging import RankRing
+from .rooms.turns import Turns
 from .submissions import Submissions
 from .transitions import Transitions
 
@@ -125,6 +125,9 @@ class DecodeScheduler:
             resources, rooms, self.peers, self.placer, self._deadlines, frozenset(eos_token_ids)
         )
         self.requests = self.transitions.requests
+        self._turns = Turns(limits, self.peers, rooms.computing.times)
+        self.pause_s = 0.0
+        """How long the next step waits while prefill computes on the same device; inf until the step in flight ends."""
         self._submissions = Submissions(resources, rooms, self.placer, self.requests)
         self._rows_waited = False
         """The last step had only chunks, so the next one has only requests. A step that fetches rows for an evicting
@@ -191,9 +194,7 @@ class DecodeScheduler:
                 self.rooms.prefilling.peer_closed(instance, now)
             case PeersUnreachable(reasons=reasons):
                 peers.unreachable = reasons
-            case SendFailed(message=KvDestination() as message, reason=reason):
-                transitions.transfer_failed(TransferFailed(message.key, reason, retryable=True), now)
-            case PeerRefused() | SendFailed():
+            case PeerRefused():
                 pass  # logged by the control plane
             case _:
                 raise TypeError(f"unexpected event: {event!r}")
@@ -297,6 +298,7 @@ class DecodeScheduler:
 
     def advance(self, now: float) -> None:
         """Handle what is due: deadlines, quarantine, memory for waiting requests. Call once per loop turn."""
+        self.rooms.computing.times.running = ceil_div(len(self.rooms.batch.running), self.limits.stages)
         if self._peers_changed:
             self._peers_changed = False
             self.transitions.peers_changed(now)
@@ -310,6 +312,7 @@ class DecodeScheduler:
         self.transitions.give_memory(now)
         if self.kv_store is not None:
             self.kv_store.advance(now)
+        self._take_turns(now)
 
     def resumed(self, absent_s: float, now: float) -> None:
         """This process was stopped or starved for `absent_s`. That time does not count, neither for the wait for a
@@ -321,10 +324,16 @@ class DecodeScheduler:
 
     def next_step(self, now: float) -> DecodeStep | None:
         """The next decode step for the ranks, if one can start now."""
-        step = self._next_step(now) if self.rooms.batch.may_start_step() else None
+        step = self._next_step(now) if self.may_start_step() else None
         if step is None:
             self.use_waiting_time()
+        else:
+            self._take_turns(now)
         return step
+
+    def _take_turns(self, now: float) -> None:
+        """Let prefill compute before the next step, if it does so on the same device."""
+        self.pause_s = self._turns.pause_s(self.rooms.batch.running, now) if self.peers.any_beside else 0.0
 
     def _next_step(self, now: float) -> DecodeStep | None:
         self.transitions.fill_batch(now)
@@ -355,7 +364,7 @@ class DecodeScheduler:
 
     def may_start_step(self) -> bool:
         """Whether the ranks take another step."""
-        return self.rooms.batch.may_start_step()
+        return not self.pause_s and self.rooms.batch.may_start_step()
 
     def use_waiting_time(self) -> None:
         """Do work that would delay a step: call it when no step can start."""

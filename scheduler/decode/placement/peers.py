@@ -193,6 +193,8 @@ class PrefillPeers:
     def __init__(self, mode: DispatchSetting = "load") -> None:
         self._mode: DispatchSetting = mode
         self._peers: dict[InstanceId, PrefillPeer] = {}
+        self.any_beside = False
+        """A server computes on the GPU or the CPU cores of this one."""
         self._lost_at: dict[str | None, float] = {}
         """For each endpoint without a server: when its last server was lost. The key None stands for all endpoints: it
         is set while there is no server at all.
@@ -202,6 +204,7 @@ class PrefillPeers:
 
     def up(self, peer: PrefillPeer) -> None:
         self._peers[peer.instance] = peer
+        self.any_beside |= peer.shares_device
         self._found(peer.endpoints)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -213,6 +216,7 @@ class PrefillPeers:
     def lost(self, instance: InstanceId, now: float) -> None:
         peer = self._peers.pop(instance, None)
         if peer is not None:
+            self.any_beside = any(other.shares_device for other in self._peers.values())
             self._note_absence(peer, now)
 
     def leaving(self, instance: InstanceId, now: float) -> None:
@@ -344,6 +348,18 @@ class PrefillPeers:
     def tokens_per_s(self) -> float | None:
         """How fast the fastest server computes prompts; None if none has reported it."""
         return max((peer.tokens_per_s for peer in self._peers.values()), default=0.0) or None
+
+    def computes_beside(self, slack_s: float, now: float) -> bool:
+        """Whether a server computes prompts of ours now, on the GPU or the CPU cores of this one. It does not count if
+        it is silent for `slack_s` longer than they should take: it hangs, or is dead.
+        """
+        return any(
+            peer.shares_device
+            and peer.window.own_tokens > 0
+            and peer.tokens_per_s > 0
+            and peer.silent_s(peer.tokens_per_s, now) <= slack_s
+            for peer in self._peers.values()
+        )
 
     def able(self, prompt: Prompt) -> list[PrefillPeer]:
         """The servers that can hold the prompt, whether they take it now or not."""

@@ -124,13 +124,12 @@ class Computing:
         return self.times.tokens_per_s(self._most) or self._rates.prefilled_tokens.per_s
 
     def short_tokens(self, rate: float) -> int:
-        """Most tokens, at `rate` tokens per second, that hardly delay the tokens of running requests: they lengthen a
-        step by SHORT_PART of it. While no request runs, they may take as long as the limit on gaps allows.
+        """Most tokens, at `rate` tokens per second, whose step is hardly longer than a decode step: by SHORT_PART of
+        it. While no request runs, they have the whole step.
         """
         running = self.times.running
         idle_s = self.times.idle_step_s(running) or 0.0
-        seconds = SHORT_PART * idle_s if running else self._gap_limit_s(idle_s) - idle_s
-        return int(min(seconds * rate, self._most))
+        return int(min((SHORT_PART + (not running)) * idle_s * rate, self._most))
 
     def expected_s(self, tokens: int, rate: float) -> float:
         """The expected time until this server has computed `tokens` tokens, those before a prompt included; `rate` is
@@ -211,6 +210,8 @@ class StepTimes:
         """In flight, oldest first: start, running requests and prompt tokens."""
         self.ended_at = -math.inf
         """When the last step ended."""
+        self.running = 0
+        """Running requests of a step, also between two steps. The scheduler sets it before it places prompts."""
         self._mixed = 0
         """Steps with prompt tokens since the last one without."""
 
@@ -234,11 +235,6 @@ class StepTimes:
         """
         beside = statistics.median(self._beside) if self._beside else None
         return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
-
-    @property
-    def running(self) -> int:
-        """Running requests of the newest step in flight; 0 if there is none."""
-        return self._steps[-1][1] if self._steps else 0
 
     @property
     def in_flight(self) -> int:

@@ -3,7 +3,6 @@
 An attempt that was given up leaves its pages in quarantine: its writer may still write them (memory/holds.py).
 """
 
-import math
 from collections.abc import Sequence
 
 from ....memory.pages import pages_for
@@ -18,7 +17,6 @@ from ....transfer.protocol.messages import (
     StageRequest,
     StageStopped,
     TransferKey,
-    pack_text,
 )
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...messages.effects import SendToPeer
@@ -103,7 +101,7 @@ class Prefilling:
         if peer.answered_all:
             peer.heard_at = now
         rate = self._peers.rate(peer.instance)
-        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else math.inf
+        attempt.expected_s = peer.expected_s(tokens, 0, rate, now) if rate else 0.0
         peer.window.sent(kind, tokens)
         peer.sent_at = now
         message = KvDestination(
@@ -121,9 +119,9 @@ class Prefilling:
             priority=prompt.priority,
             enable_hisparse=to_host,
         )
-        arrays = [prompt.token_ids, *map(tuple, destinations)]
+        arrays: list[Sequence[int]] = [prompt.token_ids, *map(tuple, destinations)]
         arrays += [()] * (3 - len(arrays))  # no hot indices
-        arrays.append(pack_text(prompt.traceparent or ""))
+        arrays.append((prompt.traceparent or "").encode())
         arrays.append((round(1000 * (now - prompt.arrived_at)), round(1000 * (prompt.slo_ttft_s or 0))))
         if self.staging is not None:
             self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, reservation.prompt)

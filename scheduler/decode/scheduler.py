@@ -311,7 +311,7 @@ class DecodeScheduler:
         self.transitions.take_back(now)
         self.transitions.give_memory(now)
         if self.kv_store is not None:
-            self.kv_store.advance(now)
+            self.kv_store.send_next(now)
         self._take_turns(now)
 
     def resumed(self, absent_s: float, now: float) -> None:
@@ -391,9 +391,9 @@ class DecodeScheduler:
                 self.transitions.end(row.request, grammar_failure(result.problem, result.too_complex), now)
         self._ask_for_masks()
         for chunk, result in zip(step.chunks, results[len(step.rows) :], strict=True):
-            if result.problem is not None and chunk.prompt in self.rooms.computing.queue:
+            if result.problem is not None and chunk.owner in self.rooms.computing.queue:
                 error = grammar_failure(result.problem, result.too_complex)
-                self.transitions.end_all(chunk.prompt.prompt, error, now)
+                self.transitions.end_all(chunk.owner.prompt, error, now)
             self.transitions.computed(chunk, result, seconds, now)
         if step.chunks:
             self.transitions.admit_arrived(now)
@@ -409,7 +409,7 @@ class DecodeScheduler:
         for row in step.rows:
             if row.request.state is State.RUNNING:
                 self.transitions.end(row.request, ServerError(f"the decode step failed: {reason}"), now)
-        for prompt in {chunk.prompt.prompt for chunk in step.chunks if chunk.prompt in self.rooms.computing.queue}:
+        for prompt in {chunk.owner.prompt for chunk in step.chunks if chunk.owner in self.rooms.computing.queue}:
             self.transitions.end_all(prompt, ServerError(f"the step that computed the prompt failed: {reason}"), now)
 
     def _finish_step(self, command_id: int, now: float) -> tuple[DecodeStep, float]:

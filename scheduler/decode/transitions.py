@@ -284,7 +284,7 @@ class Transitions:
 
     def computed(self, chunk: Chunk[LocalPrompt], result: StepResult, seconds: float, now: float) -> None:
         """A step of `seconds` seconds has computed a chunk. The last chunk of a prompt brings the first tokens."""
-        local, prompt = chunk.prompt, chunk.prompt.prompt
+        local, prompt = chunk.owner, chunk.owner.prompt
         if not self._computing.computed(chunk, seconds):
             return
         local.input_logprobs += result.prompt_logprobs

@@ -30,17 +30,17 @@ def decode_row(row: DecodeRow) -> StepRow:
 
 def local_row(chunk: Chunk[LocalPrompt]) -> StepRow:
     """A chunk that a decode server computes itself."""
-    prompt = chunk.prompt.prompt
+    prompt = chunk.owner.prompt
     return _prompt_row(
         prompt.token_ids,
         chunk.start,
         chunk.end,
-        chunk.prompt.pages,
+        chunk.owner.pages,
         sampling=prompt.first_sampling,
         draws=prompt.samples if chunk.last else 0,
         outputs=prompt.output_tokens,
         logprobs=prompt.waiting[0].logprobs,
-        hot_slot=chunk.prompt.hot_slot,
+        hot_slot=chunk.owner.hot_slot,
     )
 
 

@@ -275,8 +275,8 @@ class Cluster:
         server.busy_s += self._clock.now - server.step_started
         results = [StepResult((TOKEN,), ())] * len(step.rows)
         for chunk in step.chunks:
-            ends = chunk.last and chunk.prompt.prompt.local is chunk.prompt
-            results.append(StepResult((TOKEN,) * chunk.prompt.prompt.samples if ends else (), ()))
+            ends = chunk.last and chunk.owner.prompt.local is chunk.owner
+            results.append(StepResult((TOKEN,) * chunk.owner.prompt.samples if ends else (), ()))
         server.scheduler.step_done(step.command_id, results, self._clock.now)
         self._turn_decode(server)
 

@@ -148,13 +148,13 @@ class Computing:
         """A step has computed this chunk. Returns whether a request still needs the prompt; then the caller adds the
         chunk to the prefix cache.
         """
-        local = chunk.prompt
+        local = chunk.owner
         if local.prompt.local is not local:
             return False
         local.compute_s += seconds
         local.computed = chunk.end
         if local.progress is not None:
-            self.prefixes.advance(local.progress, chunk.end)
+            self.prefixes.cached(local.progress, chunk.end)
         self.window.computed(local.kind, chunk.end - chunk.start)
         return True
 

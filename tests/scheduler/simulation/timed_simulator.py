@@ -247,8 +247,8 @@ class TimedSimulator(Simulator):
     def _compute(self, step: DecodeStep, eos: bool) -> None:  # noqa: ARG002 (memory contents are not tracked)
         results = [sampled(50)] * len(step.rows)
         for chunk in step.chunks:
-            alive = chunk.prompt.prompt.local is chunk.prompt
-            results.append(sampled(*[50] * chunk.prompt.prompt.samples) if chunk.last and alive else sampled())
+            alive = chunk.owner.prompt.local is chunk.owner
+            results.append(sampled(*[50] * chunk.owner.prompt.samples) if chunk.last and alive else sampled())
         self.decode.step_done(step.command_id, results, self.now)
 
     def _open_hot(self, opened: OpenHot) -> None:

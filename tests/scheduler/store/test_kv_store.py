@@ -31,7 +31,7 @@ class Server:
         limits = StoreLimits(ROOT, page_size, ranks, timeout_s=1.0)
         self.store: KvStore[str] = KvStore(limits, self.pages, self.cache, self.counters, self.outbox)
         if connect:
-            self.store.advance(0.0)
+            self.store.send_next(0.0)
             assert take_all(self.outbox) == [StorePing()]
             for rank in range(ranks):
                 self.store.handle(StorePinged(rank), 0.0)
@@ -46,7 +46,7 @@ class Server:
         return chain, inserted, grant
 
     def next_write(self) -> StoreWrite | None:
-        self.store.advance(0.0)
+        self.store.send_next(0.0)
         commands = take_all(self.outbox)
         assert len(commands) <= 1
         command = commands[0] if commands else None
@@ -194,7 +194,7 @@ def test_nothing_is_sent_to_a_store_that_does_not_answer() -> None:
     server.insert(256)
     assert server.next_write() is None
     assert not server.load(256)
-    server.store.advance(2.0)
+    server.store.send_next(2.0)
     assert take_all(server.outbox) == [StorePing()]
     server.store.handle(StorePinged(0), 2.0)
     assert server.load(256)

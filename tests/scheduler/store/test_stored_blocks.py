@@ -73,7 +73,7 @@ class Server:
 
     def perform(self) -> None:
         """Carry out all commands. A store that is full refuses the blocks of the first rank."""
-        self.store.advance(1e9)
+        self.store.send_next(1e9)
         while commands := take_all(self.outbox):
             for command in commands:
                 for rank in range(2):
@@ -93,7 +93,7 @@ class Server:
                             self.store.handle(report, 0.0)
                         case _:
                             raise AssertionError(command)
-            self.store.advance(1e9)
+            self.store.send_next(1e9)
 
     def compute(self, tokens: tuple[int, ...]) -> None:
         """A sequence is computed, cached and written, in two parts."""

@@ -91,10 +91,12 @@ class PromptQueue:
         return self._overtakes.is_due(prompt)
 
     def _raise(self, prompt: Prompt, priority: int) -> None:
-        """Give a prompt this priority, and the first place there."""
+        """Give a prompt this priority, and the first place there. It stays due."""
+        overtakes = self._overtakes[prompt]
         self.remove(prompt)
         prompt.raise_priority(priority)
         self._insert(prompt, again=True)
+        self._overtakes[prompt] = overtakes
 
 
 def _lane_of(prompt: Prompt) -> LaneKey:

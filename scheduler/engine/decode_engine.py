@@ -9,7 +9,7 @@ from ...transfer.control.events import PeerUp
 from ...transfer.plan.pairing import share_device, share_gpu
 from ...transfer.plan.staged_regions import staged_regions
 from ...transfer.protocol.messages import Hello, InstanceId, TransferKey, Welcome
-from ..decode.dispatch.prefill_peers import PrefillPeer
+from ..decode.placement.peers import PrefillPeer
 from ..decode.scheduler import DecodeScheduler
 from ..messages.effects import ConnectPeer, Effect
 from ..messages.ranks import RunStep

@@ -1,4 +1,4 @@
-"""Decides where a prompt is computed: by a prefill server, or by this decode server itself.
+"""Decides where a prompt is computed with `--local-prefill auto`: by a prefill server, or by this decode server itself.
 
 Prefill has servers of its own so that tokens come in steady gaps. So with `auto`, this server computes only what hardly
 lengthens a step, and prompts whose first token a prefill server would bring late.
@@ -11,8 +11,6 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
-from ....configs.setting_types import LocalPrefillSetting
-
 Where = Literal["local", "remote"]
 MUCH_LATER = 2
 """A prompt whose first token is late in any case is computed here if a prefill server would take this many times as
@@ -24,7 +22,6 @@ long.
 class PlacementInputs:
     """What the decision about one prompt depends on. Times count from now, and are None before a measurement."""
 
-    mode: LocalPrefillSetting
     servers: Literal["paired", "expected", "absent"] = "paired"
     """Whether a prefill server is paired that can hold the prompt; `expected` if the first one may pair soon."""
     failed: Literal["failed", "refused"] | None = None
@@ -61,10 +58,6 @@ def place(inputs: PlacementInputs) -> Placement:
 
 
 def _choose(inputs: PlacementInputs) -> tuple[Where | None, str]:
-    if inputs.mode == "never":
-        return "remote", "never"
-    if inputs.mode == "always":
-        return "local", "always"
     if inputs.room == "never":
         return "remote", "hot_rows"
     if inputs.failed == "failed":

@@ -1,4 +1,4 @@
-"""The order in which prompts are dispatched: by priority, then by arrival; retried prompts come first.
+"""QUEUED prompts, in the order in which they are dispatched: by priority, then by arrival; retried prompts come first.
 
 Also how fast the queue moves, and how long it waited because prefill servers were busy.
 """
@@ -7,18 +7,14 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from ...chunking.fair_queue import Ageing
-from ..requests.dispatch_window import PromptKind
+from ...chunking.fair_queue import Overtakes
 from ..requests.request import Prompt
 
-_Position = tuple[int, int, int]
-_Lane = list[tuple[_Position, Prompt]]
-_LaneKey = tuple[str | None, int]
-
-MAX_HELD = 32
-"""Most prompts that a turn may skip within their lanes, because each waits for a prefix or for one server only."""
+Position = tuple[int, int, int]
+Lane = list[tuple[Position, Prompt]]
+LaneKey = tuple[str | None, int]
 
 
 class PromptQueue:
@@ -28,10 +24,11 @@ class PromptQueue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[_LaneKey, _Lane] = {}
-        self._positions: dict[Prompt, _Position] = {}
+        self.lanes: dict[LaneKey, Lane] = {}
+        self._positions: dict[Prompt, Position] = {}
         self._arrivals = itertools.count()
-        self._ageing = Ageing()
+        self._overtakes: Overtakes[Prompt] = Overtakes()
+        self.pace = QueuePace()
         self.tokens = 0
         """Of all prompts in the queue."""
 
@@ -47,76 +44,63 @@ class PromptQueue:
     @property
     def first(self) -> Prompt | None:
         """The prompt that comes first, whether it may be sent or not."""
-        return min((lane[0] for lane in self._lanes.values()), default=(None, None))[1]
+        return min((lane[0] for lane in self.lanes.values()), default=(None, None))[1]
 
-    def push(self, prompt: Prompt, *, again: bool = False) -> None:
+    def push(self, prompt: Prompt, now: float, *, again: bool = False) -> None:
         """Add a prompt; with `again`, before all others of its priority that were not dispatched before."""
+        prompt.busy_s_when_queued = self.pace.busy_s(prompt.endpoint, now)
+        self._insert(prompt, again=again)
+
+    def _insert(self, prompt: Prompt, *, again: bool) -> None:
         self._positions[prompt] = position = -prompt.priority, 0 if again else 1, next(self._arrivals)
         self.tokens += prompt.tokens
-        bisect.insort(self._lanes.setdefault(_lane_of(prompt), []), (position, prompt))
+        bisect.insort(self.lanes.setdefault(_lane_of(prompt), []), (position, prompt))
 
     def remove(self, prompt: Prompt) -> None:
         """Remove a prompt, which has to be in the queue."""
+        self._overtakes.pop(prompt, None)
         position, key = self._positions.pop(prompt), _lane_of(prompt)
-        lane = self._lanes[key]
+        lane = self.lanes[key]
         self.tokens -= prompt.tokens
         del lane[bisect.bisect_left(lane, position, key=lambda entry: entry[0])]
         if not lane:
-            del self._lanes[key]
+            del self.lanes[key]
 
-    def take(self, prompt: Prompt) -> None:
-        """Remove a prompt that is dispatched. When enough prompts have overtaken older ones of lower priorities, the
-        oldest of those is raised to their priority and comes next (fair_queue.py).
-        """
+    def leave(self, prompt: Prompt, now: float) -> None:
+        """Remove a prompt that goes on. Its requests have waited for prefill servers while these were busy."""
         self.remove(prompt)
-        lowest = min((lane[-1][1].priority for lane in self._lanes.values()), default=prompt.priority)
-        priority = self._ageing.passed(prompt.priority, lowest)
-        if priority is None:
-            return
-        passed = [waiting for waiting in self._positions if waiting.priority < priority]
-        oldest = min(passed, key=lambda waiting: waiting.prompt_id)
-        self.remove(oldest)
-        oldest.raise_priority(priority)
-        self.push(oldest, again=True)
+        busy_s = self.pace.busy_s(prompt.endpoint, now) - prompt.busy_s_when_queued
+        for request in prompt.waiting:
+            request.prefill_wait_s += busy_s
 
-    def in_order(self, may_send: Callable[[Prompt], bool | None]) -> Iterator[Prompt]:
-        """Yield the prompts for which `may_send` is True, in order; the caller may take each one.
-
-        False closes the lane for this turn, so the prompts behind cost no time. None skips only this prompt, which
-        waits for a prefix or for one server: prompts behind it may still be sent. After MAX_HELD skipped prompts, None
-        closes the lane too.
+    def take(self, prompt: Prompt, now: float, blocked: Sequence[Prompt] = ()) -> None:
+        """Remove a prompt that is dispatched. It overtakes those that are `blocked`, which came before it and do not
+        fit, and the oldest of a lower priority.
         """
-        held = 0
-        seen: set[Prompt] = set()
-        closed: set[_LaneKey] = set()
-        while True:
-            heads: list[tuple[_Position, Prompt]] = []
-            for key, lane in self._lanes.items():
-                if key in closed:
-                    continue
-                for head in lane:
-                    if head[1] in seen:
-                        continue
-                    sendable = may_send(head[1])
-                    if sendable is not None or held >= MAX_HELD:
-                        break
-                    seen.add(head[1])
-                    held += 1
-                else:
-                    sendable = False
-                if sendable:
-                    heads.append(head)
-                else:
-                    closed.add(key)
-            if not heads:
-                return
-            _, prompt = min(heads)
-            seen.add(prompt)
-            yield prompt
+        self.leave(prompt, now)
+        overtaken = dict.fromkeys(blocked)
+        if prompt.priority > min((lane[-1][1].priority for lane in self.lanes.values()), default=prompt.priority):
+            overtaken[next(other for other in self._positions if other.priority < prompt.priority)] = None
+        for other in overtaken:
+            priority = self._overtakes.add(other, prompt.priority)
+            if priority is not None and priority > other.priority:
+                self._raise(other, priority)
+
+    def is_due(self, prompt: Prompt) -> bool:
+        """Whether so many others have overtaken a prompt that it is next."""
+        return self._overtakes.is_due(prompt)
+
+    def _raise(self, prompt: Prompt, priority: int) -> None:
+        """Give a prompt this priority, and the first place there. It stays due."""
+        overtakes = self._overtakes[prompt]
+        self.remove(prompt)
+        prompt.raise_priority(priority)
+        self._insert(prompt, again=True)
+        self._overtakes[prompt] = overtakes
 
 
-def _lane_of(prompt: Prompt) -> _LaneKey:
-    return prompt.endpoint, PromptKind.of(0, prompt.tokens).bits
+def _lane_of(prompt: Prompt) -> LaneKey:
+    return prompt.endpoint, prompt.kind().bits
 
 
 MEASURED_S = 30.0
@@ -147,7 +131,7 @@ class QueuePace:
         self._busy: dict[str | None, _Busy] = {}
         self._served: collections.deque[float] = collections.deque()
         """When prompts were served, on a clock that runs only while prompts wait."""
-        self._waiting_since: float | None = None
+        self.waiting_since: float | None = None
         self._carried_s = 0.0
 
     def note(self, queued: int, busy: Collection[str | None], now: float) -> None:
@@ -156,8 +140,8 @@ class QueuePace:
             self._busy.clear()
             self._end_wait(now)
             return
-        if self._waiting_since is None:
-            self._waiting_since = now
+        if self.waiting_since is None:
+            self.waiting_since = now
         for endpoint in {*self._busy, *busy}:
             clock = self._busy.setdefault(endpoint, _Busy())
             if endpoint not in busy:
@@ -175,14 +159,14 @@ class QueuePace:
 
     def served(self, now: float) -> None:
         """The KV of a prompt has arrived."""
-        if self._waiting_since is not None:
+        if self.waiting_since is not None:
             waited_s = self._waited_s(now)
             self._served.append(waited_s)
             self._forget_before(waited_s - MEASURED_S)
 
     def wait_s(self, queued: int, now: float, *, most_s: float) -> float:
         """Expected wait of a prompt behind `queued` others, `most_s` at most."""
-        if self._waiting_since is None:
+        if self.waiting_since is None:
             return 0.0
         waited_s = self._waited_s(now)
         self._forget_before(waited_s - MEASURED_S)
@@ -192,14 +176,14 @@ class QueuePace:
         return min(most_s, queued * max(SHORTEST_S, measured_s) / len(self._served))
 
     def _waited_s(self, now: float) -> float:
-        return self._carried_s + (now - self._waiting_since if self._waiting_since is not None else 0.0)
+        return self._carried_s + (now - self.waiting_since if self.waiting_since is not None else 0.0)
 
     def _end_wait(self, now: float) -> None:
         """The queue is empty. Keep the last CARRIED_S."""
-        if self._waiting_since is None:
+        if self.waiting_since is None:
             return
         waited_s = self._waited_s(now)
-        self._waiting_since = None
+        self.waiting_since = None
         self._carried_s = min(waited_s, CARRIED_S)
         begin = waited_s - self._carried_s
         self._forget_before(begin)

@@ -28,7 +28,6 @@ from ....transfer.plan.staged_regions import StagedRegion
 from ....transfer.protocol.messages import (
     HeadSlice,
     InstanceId,
-    PrefillDone,
     StageArrived,
     StageFree,
     StageGrant,
@@ -38,7 +37,7 @@ from ....transfer.protocol.messages import (
     TransferKey,
 )
 from ...messages.effects import Effect, SendToPeer
-from ..memory.command_log import CommandLog
+from ..memory.holds import Holds
 
 Source = tuple[int, int, HeadSlice]
 """A decode rank, a prefill rank that stages KV to it, and the layers and heads that it stages."""
@@ -88,8 +87,6 @@ class _Transfer:
     """Where the next part begins, or later: a source requests its parts in the order of their tokens."""
     missing_tokens: int
     """Tokens that are not in their pages yet, summed over the sources."""
-    done: PrefillDone | None = None
-    """Set when prefill has written everything but scatters are not complete."""
 
     def problem(self, part: StagePart) -> str | None:
         """Why this new part does not belong to the transfer, or None. Without this check, a peer could make us store an
@@ -113,15 +110,15 @@ class StagedArrivals:
         quarantine_s: float,
         counters: "collections.Counter[str]",
         effects: list[Effect],
-        commands: CommandLog,
+        holds: Holds,
     ) -> None:
-        """One ring per rank, or none at all. Appends to `effects`. Holds pages in `commands`."""
+        """One ring per rank, or none at all. Appends to `effects`. Pages are held in `holds`."""
         self._rings = rings
         self._page_size = page_size
         self._quarantine_s = quarantine_s
         self._counters = counters
         self._effects = effects
-        self._commands = commands
+        self._holds = holds
         self._sources: dict[InstanceId, list[Source]] = {}
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._parts: dict[StagePart, _Part] = {}
@@ -179,13 +176,10 @@ class StagedArrivals:
                     self._release(held)
             self._grant(range(len(self._rings)))
 
-    def hold(self, done: PrefillDone) -> bool:
-        """Whether the end of a transfer has to wait for scatters. If so, scattered() returns `done` after the last."""
-        transfer = self._transfers.get(done.key)
-        if transfer is None or not transfer.missing_tokens:
-            return False
-        transfer.done = done
-        return True
+    def misses(self, key: TransferKey) -> bool:
+        """Whether parts of a transfer are not in their pages yet."""
+        transfer = self._transfers.get(key)
+        return transfer is not None and transfer.missing_tokens > 0
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """No prefill rank writes this transfer any more (AbortAck, TransferFailed)."""
@@ -229,25 +223,22 @@ class StagedArrivals:
                     self._free(held)
                     self._grant([part.destination])
                 else:
-                    held.state, held.pages = _State.SCATTERING, self._commands.hold(transfer.grant)
+                    held.state, held.pages = _State.SCATTERING, self._holds.hold(transfer.grant)
                     self._scatter(transfer, part, held.region.offset)
             case _ if held is None:
                 self._effects.append(SendToPeer(instance, StageFree(part)))
         return None
 
-    def scattered(self, part: StagePart) -> PrefillDone | None:
-        """The rank has scattered a part. Returns the PrefillDone that waited for it, if it was the last one."""
+    def scattered(self, part: StagePart) -> None:
+        """The rank has scattered a part: it is in its pages."""
         held = self._parts[part]
         assert held.pages is not None, f"{part} was not being scattered"
-        self._commands.release(held.pages)
+        self._holds.release(held.pages)
         self._counters["staged_parts"] += 1
         self._free(held)
         self._grant([part.destination])
-        transfer = self._transfers.get(part.key)
-        if transfer is None:
-            return None
-        transfer.missing_tokens -= part.tokens
-        return None if transfer.missing_tokens else transfer.done
+        if (transfer := self._transfers.get(part.key)) is not None:
+            transfer.missing_tokens -= part.tokens
 
     def due(self, now: float) -> None:
         """Free the regions whose quarantine has passed."""

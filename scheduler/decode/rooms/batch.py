@@ -8,19 +8,19 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from ...common.arithmetic import ceil_div
-from ...memory.index_spaces import KvPage, RequestSlot
-from ..chunking.chunk_queue import Chunk
-from ..chunking.fair_queue import Ageing
-from ..messages.effects import Outbox
-from ..messages.lifecycle import State
-from ..messages.ranks import DropGrammarState, PrepareMask
-from .requests.limits import DecodeLimits
-from .requests.request import LocalPrompt, Request
+from ....common.arithmetic import ceil_div
+from ....memory.index_spaces import KvPage, RequestSlot
+from ...chunking.chunk_queue import Chunk
+from ...chunking.fair_queue import Overtakes
+from ...messages.effects import Outbox
+from ...messages.lifecycle import State
+from ...messages.ranks import DropGrammarState, PrepareMask
+from ..requests.limits import DecodeLimits
+from ..requests.request import LocalPrompt, Request
 
 
 class _Mask(enum.Enum):
@@ -38,41 +38,37 @@ class SlowMasks:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._next_number = itertools.count()
-        self._masks: dict[Request, _Mask] = {}
+        self.masks: dict[Request, _Mask] = {}
         self._asked: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
         """From now on, prepare the masks of a running request."""
         request.slow_masks = True
-        self._masks.setdefault(request, _Mask.WANTED)
+        self.masks.setdefault(request, _Mask.WANTED)
 
     def remove(self, request: Request) -> None:
         """It does not run any more. What a rank may still compute for it is not used."""
         if request.grammar_state is not None:
             self._outbox.append(DropGrammarState(request.grammar_state))
-        if self._masks.pop(request, None) is _Mask.ASKED:
+        if self.masks.pop(request, None) is _Mask.ASKED:
             self._asked = {number: other for number, other in self._asked.items() if other is not request}
 
     def able(self, requests: list[Request]) -> list[Request]:
         """Those that do not have to wait for a mask."""
-        if not self._masks:
-            return requests
-        return [request for request in requests if self._masks.get(request, _Mask.READY) is _Mask.READY]
+        return [request for request in requests if self.masks.get(request, _Mask.READY) is _Mask.READY]
 
     def stepped(self, batch: Iterable[Request]) -> None:
         """A step has begun, which uses up the masks of its requests."""
-        for request in batch if self._masks else ():
-            if request in self._masks:
-                self._masks[request] = _Mask.WANTED
+        for request in batch:
+            if request in self.masks:
+                self.masks[request] = _Mask.WANTED
 
     def ask(self) -> int:
         """Have the masks computed of all requests whose newest token is known; returns how many."""
-        if not self._masks:
-            return 0
-        ready = [request for request, mask in self._masks.items() if mask is _Mask.WANTED and not request.in_flight]
+        ready = [request for request, mask in self.masks.items() if mask is _Mask.WANTED and not request.in_flight]
         for request in ready:
             number = next(self._next_number)
-            self._masks[request], self._asked[number] = _Mask.ASKED, request
+            self.masks[request], self._asked[number] = _Mask.ASKED, request
             draw = request.draw(len(request.output_ids), joined=request.joined)
             request.joined, request.masked_output = False, len(request.output_ids)
             self._outbox.append(PrepareMask(number, request.output_ids[-1], draw))
@@ -84,42 +80,43 @@ class SlowMasks:
         """
         request = self._asked.pop(number, None)
         if request is not None and slow:
-            self._masks[request] = _Mask.READY
+            self.masks[request] = _Mask.READY
         elif request is not None:
-            del self._masks[request]
+            del self.masks[request]
             request.slow_masks = False
         return request
 
 
-class WaitingQueue:
+class RequestQueue:
     """Requests in the order of precedence. A request that is queued again regains its original position. Waiting
     requests of low priority are raised (fair_queue.py).
     """
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
-        self._ageing = Ageing()
+        self.requests: list[Request] = []
+        self._overtakes: Overtakes[Request] = Overtakes()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        return iter(self.requests)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._requests[self._position(request) :]
+        return request in self.requests[self._position(request) :]
 
     @property
     def first(self) -> Request:
         """The next request; the queue is not empty."""
-        return self._requests[0]
+        return self.requests[0]
 
     def push(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=_precedence)
+        bisect.insort(self.requests, request, key=_precedence)
 
     def remove(self, request: Request) -> None:
         """Remove a request, which has to be in the queue."""
-        del self._requests[self._requests.index(request, self._position(request))]
+        self._overtakes.pop(request, None)
+        del self.requests[self.requests.index(request, self._position(request))]
 
     def take(self, request: Request) -> None:
         """Remove a request that got what it waited for."""
@@ -133,22 +130,24 @@ class WaitingQueue:
         return first
 
     def passed_by(self, priority: int) -> None:
-        """A request of this priority got what these wait for: raise the priority of the oldest, if it is due."""
-        if not self._requests or (raised := self._ageing.passed(priority, self._requests[-1].priority)) is None:
+        """A request of this priority got what these wait for: it overtakes the oldest of a lower priority."""
+        if not self.requests or priority <= self.requests[-1].priority:
             return
-        passed = [request for request in self._requests if request.priority < raised]
-        oldest = min(passed, key=lambda request: (request.lifecycle.started, request.sample))
-        self.remove(oldest)
-        oldest.priority = raised
-        self.push(oldest)
+        passed = [request for request in self.requests if request.priority < priority]
+        oldest = min(passed, key=lambda request: (request.started, request.sample))
+        raised = self._overtakes.add(oldest, priority)
+        if raised is not None and raised > oldest.priority:
+            self.remove(oldest)
+            oldest.priority = raised
+            self.push(oldest)
 
     def _position(self, request: Request) -> int:
         """The index of the first request with the same precedence."""
-        return bisect.bisect_left(self._requests, _precedence(request), key=_precedence)
+        return bisect.bisect_left(self.requests, _precedence(request), key=_precedence)
 
 
 def _precedence(request: Request) -> tuple[int, float, int]:
-    return -request.priority, request.lifecycle.started, request.sample
+    return -request.priority, request.started, request.sample
 
 
 class DecodeRow(msgspec.Struct, frozen=True):
@@ -178,7 +177,7 @@ class DecodeStep:
     """Chunks of prompts that this server computes. They follow the rows, so that row i samples token i of the step."""
 
 
-class RunQueue:
+class Batch:
     """Queues of ARRIVED and READY requests, the OPENING and RUNNING ones, and the steps in flight.
 
     With several pipeline stages, as many batches of different requests are in flight. With one stage and overlap
@@ -192,11 +191,11 @@ class RunQueue:
         self._stages = limits.stages
         self._overlap = limits.overlap
         self._max_running = limits.max_running_requests
-        self.arrived = WaitingQueue()
+        self.arrived = RequestQueue()
         """Wait for a hot buffer."""
         self.opening: set[Request] = set()
         """Their rows are copied into their hot buffers."""
-        self.ready = WaitingQueue()
+        self.ready = RequestQueue()
         """Wait for a place in the batch."""
         self.running: list[Request] = []
         self.paused: Request | None = None
@@ -223,11 +222,14 @@ class RunQueue:
                 self.ready.remove(request)
             case _:
                 self.running.remove(request)
-                self.slow_masks.remove(request)
+                if request.grammar_state is not None:
+                    self.slow_masks.remove(request)
 
-    def fill_batch(self) -> list[Request]:
+    def fill(self) -> list[Request]:
         """Move ready requests into free places of the batch; returns them. The caller changes their state."""
-        count = min(len(self.ready), self._max_running - len(self.running))
+        count = min(len(self.ready.requests), self._max_running - len(self.running))
+        if count <= 0:
+            return []
         joined = [self.ready.pop() for _ in range(count)]
         for request in joined:
             request.joined = True
@@ -259,7 +261,9 @@ class RunQueue:
         """The requests of the next step. With several stages, a batch is an even share of the running requests, and a
         request is in one batch at a time; those that waited longest come first.
         """
-        able = self.slow_masks.able([request for request in self.running if request is not self.paused])
+        able = [request for request in self.running if request is not self.paused]
+        if self.slow_masks.masks:
+            able = self.slow_masks.able(able)
         if self._stages == 1:
             return [request for request in able if request.may_step]
         waiting = sorted((request for request in able if not request.in_flight), key=lambda request: request.last_step)
@@ -269,18 +273,18 @@ class RunQueue:
         self,
         batch: list[Request],
         command_id: int,
-        hot_slot: Callable[[Request], RequestSlot | None],
         chunks: list[Chunk[LocalPrompt]],
     ) -> DecodeStep:
         """Make the step of a batch and of chunks. It is in flight from now on."""
         previous = {row.request: index for index, row in enumerate(self._steps[-1].rows)} if self._steps else {}
         self._last_step = command_id
-        step = DecodeStep(command_id, [_row(request, previous, hot_slot(request)) for request in batch], chunks)
+        step = DecodeStep(command_id, [_row(request, previous) for request in batch], chunks)
         for request in batch:
             request.in_flight += 1
             request.last_step = command_id
             request.joined = False
-        self.slow_masks.stepped(batch)
+        if self.slow_masks.masks:
+            self.slow_masks.stepped(batch)
         self._steps.append(step)
         return step
 
@@ -293,7 +297,7 @@ class RunQueue:
         return step
 
 
-def _row(request: Request, previous: dict[Request, int], hot_slot: RequestSlot | None) -> DecodeRow:
+def _row(request: Request, previous: dict[Request, int]) -> DecodeRow:
     """The next row of a request; `previous` has the row index of each request in the previous step."""
     return DecodeRow(
         request=request,
@@ -302,6 +306,6 @@ def _row(request: Request, previous: dict[Request, int], hot_slot: RequestSlot |
         position=request.kv_tokens + request.in_flight,
         pages=request.pages,
         output_index=len(request.output_ids) + request.in_flight,
-        hot_slot=hot_slot,
+        hot_slot=request.hot_slot,
         joined=request.joined,
     )

@@ -1,19 +1,20 @@
-"""Prompts that a decode server computes itself, in chunks that are part of its decode steps."""
+"""LOADING and COMPUTING prompts: those that a decode server computes itself, in chunks that are part of its steps."""
 
 import collections
 import math
+import statistics
 from collections.abc import Collection, Iterable, Sequence
 
 from ....common.arithmetic import round_up
-from ....transfer.protocol.messages import Load
+from ....common.sampling import TokenLogprob, pack_logprobs
+from ....transfer.protocol.messages import Load, PrefillDone, TransferKey
 from ...chunking.chunk_queue import Chunk, ChunkQueue
 from ...chunking.shared_prefix import PrefixesInProgress
 from ...chunking.step_rule import Waiting, gap_limit_s, prompt_time
-from ...rates import Rates
-from ..requests.dispatch_window import DispatchWindow, PromptKind
+from ...rates import Rate, RateBySize, Rates
+from ..placement.peers import DispatchWindow
 from ..requests.limits import DecodeLimits
 from ..requests.request import LocalPrompt, Prompt, Request
-from .step_budget import StepTimes
 
 STEPS_AHEAD = 4
 """Steps of prompt tokens that may wait here. Further prompts wait in the queue, where they hold no pages."""
@@ -22,8 +23,13 @@ STEP_ROWS = 128
 SHORT_PART = 0.2
 """Prompts that lengthen a step by at most this part of it are computed here: nobody notices such a gap."""
 
+REMEASURE_STEPS = 32
+"""After this many steps with prompt tokens, one step has none, to measure how long a decode step takes now."""
+LEAST_EXTRA = 0.05
+"""Prompt tokens take at least this part of a step: measured times vary, and their difference may be negative."""
 
-class LocalPrefill:
+
+class Computing:
     """The LOADING prompts and the queue of COMPUTING ones. Like a prefill server, it has a window that bounds it."""
 
     def __init__(self, limits: DecodeLimits, rates: Rates, counters: collections.Counter[str]) -> None:
@@ -35,33 +41,34 @@ class LocalPrefill:
         # with HiSparse, computed pages enter the prefix cache late, when their rows are in host memory
         shares_prefixes = limits.prefix_cache and not limits.hisparse
         self.prefixes = PrefixesInProgress(limits.page_size, self._most, enabled=shares_prefixes)
-        self.loading: set[LocalPrompt] = set()
-        """Prompts that wait for a load from the KV store, or until their cached prefix is in their hot buffer."""
+        self.prompts: set[LocalPrompt] = set()
+        """Those in the queue are COMPUTING. The others wait for a load from the KV store, or until their cached prefix
+        is in their hot buffer.
+        """
         self.times = StepTimes(rates.local_tokens)
         self.window = DispatchWindow()
         self.window.report(Load(window_tokens=STEPS_AHEAD * self._most))
 
     def is_open(self, prompt: Prompt) -> bool:
         """Whether this prompt may be started now."""
-        return self.window.is_open(PromptKind.of(prompt.priority, prompt.tokens))
+        return self.window.is_open(prompt.kind())
 
     def tokens_before(self, tokens: int) -> int:
         """Tokens of other prompts that are computed before a prompt of `tokens` tokens that arrives now is done. A
         longer prompt counts as `tokens` tokens, because the shorter one is computed beside it.
         """
-        return sum(min(local.left, tokens) for local in (*self.queue, *self.loading))
+        return sum(min(local.left, tokens) for local in self.prompts)
 
     def start(self, prompt: Prompt, cached: int, now: float) -> LocalPrompt:
         """Take a prompt that has its pages; [0, cached) of it were in the prefix cache. Call `loaded` to compute it."""
         assert prompt.grant is not None, f"prompt {prompt.prompt_id} is computed without pages"
         prompt.local = local = LocalPrompt(prompt, prompt.grant.pages, cached, now)
         self.window.sent(local.kind, local.left)
-        self.loading.add(local)
+        self.prompts.add(local)
         return local
 
     def loaded(self, local: LocalPrompt) -> None:
         """The prompt has all that its chunks need."""
-        self.loading.remove(local)
         self.queue.add(local)
         local.progress = self.prefixes.start(local.prompt.token_ids, local.computed, local.priority)
 
@@ -141,28 +148,127 @@ class LocalPrefill:
         """A step has computed this chunk. Returns whether a request still needs the prompt; then the caller adds the
         chunk to the prefix cache.
         """
-        local = chunk.prompt
+        local = chunk.owner
         if local.prompt.local is not local:
             return False
         local.compute_s += seconds
         local.computed = chunk.end
         if local.progress is not None:
-            self.prefixes.advance(local.progress, chunk.end)
+            self.prefixes.cached(local.progress, chunk.end)
         self.window.computed(local.kind, chunk.end - chunk.start)
         return True
+
+    def finish(self, local: LocalPrompt, first_tokens: tuple[TokenLogprob, ...], now: float) -> PrefillDone:
+        """The prompt is computed, with the first token of every sample. Says so as prefill servers do."""
+        prompt = local.prompt
+        self.remove(prompt)
+        return PrefillDone(
+            key=TransferKey(prompt.prompt_id, prompt.attempts),
+            first_tokens=first_tokens,
+            prompt_tokens=prompt.tokens,
+            chunks=0,
+            writes=0,
+            bytes_written=0,
+            queue_s=max(0.0, now - local.started_at - local.compute_s),
+            compute_s=local.compute_s,
+            transfer_tail_s=0.0,
+            cached_tokens=local.cached,
+            input_logprobs=pack_logprobs(local.input_logprobs),
+            stored_tokens=local.stored,
+        )
 
     def remove(self, prompt: Prompt) -> LocalPrompt:
         """The prompt is computed or given up. Its chunks in flight are ignored."""
         local, prompt.local = prompt.local, None
         assert local is not None, f"prompt {prompt.prompt_id} is not computed here"
-        if local in self.loading:
-            self.loading.remove(local)
-        else:
+        self.prompts.remove(local)
+        if local in self.queue:
             self.queue.remove(local)
         if local.progress is not None:
             self.prefixes.end(local.progress)
         self.window.returned(local.kind, local.prompt_tokens - local.computed)
         return local
+
+
+class StepTimes:
+    """Measures steps: the time of a decode step, and the rate of prompt tokens beside it or alone."""
+
+    def __init__(self, prompt_tokens: Rate) -> None:
+        """`prompt_tokens` gets the measured rate."""
+        self._prompt_tokens = prompt_tokens
+        self._alone = RateBySize()
+        """Prompt tokens in steps without running requests."""
+        self._beside: collections.deque[float] = collections.deque(maxlen=3)
+        """Prompt tokens per second in the last steps with running requests. Few samples: the rate falls while the
+        context of a prompt grows.
+        """
+        self._decode_steps: collections.defaultdict[int, Rate] = collections.defaultdict(lambda: Rate(samples=3))
+        """Steps without prompt tokens per second, by the bit length of the number of running requests. Few samples
+        each, because contexts grow.
+        """
+        self._steps: collections.deque[tuple[float, int, int]] = collections.deque()
+        """In flight, oldest first: start, running requests and prompt tokens."""
+        self.ended_at = -math.inf
+        """When the last step ended."""
+        self.running = 0
+        """Running requests of a step, also between two steps. The scheduler sets it before it places prompts."""
+        self._mixed = 0
+        """Steps with prompt tokens since the last one without."""
+
+    def idle_step_s(self, running: int) -> float | None:
+        """The time of a step of `running` requests without prompt tokens. If no such step was measured, the time for
+        the nearest smaller number of requests, or else for the nearest larger one; None without any measurement.
+        """
+        size = running.bit_length()
+        measured = self._decode_steps.get(size)
+        if measured is not None and measured.per_s is not None:
+            return 1 / measured.per_s
+        for _, rate in sorted(self._decode_steps.items(), key=lambda item: (item[0] > size, abs(item[0] - size))):
+            if rate.per_s is not None:
+                return 1 / rate.per_s
+        return None
+
+    def tokens_per_s(self, most: int) -> float | None:
+        """Prompt tokens per second beside running requests, from the last such steps. The result is at most the rate of
+        steps that had only prompt tokens, up to `most`: a few tokens beside many requests take hardly any time, so
+        their rate does not predict the time of many tokens.
+        """
+        beside = statistics.median(self._beside) if self._beside else None
+        return min((rate for rate in (beside, self._alone.at(most)) if rate is not None), default=None)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps in flight."""
+        return len(self._steps)
+
+    def remeasure(self, running: int) -> bool:
+        """Whether the next step, of `running` requests, should have no prompt tokens."""
+        return self._mixed >= REMEASURE_STEPS or running.bit_length() not in self._decode_steps
+
+    def started(self, running: int, tokens: int, now: float) -> None:
+        """A step with this many running requests and prompt tokens has been sent to the ranks."""
+        self._steps.append((now, running, tokens))
+        if running:
+            self._mixed = self._mixed + 1 if tokens else 0
+        if not tokens:
+            _ = self._decode_steps[running.bit_length()]  # this step measures it
+
+    def ended(self, now: float) -> float:
+        """The oldest step has ended. Returns its time, from its start or from the end of the previous one."""
+        started_at, running, tokens = self._steps.popleft()
+        seconds = now - max(started_at, self.ended_at)
+        self.ended_at = now
+        if not tokens:
+            self._decode_steps[running.bit_length()].measured(1, seconds)
+        elif not running:
+            self._prompt_tokens.measured(tokens, seconds)
+            self._alone.measured(tokens, seconds)
+        elif (idle_s := self.idle_step_s(running)) is not None:
+            extra_s = max(LEAST_EXTRA * seconds, seconds - idle_s)
+            self._prompt_tokens.measured(tokens, extra_s)
+            if extra_s > 0:
+                self._beside.append(tokens / extra_s)
+        return seconds
 
 
 def whole_tiles(tokens: int, batch: int, *, most: int, page_size: int) -> int:

@@ -5,8 +5,8 @@ import pytest
 from pdserve.common.sampling import SamplingParams, TokenLogprob
 from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.pages import PageAllocator
-from pdserve.scheduler.decode import prefix_inserts
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.memory import prefix_inserts
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.requests.limits import DecodeLimits
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import SendToFrontend, SendToPeer
@@ -122,7 +122,7 @@ def test_running_request_takes_pages_that_are_held_to_be_added() -> None:
         scheduler.step_done(step.command_id, [StepResult((TokenLogprob(7, None),), ())], 0.0)
         scheduler.advance(0.0)
     assert scheduler.counters["retractions"] == 0
-    assert scheduler.transitions.inserts.idle
+    assert scheduler.memory.inserts.idle
     scheduler.check_integrity()
 
 

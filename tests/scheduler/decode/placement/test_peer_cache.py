@@ -9,8 +9,8 @@ from pdserve.memory.index_spaces import KvPage
 from pdserve.memory.page_hashes import pack_short_hashes, page_hashes, short_hash
 from pdserve.memory.pages import PageAllocator
 from pdserve.memory.prefix_cache import PrefixCache
-from pdserve.scheduler.decode.dispatch.peer_cache import SENT_S, PeerCache
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer
+from pdserve.scheduler.decode.placement.peer_cache import SENT_S, PeerCache
+from pdserve.scheduler.decode.placement.peers import PrefillPeer
 from pdserve.scheduler.decode.scheduler import DecodeScheduler
 from pdserve.scheduler.messages.effects import Outbox, SendToPeer
 from pdserve.scheduler.messages.frontend import Submit
@@ -18,6 +18,7 @@ from pdserve.scheduler.prefill import cache_reports
 from pdserve.scheduler.prefill.cache_reports import INTERVAL_S, CacheReports
 from pdserve.transfer.control.events import MessageReceived
 from pdserve.transfer.protocol.messages import CachedPrefixes, InstanceId
+from tests.scheduler.outboxes import take_all
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
 PAGE = 4
@@ -50,7 +51,7 @@ class Reporting:
     def deliver(self) -> None:
         self.now += INTERVAL_S
         self.reports.due(self.now)
-        for effect in self.outbox.take_all():
+        for effect in take_all(self.outbox):
             assert isinstance(effect, SendToPeer)
             assert isinstance(effect.message, CachedPrefixes)
             self.messages += 1
@@ -175,7 +176,7 @@ def test_adopted_prompt_is_looked_up_in_the_caches_that_its_new_scheduler_knows(
         ranks.append((scheduler, peer))
     (first, peer_of_first), (second, peer_of_second) = ranks
     first.handle(Submit("r", tokens, SamplingParams(), page_hashes={PAGE: packed}), 0.0)
-    (prompt,) = first.dispatcher.queue
+    (prompt,) = first.rooms.queued
     assert peer_of_first.cached_tokens(prompt) == 8 * PAGE
     first.hand_over(prompt, second, 0.0)
     assert peer_of_second.cached_tokens(prompt) == 0

@@ -5,7 +5,7 @@ sent as `enable_hisparse` of the KvDestination.
 
 host    The request gets its hot buffer when its KV has arrived: a fully resident one is filled from host memory first.
 device  The request has a fully resident hot buffer before its prompt is sent, and takes its first step as soon as its
-        KV has arrived. Its rows are copied to host memory meanwhile (`RequestMemory.receive_rows`).
+        KV has arrived. Its rows are copied to host memory meanwhile (`HisparseMemory.receive_rows`).
 """
 
 import dataclasses

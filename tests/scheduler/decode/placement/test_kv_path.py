@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.kv_path import PathInputs, choose_path
+from pdserve.scheduler.decode.placement.kv_path import PathInputs, choose_path
 
 RESIDENT = PathInputs(
     peer_writes_both=True,

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 
 from ...chunking.step_rule import gap_limit_s
+from ..placement.peers import PrefillPeers
 from ..requests.limits import DecodeLimits
 from ..requests.request import Request
-from .prefill_peers import PrefillPeers
-from .step_budget import StepTimes
+from .computing import StepTimes
 
 TURN_PART = 0.5
 """The part of the limit on gaps after which the tokens of a step come. The step itself may take longer than measured,

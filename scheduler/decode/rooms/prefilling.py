@@ -1,132 +1,62 @@
-"""The prompts that prefill servers compute: sends them, tracks the transfer of their KV, and gives up attempts.
+"""PREFILLING and VERIFYING prompts: sends them to prefill servers, tracks the transfer of their KV, gives up attempts.
 
-An attempt that was given up leaves its pages in quarantine: its writer may still write them.
+An attempt that was given up leaves its pages in quarantine: its writer may still write them (memory/holds.py).
 """
 
-import dataclasses
-import math
 from collections.abc import Sequence
 
-from ....memory.index_spaces import HotPage, KvPage
-from ....memory.pages import PageGrant, pages_for
+from ....memory.pages import pages_for
 from ....transfer.protocol.messages import (
     Abort,
     ChunkArrived,
     InstanceId,
     KvDestination,
+    KvPath,
     PrefillDone,
+    StageArrived,
+    StageRequest,
+    StageStopped,
     TransferKey,
 )
+from ...chunking.shared_prefix import PrefixesInProgress
 from ...messages.effects import SendToPeer
 from ...messages.ranks import OpenHot
+from ..memory.hisparse_memory import HisparseMemory
 from ..memory.hot_buffers import HotBuffers
+from ..memory.request_memory import Reservation
 from ..memory.resources import Resources
+from ..placement.kv_path import PathInputs, choose_path
+from ..placement.peers import PrefillPeer, PrefillPeers, Selection
 from ..requests.request import Attempt, Prompt
-from ..requests.reservation import Reservation
-from .kv_path import PathInputs, choose_path
-from .placer import Placer
-from .prefill_peers import PrefillPeer, PrefillPeers, Selection, prompt_kind
 from .staging import RankRing, StagedArrivals
 
-LOOK_S = 0.05
-"""A look at all prompts takes up to a millisecond."""
 
+class Prefilling:
+    """Owns the transfers in flight and their staged parts. `prompts` maps transfers to prompts."""
 
-@dataclasses.dataclass(slots=True)
-class QuarantinedPages:
-    """The pages of an attempt that was given up. `release_at` is infinite until the writer is known to have stopped."""
-
-    key: TransferKey
-    instance: InstanceId
-    grant: PageGrant[KvPage]
-    release_at: float
-    hot_grant: PageGrant[HotPage] | None = None
-    """Of a hot buffer that the writer writes rows to (HiSparse)."""
-
-
-class Quarantine:
-    """All quarantined pages of a decode server. A writer has stopped when it reports so. When its connection closes,
-    bytes in flight may still arrive, so the pages stay for another `quarantine_s`.
-    """
-
-    def __init__(self, quarantine_s: float) -> None:
-        self._quarantine_s = quarantine_s
-        self._pages: dict[TransferKey, QuarantinedPages] = {}
-
-    def __len__(self) -> int:
-        return len(self._pages)
-
-    @property
-    def pages(self) -> int:
-        return sum(len(quarantined.grant.held) for quarantined in self._pages.values())
-
-    @property
-    def hot_pages(self) -> int:
-        grants = (quarantined.hot_grant for quarantined in self._pages.values())
-        return sum(len(grant.pages) for grant in grants if grant is not None)
-
-    def put(self, prompt: Prompt, hot_grant: PageGrant[HotPage] | None = None) -> None:
-        """Quarantine the pages of the prompt's attempt, and of its hot buffer, which its writer may still write."""
-        attempt, grant = prompt.attempt, prompt.grant
-        assert attempt is not None, f"prompt {prompt.prompt_id} has no attempt to quarantine"
-        assert grant is not None, f"prompt {prompt.prompt_id} has no pages to quarantine"
-        self._pages[attempt.key] = QuarantinedPages(attempt.key, attempt.instance, grant, math.inf, hot_grant)
-        prompt.grant = None
-
-    def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
-        """The writer issues no more writes; with `late_writes`, bytes may be in flight. Unknown keys are ignored.
-
-        Only the first report counts. If a transfer fails before our Abort arrives, its TransferFailed may report late
-        writes; the AbortAck that follows never does.
-        """
-        quarantined = self._pages.get(key)
-        if quarantined is not None and quarantined.release_at == math.inf:
-            quarantined.release_at = now + (self._quarantine_s if late_writes else 0.0)
-
-    def writer_closed(self, instance: InstanceId, now: float) -> None:
-        """The connection of this peer is closed: only bytes in kernel buffers may still arrive."""
-        for quarantined in self._pages.values():
-            if quarantined.instance == instance:
-                quarantined.release_at = min(quarantined.release_at, now + self._quarantine_s)
-
-    def resumed(self, absent_s: float, now: float) -> None:
-        """This process did not run for `absent_s`: bytes that its kernel has received are still to be written."""
-        for quarantined in self._pages.values():
-            if quarantined.release_at < math.inf:
-                quarantined.release_at = min(quarantined.release_at + absent_s, now + self._quarantine_s)
-
-    def take_due(self, now: float) -> list[QuarantinedPages]:
-        """Remove and return the pages whose writer has stopped; the caller releases its hold of their grants."""
-        due = [quarantined for quarantined in self._pages.values() if quarantined.release_at <= now]
-        for quarantined in due:
-            del self._pages[quarantined.key]
-        return due
-
-
-class RemotePrefill:
-    """Owns the transfers in flight, their staged parts and the quarantine. `prompts` maps transfers to prompts."""
-
-    def __init__(self, resources: Resources, rings: Sequence[RankRing], *, peers: PrefillPeers, placer: Placer) -> None:
+    def __init__(self, resources: Resources, rings: Sequence[RankRing], peers: PrefillPeers) -> None:
         self._limits = limits = resources.limits
         self._memory = resources.memory
-        self._counters = counters = resources.counters
-        self._outbox = outbox = resources.outbox
+        self._counters = resources.counters
+        self._rates = resources.rates
+        self._outbox = resources.outbox
         self._peers = peers
-        self._placer = placer
         self.prompts: dict[TransferKey, Prompt] = {}
-        self._look_at = -math.inf
-        """When to look for late prompts again."""
-        self.quarantine = Quarantine(limits.quarantine_s)
-        self.staging = StagedArrivals(
-            rings, limits.page_size, limits.quarantine_s, counters, outbox, self._memory.commands
-        )
+        self.prefixes = PrefixesInProgress(limits.page_size, limits.max_step_tokens, enabled=limits.prefix_cache)
+        """Of prompts at prefill servers, which compute a shared prefix once, too. Only placement uses it."""
+        self.staging: StagedArrivals | None = None
+        if rings:
+            holds, outbox = self._memory.holds, self._outbox
+            self.staging = StagedArrivals(
+                rings, limits.page_size, limits.quarantine_s, resources.counters, outbox, holds
+            )
 
     def send(self, prompt: Prompt, reservation: Reservation, selection: Selection, now: float) -> None:
         """Send a prompt, whose pages are reserved, to the selected server."""
         peer, expected = selection.peer, selection.cached
         prompt.attempts += 1
         key = TransferKey(prompt.prompt_id, prompt.attempts)
-        kind = prompt_kind(prompt, expected)
+        kind = prompt.kind(expected or 0)
         cached = reservation.prefix_tokens - reservation.unseen_tokens
         tokens = max(1, prompt.tokens - max(cached, expected or 0))
         members = prompt.waiting
@@ -150,22 +80,24 @@ class RemotePrefill:
         if reservation.copied is not None:
             (source,) = reservation.copied.pages
             self._memory.copy_page(source, new_pages[0], tokens=within)
-            self._memory.release_grant(reservation.copied)
+            self._memory.holds.release(reservation.copied)
         destinations: list[Sequence[int]] = [new_pages]
         to_host = False
         opened: OpenHot | None = None
-        if (hot := self._memory.hot) is not None:
-            choice = choose_path(self._path_inputs(prompt, peer, hot))
+        if isinstance(memory := self._memory, HisparseMemory):
+            choice = choose_path(self._path_inputs(prompt, peer, memory.hot))
             self._counters[f"kv_path_{choice.path}_{choice.reason}"] += 1
             to_host = choice.path == "host"
             if not to_host:
-                opened = self._memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
-                destinations.append(hot.announced(attempt.hot_pages[first_new:]))
+                opened = memory.open_for_arrival(prompt, attempt, reservation.prompt.pages)
+                destinations.append(memory.hot.announced(attempt.hot_pages[first_new:]))
         if within:
             count = prompt.tokens - reservation.prefix_tokens
             destinations = [self._rows(pages, within, count) for pages in destinations]
         self.prompts[key] = prompt
-        self._placer.sent(prompt, attempt)
+        if self._limits.local_prefill == "auto":
+            whole = cached // self._limits.page_size * self._limits.page_size
+            attempt.progress = self.prefixes.start(prompt.token_ids, whole, prompt.priority)
         if peer.answered_all:
             peer.heard_at = now
         rate = self._peers.rate(peer.instance)
@@ -179,7 +111,7 @@ class RemotePrefill:
             timeout_s=min(self._limits.prefill_timeout_s, max(request.deadline for request in members) - now),
             granularity="token" if within else "page",
             prefix_tokens=reservation.prefix_tokens,
-            room=prompt.room,
+            room=prompt.bootstrap_room,
             verify=self._limits.verify_kv,
             samples=prompt.samples,
             output_tokens=prompt.output_tokens,
@@ -191,7 +123,8 @@ class RemotePrefill:
         arrays += [()] * (3 - len(arrays))  # no hot indices
         arrays.append((prompt.traceparent or "").encode())
         arrays.append((round(1000 * (now - prompt.arrived_at)), round(1000 * (prompt.slo_ttft_s or 0))))
-        self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, reservation.prompt)
+        if self.staging is not None:
+            self.staging.open(key, peer.instance, reservation.prefix_tokens, prompt.tokens, reservation.prompt)
         self._outbox.append(SendToPeer(peer.instance, message, tuple(arrays)))
         if opened is not None:
             self._outbox.append(opened)
@@ -199,20 +132,7 @@ class RemotePrefill:
     def of_peer(self, instance: InstanceId) -> list[Prompt]:
         """Prompts that were sent to this prefill server and that it has not finished."""
         attempts = ((prompt, _attempt(prompt)) for prompt in self.prompts.values())
-        return [prompt for prompt, attempt in attempts if attempt.instance == instance and not attempt.written]
-
-    def first_late(self, now: float) -> Prompt | None:
-        """The first prompt that its prefill server will bring late, and that this server computes sooner. When there is
-        none, the next look is LOOK_S later.
-        """
-        if self._limits.local_prefill != "auto" or now < self._look_at:
-            return None
-        for prompt in self.prompts.values():
-            attempt = _attempt(prompt)
-            if not attempt.written and self._placer.is_late(prompt, attempt, now):
-                return prompt
-        self._look_at = now + LOOK_S
-        return None
+        return [prompt for prompt, attempt in attempts if attempt.instance == instance and attempt.done is None]
 
     def chunk_arrived(self, chunk: ChunkArrived) -> bool:
         """Record a chunk; False if its transfer is not in flight."""
@@ -231,24 +151,56 @@ class RemotePrefill:
             window.computed(attempt.kind, tokens)
         return True
 
-    def written(self, done: PrefillDone) -> bool:
-        """Prefill has written everything. Returns whether all of it is in its pages; if not, `staging.scattered()`
-        returns `done` later.
-        """
-        prompt = self.prompts.get(done.key)
-        if prompt is not None and not (attempt := _attempt(prompt)).written:
-            attempt.written = True
-            self._leave_prefill(attempt)
-        return not self.staging.hold(done)
+    def receive_staged(
+        self, instance: InstanceId, message: StageRequest | StageArrived | StageStopped, now: float
+    ) -> str | None:
+        """A message about a part of a staged transfer. Returns the reason if the transfer has to fail."""
+        if self.staging is None:
+            return "this server has no staging ring"
+        return self.staging.receive(instance, message, now)
 
-    def check_complete(self, prompt: Prompt, done: PrefillDone) -> str | None:
-        """Check a transfer that prefill reports as done. Returns what is missing, or None."""
-        arrived = _attempt(prompt).tokens_arrived()
+    def done(self, prompt: Prompt, done: PrefillDone) -> bool:
+        """Prefill has written everything; staged parts may not be in their pages yet. Returns False if it was known."""
+        attempt = _attempt(prompt)
+        if attempt.done is not None:
+            return False
+        attempt.done = done
+        self._leave_prefill(attempt)
+        return True
+
+    def landed(self, prompt: Prompt) -> bool:
+        """Whether all that prefill has written is in its pages."""
+        return self.staging is None or not self.staging.misses(_attempt(prompt).key)
+
+    def missing(self, prompt: Prompt, done: PrefillDone) -> str | None:
+        """What is missing in a transfer that prefill reports as done, or None."""
+        attempt = _attempt(prompt)
+        arrived = attempt.prefix_tokens  # without a gap, from the start
+        for chunk in sorted(attempt.chunks, key=lambda chunk: chunk.token_start):
+            if chunk.token_start > arrived:
+                break
+            arrived = max(arrived, chunk.token_end)
         if arrived != prompt.tokens:
             return f"prefill reported the end after {arrived} of {prompt.tokens} prompt tokens"
         if len(done.first_tokens) < prompt.samples:
             return f"prefill sent {len(done.first_tokens)} first tokens for {prompt.samples} samples"
         return None
+
+    def count(self, prompt: Prompt, done: PrefillDone, now: float) -> None:
+        """Count and measure a transfer that has arrived."""
+        attempt, counters = _attempt(prompt), self._counters
+        counters["transfers"] += 1
+        counters["transfer_bytes"] += done.bytes_written
+        counters[f"path_bytes_{self.path(attempt)}"] += done.bytes_written
+        counters["transfer_writes"] += done.writes
+        if attempt.expected_cached is not None:
+            counters["dispatch_tokens_reused"] += done.cached_tokens
+        self._rates.prefilled_tokens.measured(done.prompt_tokens - done.cached_tokens, done.compute_s)
+        self._rates.transfers.ended(now - attempt.sent_at - done.queue_s - done.compute_s, now)
+
+    def path(self, attempt: Attempt) -> KvPath:
+        """Where prefill writes the rows."""
+        return "device" if attempt.hot_pages or self._memory.hot is None else "host"
 
     def give_up(self, prompt: Prompt, reason: str, *, abort: bool) -> None:
         """Quarantine the pages of an attempt. With `abort`, tell its writer to stop."""
@@ -257,46 +209,50 @@ class RemotePrefill:
         attempt.given_up = True
         if abort:
             self._outbox.append(SendToPeer(attempt.instance, Abort(attempt.key, reason)))
-        hot = self._memory.hot if attempt.hot_pages else None
-        self.quarantine.put(prompt, hot.quarantine(prompt.prompt_id) if hot is not None else None)
+        self._memory.quarantine(prompt)
 
     def writer_stopped(self, key: TransferKey, *, late_writes: bool, now: float) -> None:
         """The writer of a transfer issues no more writes, neither into its pages nor into the staging rings."""
-        self.quarantine.writer_stopped(key, late_writes=late_writes, now=now)
-        self.staging.writer_stopped(key, late_writes=late_writes, now=now)
+        self._memory.holds.writer_stopped(key, late_writes=late_writes, now=now)
+        if self.staging is not None:
+            self.staging.writer_stopped(key, late_writes=late_writes, now=now)
 
     def leave(self, prompt: Prompt) -> None:
         """Remove a transfer that is done or given up. No further part of it is scattered."""
         attempt = _attempt(prompt)
-        self.staging.close(attempt.key)
+        if self.staging is not None:
+            self.staging.close(attempt.key)
         del self.prompts[attempt.key]
-        self._placer.returned(attempt)
-        if not attempt.written:
+        if attempt.progress is not None:
+            self.prefixes.end(attempt.progress)
+        if attempt.done is None:
             self._leave_prefill(attempt)
 
     def withdraw(self, prompt: Prompt, reason: str, now: float) -> None:
         """No request needs this prompt any more: stop its writer."""
         attempt = _attempt(prompt)
         if prompt.grant is not None:  # not in quarantine yet
-            self.give_up(prompt, reason, abort=not attempt.written)
-            if attempt.written:
+            self.give_up(prompt, reason, abort=attempt.done is None)
+            if attempt.done is not None:
                 self.writer_stopped(attempt.key, late_writes=False, now=now)
         self.leave(prompt)
 
+    def gauges(self) -> dict[str, float]:
+        """Occupancy of the staging rings, for the metrics."""
+        names = ("staging_ring_bytes", "staging_ring_bytes_granted", "staging_parts_waiting")
+        return self.staging.gauges() if self.staging is not None else dict.fromkeys(names, 0)
+
     def peer_closed(self, instance: InstanceId, now: float) -> None:
         """The connection to a prefill server is closed."""
-        self.quarantine.writer_closed(instance, now)
-        self.staging.peer_closed(instance, now)
+        self._memory.holds.writer_closed(instance, now)
+        if self.staging is not None:
+            self.staging.peer_closed(instance, now)
 
     def resumed(self, absent_s: float, now: float) -> None:
         """This process did not run for `absent_s`: that time does not count as quarantine."""
-        self.quarantine.resumed(absent_s, now)
-        self.staging.resumed(absent_s, now)
-
-    def take_released(self, now: float) -> list[QuarantinedPages]:
-        """The pages whose quarantine is over; the caller releases their grants."""
-        self.staging.due(now)
-        return self.quarantine.take_due(now)
+        self._memory.holds.resumed(absent_s, now)
+        if self.staging is not None:
+            self.staging.resumed(absent_s, now)
 
     def _rows(self, pages: Sequence[int], first: int, count: int) -> list[int]:
         """Rows of a pool for `count` tokens, from offset `first` of the first page on."""

@@ -147,6 +147,6 @@ def test_servers_that_report_no_cache_get_prompts_by_load() -> None:
         for rid in ("first", "second"):
             simulator.submit_prompt(rid, tuple(range(160)), 1)
             simulator.run(lambda rid=rid, simulator=simulator: rid in simulator.ended_at)  # type: ignore[misc]
-        assert simulator.decode.dispatcher.peers.hashed_page_sizes == ()
+        assert simulator.decode.peers.hashed_page_sizes == ()
         assert simulator.decode.counters["dispatch_load"] == 2
         assert simulator.decode.counters["dispatch_tokens_expected"] == 0

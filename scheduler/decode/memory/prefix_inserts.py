@@ -4,12 +4,13 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from ...memory.index_spaces import KvPage
-from ...memory.pages import PageGrant
-from ...memory.prefix_cache import InsertedPrefix
-from ..messages.lifecycle import State
-from .memory.resources import Resources
-from .requests.request import Request
+from ....memory.index_spaces import KvPage
+from ....memory.pages import PageGrant
+from ....memory.prefix_cache import InsertedPrefix, PrefixCache
+from ...messages.lifecycle import State
+from ...store.kv_store import KvStore
+from ..requests.request import LocalPrompt, Request
+from .holds import Holds
 
 PAGES_INSERTED = 256
 """Pages that one turn adds: about 0.3 ms."""
@@ -31,11 +32,11 @@ class _Ended:
 class PrefixInserts:
     """Pages are added in the order of the sequence, so what is added is always a prefix."""
 
-    def __init__(self, resources: Resources) -> None:
-        self._pages = resources.pages
-        self._cache = resources.cache
-        self._store = resources.kv_store
-        self._page_size = resources.limits.page_size
+    def __init__(self, holds: Holds, cache: PrefixCache, kv_store: KvStore[LocalPrompt] | None, page_size: int) -> None:
+        self._holds = holds
+        self._cache = cache
+        self._kv_store = kv_store
+        self._page_size = page_size
         self._arrived: collections.deque[Request] = collections.deque()
         """Requests whose prompts are not added yet; some may have ended or been retracted."""
         self._ended: collections.deque[_Ended] = collections.deque()
@@ -59,14 +60,14 @@ class PrefixInserts:
         if len(tokens) // self._page_size <= done + PAGES_AT_ONCE:
             self._add_ended(ended, len(tokens))
         else:
-            self._pages.hold(request.grant)
+            self._holds.hold(request.grant)
             self._ended.append(ended)
 
     def keep(self, tokens: Sequence[int], grant: PageGrant[KvPage], inserted: InsertedPrefix) -> None:
         """Add all full pages of a finished request, and offer them to the KV store."""
         self._cache.insert(tokens, grant.pages, inserted, freed=grant.freed)
-        if self._store is not None:
-            self._store.offer(self._store.new_chain(), tokens, inserted)
+        if self._kv_store is not None:
+            self._kv_store.offer(self._kv_store.new_chain(), tokens, inserted)
 
     def add_some(self, *, running: bool) -> None:
         """Add a few pages. Call it when the ranks have their next step: to add all pages of a long prompt at once would
@@ -87,13 +88,13 @@ class PrefixInserts:
             done = max(ended.request.inserted.pages, ended.request.prompt.inserted.pages, ended.grant.freed)
             end = (done + (PAGES_INSERTED if running else PAGES_AT_ONCE)) * self._page_size
             if self._add_ended(ended, end):
-                self._pages.release(self._ended.popleft().grant)
+                self._holds.release(self._ended.popleft().grant)
 
     def drop_ended(self) -> bool:
         """Give up the pages that are held to be added: a request needs some. Returns whether there were any."""
         dropped, self._ended = self._ended, collections.deque()
         for ended in dropped:
-            self._pages.release(ended.grant)
+            self._holds.release(ended.grant)
         return bool(dropped)
 
     def _add_ended(self, ended: _Ended, end: int) -> bool:

@@ -1,4 +1,4 @@
-"""The prefill servers that a decode server is paired with, and the choice of one for each prompt."""
+"""The prefill servers that a decode server is paired with, what each has to do, and the choice of one for a prompt."""
 
 import dataclasses
 import math
@@ -8,10 +8,99 @@ from typing import NamedTuple
 from ....configs.setting_types import DispatchSetting
 from ....transfer.control.events import describe_absence
 from ....transfer.protocol.messages import CachedPrefixes, InstanceId, Load
-from ..requests.dispatch_window import DispatchWindow, PromptKind
-from ..requests.request import Prompt
+from ..requests.request import Prompt, PromptKind
 from .choice import Candidate, Reason, choose
 from .peer_cache import PeerCache
+
+DEFAULT_TOKENS = 8192
+"""Dispatch window of a prefill server that has not reported one."""
+SHORT_PART = 4
+"""A short prompt has at most 1 / SHORT_PART of the window."""
+MIN_LONG_PROMPTS = 2
+"""Long prompts that a window always admits: the computing prompt and the next one."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Sent:
+    """Prompts of one kind that are at the prefill server."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+
+class DispatchWindow:
+    """Bounds the tokens that a decode server has at one prefill server at a time.
+
+    A dispatched prompt holds pages on decode until its KV has arrived. So prompts wait in the queue of decode, where
+    they hold no pages, and not on prefill. The prefill server reports how many tokens keep it busy until the next
+    prompt arrives (`Load.window_tokens`). There are two windows of that size:
+
+    - One for short prompts. Prefill computes them beside longer ones (chunk_queue.py), so longer ones do not count.
+    - One for all others. Everything at the prefill server counts, also prompts of other decode servers. It is always
+      open to MIN_LONG_PROMPTS, so each of several decode servers gets a share.
+
+    Prompts of a lower priority count for neither: prefill computes them later.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = DEFAULT_TOKENS
+        self._others = 0
+        self._sent: dict[PromptKind, _Sent] = {}
+        self.own_tokens = 0
+        """Tokens that were dispatched and whose KV has not arrived."""
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens that prefill has to compute before a prompt that is dispatched now: ours, and those of other decode
+        servers. Another thread reads this, so it must not iterate over `_sent`.
+        """
+        return self.own_tokens + self._others
+
+    def tokens_before(self, tokens: int) -> int:
+        """The part of `tokens_ahead` that prefill computes before a prompt of `tokens` tokens is done. A longer prompt
+        counts only as `tokens` tokens, because prefill computes the shorter one beside it.
+        """
+        return self._others + sum(min(sent.tokens, sent.prompts * tokens) for sent in self._sent.values())
+
+    def report(self, load: Load) -> None:
+        """Take a heartbeat of the prefill server. It only tells the tokens of other decode servers: for our own tokens,
+        the count in this process is newer.
+        """
+        self._tokens = load.window_tokens or DEFAULT_TOKENS
+        self._others = max(0, load.waiting_tokens - self.own_tokens)
+
+    def sent(self, kind: PromptKind, tokens: int) -> None:
+        """A prompt was dispatched, with `tokens` tokens to compute."""
+        sent = self._sent.setdefault(kind, _Sent())
+        sent.prompts += 1
+        sent.tokens += tokens
+        self.own_tokens += tokens
+
+    def computed(self, kind: PromptKind, tokens: int) -> None:
+        """KV of `tokens` tokens has arrived."""
+        self._sent[kind].tokens -= tokens
+        self.own_tokens -= tokens
+
+    def returned(self, kind: PromptKind, tokens: int) -> None:
+        """A prompt is done or was given up; the KV of `tokens` tokens has not arrived."""
+        sent = self._sent[kind]
+        sent.prompts -= 1
+        sent.tokens -= tokens
+        self.own_tokens -= tokens
+        if not sent.prompts:
+            del self._sent[kind]
+
+    def is_open(self, kind: PromptKind) -> bool:
+        """Whether a prompt of this kind may be dispatched now."""
+        ahead = [(other, sent) for other, sent in self._sent.items() if other.priority >= kind.priority]
+        if self._is_short(kind):
+            return sum(sent.tokens for other, sent in ahead if self._is_short(other)) < self._tokens
+        if sum(sent.tokens for _, sent in ahead) + self._others < self._tokens:
+            return True
+        return sum(sent.prompts for other, sent in ahead if not self._is_short(other)) < MIN_LONG_PROMPTS
+
+    def _is_short(self, kind: PromptKind) -> bool:
+        return 1 << kind.bits <= self._tokens // SHORT_PART
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,6 +194,8 @@ class PrefillPeers:
     def __init__(self, mode: DispatchSetting = "load") -> None:
         self._mode: DispatchSetting = mode
         self._peers: dict[InstanceId, PrefillPeer] = {}
+        self.any_beside = False
+        """A server computes on the GPU or the CPU cores of this one."""
         self._lost_at: dict[str | None, float] = {}
         """For each endpoint without a server: when its last server was lost. The key None stands for all endpoints: it
         is set while there is no server at all.
@@ -114,6 +205,7 @@ class PrefillPeers:
 
     def up(self, peer: PrefillPeer) -> None:
         self._peers[peer.instance] = peer
+        self.any_beside |= peer.shares_device
         self._found(peer.endpoints)
 
     def alias(self, instance: InstanceId, endpoint: str) -> None:
@@ -125,6 +217,7 @@ class PrefillPeers:
     def lost(self, instance: InstanceId, now: float) -> None:
         peer = self._peers.pop(instance, None)
         if peer is not None:
+            self.any_beside = any(other.shares_device for other in self._peers.values())
             self._note_absence(peer, now)
 
     def leaving(self, instance: InstanceId, now: float) -> None:
@@ -184,7 +277,7 @@ class PrefillPeers:
         peers = self.able(prompt)
         if len(peers) == 1 and not prompt.page_hashes:
             (peer,) = peers
-            is_open = peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, None))
+            is_open = peer.backoff_until <= now and peer.window.is_open(prompt.kind())
             return Selection(peer, is_open, "load", None) if is_open else None
         cached = [peer.cached_tokens(prompt) if self._mode == "prefix" else None for peer in peers]
         candidates = [
@@ -192,7 +285,7 @@ class PrefillPeers:
                 ahead=self._ahead(peer, prompt.tokens - (tokens or 0), now),
                 cached=tokens or 0,
                 fullness=peer.cache.stored_tokens / (peer.capacity * peer.cache.ranks),
-                is_open=peer.backoff_until <= now and peer.window.is_open(prompt_kind(prompt, tokens)),
+                is_open=peer.backoff_until <= now and peer.window.is_open(prompt.kind(tokens or 0)),
                 failed=peer.instance == last,
                 sent_at=peer.sent_at,
             )
@@ -293,8 +386,3 @@ class PrefillPeers:
             for peer in self._peers.values()
             if not peer.leaving and (endpoint is None or endpoint in peer.endpoints)
         ]
-
-
-def prompt_kind(prompt: Prompt, cached: int | None) -> PromptKind:
-    """The kind of a prompt for the dispatch window of a server that has `cached` tokens of it, if that is known."""
-    return PromptKind.of(prompt.priority, prompt.tokens - (cached or 0))

@@ -5,11 +5,10 @@ import math
 import pytest
 
 from pdserve.common.sampling import SamplingParams
-from pdserve.scheduler.decode.dispatch.prefill_peers import PrefillPeer, PrefillPeers
-from pdserve.scheduler.decode.dispatch.step_budget import StepTimes
-from pdserve.scheduler.decode.dispatch.turns import TURN_PART, Turns
-from pdserve.scheduler.decode.requests.dispatch_window import PromptKind
-from pdserve.scheduler.decode.requests.request import Prompt, Request
+from pdserve.scheduler.decode.placement.peers import PrefillPeer, PrefillPeers
+from pdserve.scheduler.decode.requests.request import Prompt, PromptKind, Request
+from pdserve.scheduler.decode.rooms.computing import StepTimes
+from pdserve.scheduler.decode.rooms.turns import TURN_PART, Turns
 from pdserve.scheduler.rates import Rate
 from pdserve.transfer.protocol.messages import InstanceId, Load
 from tests.scheduler.simulation.timed_simulator import decode_limits
@@ -26,7 +25,7 @@ def turns(*, shares_gpu: bool = True, tokens: int = TOKENS, rate: float = 10_000
     peers.report(peer.instance, Load(tokens_per_s=rate))
     peer.heard_at = ENDED_AT
     if tokens:
-        peer.window.sent(PromptKind.of(0, tokens), tokens)
+        peer.window.sent(PromptKind(0, tokens.bit_length()), tokens)
     times = StepTimes(Rate())
     times.started(4, 0, ENDED_AT - STEP_S)
     times.ended(ENDED_AT)

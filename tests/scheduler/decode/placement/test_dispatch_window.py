@@ -6,9 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.scheduler.decode.requests.dispatch_window import DEFAULT_TOKENS, DispatchWindow, PromptKind
+from pdserve.scheduler.decode.placement.peers import DEFAULT_TOKENS, DispatchWindow
+from pdserve.scheduler.decode.requests.request import Prompt, PromptKind
 from pdserve.transfer.protocol.messages import Load
 from tests.scheduler.simulation.timed_simulator import LATENCY_S, TimedSimulator, decode_limits
+
+
+def kind_of(priority: int, tokens: int) -> PromptKind:
+    return Prompt(1, (1,) * tokens, priority=priority, now=0.0).kind()
 
 
 @pytest.mark.slow
@@ -100,7 +105,7 @@ def test_long_prompt_of_one_endpoint_does_not_block_others() -> None:
 
 def test_window_has_the_size_that_prefill_reports() -> None:
     window = DispatchWindow()
-    long, short = PromptKind.of(0, 2000), PromptKind.of(0, 100)
+    long, short = kind_of(0, 2000), kind_of(0, 100)
     for _ in range(5):
         assert window.is_open(long)
         window.sent(long, 2000)
@@ -110,7 +115,7 @@ def test_window_has_the_size_that_prefill_reports() -> None:
     window.report(Load(window_tokens=4000, waiting_tokens=10_000))
     assert not window.is_open(long)
     assert window.is_open(short)
-    assert window.is_open(PromptKind.of(1, 2000)), "lower priorities do not count"
+    assert window.is_open(kind_of(1, 2000)), "lower priorities do not count"
     for _ in range(3):
         window.computed(long, 500)
         window.returned(long, 1500)
@@ -128,12 +133,12 @@ def test_window_has_the_size_that_prefill_reports() -> None:
 def test_short_prompts_have_their_own_window() -> None:
     window = DispatchWindow()
     window.report(Load(window_tokens=4000, waiting_tokens=50_000))
-    short = PromptKind.of(0, 100)
+    short = kind_of(0, 100)
     for _ in range(40):
         assert window.is_open(short)
         window.sent(short, 100)
     assert not window.is_open(short)
-    assert window.is_open(PromptKind.of(0, 2000)), "short prompts do not close the window of the others"
+    assert window.is_open(kind_of(0, 2000)), "short prompts do not close the window of the others"
 
 
 @pytest.fixture
@@ -148,7 +153,7 @@ def frequent_thread_switches() -> Iterator[None]:
 def test_another_thread_reads_the_tokens_ahead_while_prompts_come_and_go() -> None:
     """The thread that sends the status reads them. Iterating over a dictionary that changes would raise."""
     window, done = DispatchWindow(), threading.Event()
-    kinds = [PromptKind.of(priority, 100) for priority in range(64)]
+    kinds = [kind_of(priority, 100) for priority in range(64)]
 
     def send() -> None:
         while not done.is_set():

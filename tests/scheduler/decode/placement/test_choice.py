@@ -1,6 +1,6 @@
 """The choice of a prefill server, by cached prefix and queue."""
 
-from pdserve.scheduler.decode.dispatch.choice import REUSE_WEIGHT, Candidate, Choice, choose
+from pdserve.scheduler.decode.placement.choice import REUSE_WEIGHT, Candidate, Choice, choose
 
 
 def test_by_load_the_shortest_queue_that_is_open() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.step_budget import REMEASURE_STEPS, StepTimes
+from pdserve.scheduler.decode.rooms.computing import REMEASURE_STEPS, StepTimes
 from pdserve.scheduler.rates import Rate
 
 

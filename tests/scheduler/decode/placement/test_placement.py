@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.placement import MUCH_LATER, Placement, PlacementInputs, place
+from pdserve.scheduler.decode.placement.place import MUCH_LATER, Placement, PlacementInputs, place
 from pdserve.scheduler.messages.counters import DECODE_COUNTERS
 
 UNMEASURED = {"remote_s": None}
@@ -13,9 +13,6 @@ UNMEASURED = {"remote_s": None}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"mode": "never"}, ("remote", "never")),
-        ({"mode": "never", "servers": "absent", "short": True}, ("remote", "never")),
-        ({"mode": "always", "room": "never"}, ("local", "always")),
         ({"servers": "absent"}, ("local", "absent")),
         ({"servers": "expected"}, (None, "pairing")),
         ({"servers": "expected", "failed": "failed"}, ("local", "failed")),
@@ -42,7 +39,7 @@ UNMEASURED = {"remote_s": None}
     ],
 )
 def test_decision(changes: dict[str, Any], expected: tuple[str | None, str]) -> None:
-    known = {"mode": "auto", "due_s": 0.4, "remote_s": 0.03, "local_s": 0.02}
+    known = {"due_s": 0.4, "remote_s": 0.03, "local_s": 0.02}
     placement = place(PlacementInputs(**{**known, **changes}))
     assert placement == Placement(*expected)  # type: ignore[arg-type]  # a literal
     if placement.where is not None:

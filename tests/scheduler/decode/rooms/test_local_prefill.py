@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from pdserve.scheduler.decode.dispatch.local_prefill import LocalPrefill, whole_tiles
+from pdserve.scheduler.decode.rooms.computing import Computing, whole_tiles
 from pdserve.scheduler.rates import Rates
 from tests.scheduler.simulation.timed_simulator import decode_limits
 
@@ -26,7 +26,7 @@ def test_a_step_does_not_begin_a_tile_for_a_few_tokens(batch: int, most: int, ro
 def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_flight: int, wait_s: float) -> None:
     """A decode step takes 10 ms in a stage, with prompt tokens 20 ms."""
     limits = decode_limits(page_size=16, max_step_tokens=512, slo_itl_s=stages * 0.02, stages=stages)
-    local = LocalPrefill(limits, Rates(), collections.Counter())
+    local = Computing(limits, Rates(), collections.Counter())
     local.times.started(4, 0, 0.0)
     local.times.ended(0.01)
     local.times.running = 4
@@ -38,7 +38,7 @@ def test_prompt_passes_all_stages_behind_the_steps_in_flight(stages: int, in_fli
 @pytest.mark.parametrize(("running", "seconds"), [(4, 0.2 * 0.01), (0, 1.2 * 0.01)])
 def test_step_with_a_short_prompt_is_at_most_a_fifth_longer_than_a_decode_step(running: int, seconds: float) -> None:
     """A decode step takes 10 ms."""
-    local = LocalPrefill(decode_limits(max_step_tokens=512), Rates(), collections.Counter())
+    local = Computing(decode_limits(max_step_tokens=512), Rates(), collections.Counter())
     local.times.started(4, 0, 0.0)
     local.times.ended(0.01)
     local.times.running = running

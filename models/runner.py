@@ -1,7 +1,6 @@
 """A rank's part of a loaded model on one device: the interface that ranks compute with."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +24,6 @@ from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
 from .loading.weights import load_weights, stored_format
 from .weights.format import Format
-from .weights.weight import AnyWeight, Weight
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FP8_CAPABILITY = (8, 9)
@@ -97,26 +95,6 @@ def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> 
     if stored is None or not stored.runs_on(device):
         return None
     return stored if keep_blocks or not stored.on_cpu else None
-
-
-def _held_bytes(parameters: DecoderParameters | LatentParameters) -> int:
-    """Bytes of all slots. The slots of layers cover all their weights, so the weights are counted: `slots()` would make
-    tens of thousands of slots in a large model, several for each expert.
-    """
-    outer = sum(slot.nbytes for slot in parameters.outer_slots().values())
-    return outer + sum(weight.nbytes for weight in _weights(parameters.layers))
-
-
-def _weights(part: object) -> Iterator[torch.Tensor | AnyWeight]:
-    """The weights in a tree of parameters."""
-    if isinstance(part, torch.Tensor | Weight):
-        yield part
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _weights(each)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from _weights(getattr(part, field.name))
 
 
 class ModelRunner:
@@ -216,12 +194,12 @@ class ModelRunner:
     ) -> int:
         """Bytes of the weights of `shard` on `device`, without reading any."""
         kept, meta = _kept(stored_format(source, load_format), device, keep_blocks=keep_blocks), torch.device("meta")
-        return _held_bytes(allocate_parameters(source.config, shard, device=meta, dtype=dtype, stored=kept))
+        return allocate_parameters(source.config, shard, device=meta, dtype=dtype, stored=kept).memory.nbytes
 
     @property
     def held_weight_bytes(self) -> int:
         """Bytes of the weights of this runner."""
-        return _held_bytes(self._decoder.parameters)
+        return self._decoder.parameters.memory.nbytes
 
     def most_unpacked_rows(self, tokens: int) -> int:
         """The most rows of the cache that a step of `tokens` tokens unpacks; 0 if rows are not packed."""

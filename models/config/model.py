@@ -67,6 +67,22 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128, "gemma3_text": 256, "gpt_oss": 64}
 
 
 @dataclass(frozen=True)
+class Names:
+    """What checkpoints call the parts of a layer's MLP or mixture of experts."""
+
+    mlp: str = "mlp"
+    mixture: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: bool = False  # all experts are one tensor, [experts, in, out], and rows of gate and up alternate
+
+
+_MIXTRAL_NAMES = Names(mixture="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder and its EOS tokens: those of config, generation config and tokenizer.
 
@@ -108,6 +124,7 @@ class ModelConfig:
     scaled_embedding: bool = False  # embeddings are multiplied with the root of `hidden_size`
     logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
     sinks: bool = False  # attention has a sink per query head
+    names: Names = Names()
 
     @property
     def dsa(self) -> DsaConfig | None:
@@ -243,6 +260,7 @@ def _dense_config(path: Path, raw: Json, architecture: DenseArchitecture) -> Mod
         scheme=read_scheme(path, raw),
         window=windows.window,
         windowed=windows.windowed,
+        names=_MIXTRAL_NAMES if architecture == "mixtral" else Names(),
     )
 
 
@@ -294,6 +312,7 @@ def _gpt_oss_config(path: Path, raw: Json) -> ModelConfig:
         float32_norms=True,
         sinks=True,
         scheme=read_mxfp4_experts(path, raw),
+        names=Names(router="router", stacked=True),
     )
 
 

@@ -12,7 +12,6 @@ import torch
 
 from ...kernels.linear.rms_norm import rms_norm
 from ..layers.batch import ForwardBatch
-from ..weights.slots import Slot
 from .dense import Decoder
 from .dense_parameters import DecoderParameters, DenseMemory, LayerParameters
 
@@ -29,29 +28,20 @@ class Olmo2LayerParameters(LayerParameters):
 
 class _Memory(DenseMemory):
     def layer(self, index: int) -> Olmo2LayerParameters:
-        config, shard, plain = self.config, self.shard.attention, super().layer(index)
-        heads, kv_heads = shard.part("num_attention_heads", config.num_heads), shard.kv_heads(config.num_kv_heads)
+        plain, name, config = super().layer(index), f"model.layers.{index}", self.config
+        for norm in _ABSENT:
+            del self._tensors[f"{name}.{norm}"]
         shared = {each.name: getattr(plain, each.name) for each in fields(plain)}
+        none = torch.empty(0, dtype=self.dtype, device=self.device)
         return Olmo2LayerParameters(
-            **shared | {"input_norm": self.norm(0), "mlp_norm": self.norm(0)},
-            queries_norm=self.norm(len(heads) * config.head_dim),
-            keys_norm=self.norm(len(kv_heads) * config.head_dim),
+            **shared | {"input_norm": none, "mlp_norm": none},
+            queries_norm=self.norm(f"{name}.self_attn.q_norm", self.elements(self.heads, config.num_heads)),
+            keys_norm=self.norm(f"{name}.self_attn.k_norm", self.elements(self.kv_heads, config.num_kv_heads)),
         )
 
 
 class Olmo2Parameters(DecoderParameters):
-    memory = _Memory
-
-    def layer_slots(self, layer: LayerParameters) -> dict[str, Slot]:
-        assert isinstance(layer, Olmo2LayerParameters)
-        slots = {name: slot for name, slot in super().layer_slots(layer).items() if name not in _ABSENT}
-        for name, norm, held, count in (
-            ("q_norm", layer.queries_norm, self.heads, self.config.num_heads),
-            ("k_norm", layer.keys_norm, self.kv_heads, self.config.num_kv_heads),
-        ):
-            start, size = held.start * self.config.head_dim, count * self.config.head_dim
-            slots[f"self_attn.{name}.weight"] = Slot.part(norm, dim=0, start=start, size=size)
-        return slots
+    memory_type = _Memory
 
 
 class Olmo2Decoder(Decoder):

@@ -27,11 +27,12 @@ from .catalog import WEIGHT_FILE, WEIGHT_INDEX, ModelSource, indexed_tensors, sa
 
 log = logging.getLogger(__name__)
 
+_HEAD, _EMBEDDING = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 _ROWS_COMPARED = 4096
 
 
 def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collection[str] | None = None) -> None:
-    """Fill every slot (dense_parameters.py); raises StartupError naming a missing, extra or misshapen tensor.
+    """Fill every slot (slots.py); raises StartupError naming a missing, extra or misshapen tensor.
 
     `names` are the tensors of the whole model, if the slots are only those of a rank.
     """
@@ -49,9 +50,9 @@ def load_weights(source: ModelSource, slots: Mapping[str, Slot], names: Collecti
     unexpected = sorted(name for name in checkpoint.shapes.keys() - known if not _IGNORED.search(name))
     if isinstance(checkpoint, StoredCheckpoint):
         unexpected = [name for name in unexpected if not checkpoint.is_filler(name)]
-    if source.config.tied_embeddings and HEAD in unexpected:
+    if source.config.tied_embeddings and _HEAD in unexpected:
         _check_tied_head(SafetensorsCheckpoint(source.path, source.config))
-        unexpected.remove(HEAD)  # some tools save the tied matrix twice
+        unexpected.remove(_HEAD)  # some tools save the tied matrix twice
     if unexpected:
         raise StartupError(
             f"model {source.path}: tensor {unexpected[0]!r} is not part of {source.config.architecture}"
@@ -70,10 +71,10 @@ def _check_tied_head(files: "SafetensorsCheckpoint") -> None:
     """Raise StartupError if the head is not the embedding: transformers would not tie them. A quantised copy differs
     only by rounding.
     """
-    quantised = any(name.startswith(f"{HEAD}_") for name in files.shapes)
-    if HEAD in files.shapes and not quantised and not files.are_equal(HEAD, EMBEDDING):
+    quantised = any(name.startswith(f"{_HEAD}_") for name in files.shapes)
+    if _HEAD in files.shapes and not quantised and not files.are_equal(_HEAD, _EMBEDDING):
         raise StartupError(
-            f"model {files.directory}: tensor {HEAD!r} is not the same as {EMBEDDING!r}, and config.json says "
+            f"model {files.directory}: tensor {_HEAD!r} is not the same as {_EMBEDDING!r}, and config.json says "
             "tie_word_embeddings: set that to false to use both"
         )
 

@@ -168,7 +168,7 @@ class GgufFormat(Format):
         return all(fits_blocks(each, matrix.columns, matrix.first_column) for each in types)
 
     def allocate(self, matrix: Matrix) -> GgufWeight:
-        types = [(part.rows, self.tensors[part.tensor]) for part in matrix.parts]
+        types = [(part.rows.size, self.tensors[part.tensor]) for part in matrix.parts]
         # with padding rows, groups of interleaved rows would not begin with a tensor
         blocks = GgufBlocks.allocate(types, matrix.columns, device=matrix.device, interleave=not matrix.padded)
         return GgufWeight(blocks)

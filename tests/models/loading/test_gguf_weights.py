@@ -20,7 +20,7 @@ from pdserve.models.loading.weights import load_weights
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.gguf import GgufWeight, keeps_blocks
 from pdserve.models.weights.plain import PlainWeight
-from pdserve.models.weights.slots import Slot
+from pdserve.models.weights.slots import Share, Slot
 from tests.checkpoints import make_checkpoint, reference_logits, stored_in
 from tests.gguf_checkpoints import convert
 from tests.kernels.numba_kernels import needs_numba
@@ -179,7 +179,7 @@ def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pyt
 
 def test_a_slot_has_the_size_of_its_tensor() -> None:
     stored = GgufWeight(GgufBlocks.allocate([(4, "Q8_0")], 64, device=torch.device("cpu")))
-    slot = Slot.whole(stored)
+    slot = Slot.of(stored, Share.all(4), Share.all(64))
     assert (slot.size, slot.shape, slot.nbytes) == ((4, 64), (4, 64), 4 * 2 * 34)
-    none = Slot.part(stored[:0], dim=0, start=4, size=4)  # a rank without rows
+    none = Slot.of(stored[:0], Share(4, 0, 4), Share.all(64))  # a rank without rows
     assert (none.size, none.shape, none.nbytes) == ((0, 64), (4, 64), 0)

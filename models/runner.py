@@ -12,17 +12,17 @@ from ..memory.hisparse.cache import HiSparseCache
 from ..memory.kv_pool import KvCache
 from .config.model import ModelConfig
 from .config.sharding import WHOLE, RankTokens, Shard
+from .decoders.dense import Decoder
 from .decoders.dense_parameters import DecoderParameters
 from .decoders.dsa import DsaDecoder
 from .decoders.latent_parameters import LatentParameters
 from .decoders.mla import MlaDecoder
-from .decoders.registry import dense_family, parameters_of
 from .graphs.capture import AnyDecoder, ChunkGraphs, DecodeGraphs, StepGraphs
 from .layers.batch import ForwardBatch, SequenceSlice
 from .layers.parallel import ALONE, Parallel
 from .loading.catalog import ModelSource
 from .loading.dummy_weights import fill_with_noise
-from .loading.weights import load_weights, stored_format
+from .loading.weights import allocate_parameters, load_weights, stored_format, tensor_names
 from .weights.format import Format
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,21 +62,6 @@ def fp8_index(setting: IndexDtypeSetting, dtype: torch.dtype, index_dim: int, *,
     return setting == "fp8_e4m3"
 
 
-def allocate_parameters(
-    config: ModelConfig,
-    shard: Shard,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    stored: Format | None = None,
-) -> DecoderParameters | LatentParameters:
-    """Uninitialised weights of the architecture; raises StartupError if the model cannot be divided like this. `stored`
-    has the tensors to keep as they are stored where possible.
-    """
-    config.check_shares(shard)
-    return parameters_of(config).allocate(config, shard, device=device, dtype=dtype, stored=stored)
-
-
 def _decoder(
     parameters: DecoderParameters | LatentParameters, parallel: Parallel, kv_dtype: KvDtypeSetting, *, fp8_index: bool
 ) -> AnyDecoder:
@@ -86,8 +71,7 @@ def _decoder(
         return MlaDecoder(parameters, parallel)
     if isinstance(parameters, LatentParameters):
         return DsaDecoder(parameters, parallel, packed=kv_dtype == "fp8_e4m3", fp8_index=fp8_index)
-    _, decoder = dense_family(parameters.config)
-    return decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
+    return Decoder(parameters, parallel, kv_dtype=_KV_DTYPES[kv_dtype])
 
 
 def _kept(stored: Format | None, device: torch.device, *, keep_blocks: bool) -> Format | None:
@@ -156,7 +140,7 @@ class ModelRunner:
         if load_format == "dummy":
             fill_with_noise(slots, stored)
         else:
-            load_weights(source, slots, parameters.names(source.config))
+            load_weights(source, slots, tensor_names(source.config))
         dsa = source.config.dsa
         keys_in_fp8 = dsa is not None and uses_fp8_index(index_dtype, device, dtype, dsa.index_dim)
         decoder = _decoder(parameters, parallel, kv_dtype, fp8_index=keys_in_fp8)

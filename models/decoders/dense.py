@@ -19,7 +19,7 @@ from ..layers.parallel import ALONE, Parallel
 from ..layers.rope import Rotary
 from ..layers.stage_mlps import StageMlps
 from ..layers.vocabulary import Vocabulary
-from .dense_parameters import DecoderParameters, LayerParameters
+from .dense_parameters import DecoderParameters
 from .layer_stack import make_layer_stack
 
 
@@ -110,9 +110,12 @@ class Decoder:
             assert isinstance(batch.attention, GatherPlan)
             pages = [pool.layer(index) for index in range(len(layers))]
             return self._stack.run(hidden, angles, pages, batch.page_ids, batch.offsets, batch.attention)
-        normed = self._enter(hidden)
+        norm = layers[0].input_norm
+        normed = hidden if norm is None else rms_norm(hidden, norm, eps)
         for index, layer in enumerate(layers):
-            qkv = self._project(normed, layer)
+            qkv = layer.qkv.linear(normed, layer.qkv_bias)
+            if layer.step is not None:
+                layer.step(qkv, self._parallel)
             windowed = self._windowed[index]
             cos, signed_sin = local_angles if windowed else angles
             key_pages, value_pages = pool.layer(index)  # like the pool, `index` counts the layers of this rank
@@ -143,19 +146,11 @@ class Decoder:
             hidden, normed = self._leave(index, hidden, attended, batch)
         return hidden
 
-    def _enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The input of attention of the first layer."""
-        return rms_norm(hidden, self.parameters.layers[0].input_norm, self.config.norm_eps)
-
-    def _project(self, normed: torch.Tensor, layer: LayerParameters) -> torch.Tensor:
-        """Queries, keys and values, before norms per head."""
-        return layer.qkv.linear(normed, layer.qkv_bias)
-
     def _leave(
         self, index: int, hidden: torch.Tensor, attended: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What follows attention in a layer: the hidden state, and the input of attention of the next layer. The last
-        layer returns the hidden state twice.
+        """What follows attention in a layer: the hidden state, and the input of attention of the next layer. Without a
+        norm between the two, and in the last layer, they are the same.
         """
         layers, eps = self.parameters.layers, self.config.norm_eps
         layer = layers[index]
@@ -164,10 +159,11 @@ class Decoder:
         hidden, update = self._mlps.add(index, hidden, attended, layer.mlp_norm, batch.ranks)
         if layer.mlp_post_norm is not None:
             update = rms_norm(update, layer.mlp_post_norm, eps)
-        if index + 1 == len(layers):
+        norm = layers[index + 1].input_norm if index + 1 < len(layers) else None
+        if norm is None:
             hidden = hidden + update
             return hidden, hidden
-        return add_rms_norm(hidden, update, layers[index + 1].input_norm, eps)
+        return add_rms_norm(hidden, update, norm, eps)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """The final norm and the head: float32 logits [N, vocab] of any rows of `hidden`, in `out` if given.

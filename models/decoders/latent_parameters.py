@@ -44,8 +44,7 @@ class LatentMemory(RankMemory[LatentLayerParameters]):
         """Attention and its indexer, which share the matrices that compress and expand."""
         mla, dsa, hidden, num_heads = self.config.mla, self.config.dsa, self.config.hidden_size, self.config.num_heads
         assert mla is not None
-        heads = self.shard.attention.part("num_attention_heads", num_heads)
-        kv_dim = mla.nope_dim + mla.value_dim
+        heads, kv_dim = self.heads, mla.nope_dim + mla.value_dim
         compress = {
             f"{name}.q_a_proj": Share.all(mla.q_rank),
             f"{name}.kv_a_proj_with_mqa": Share.all(mla.latent_dim),

@@ -6,8 +6,8 @@ weights follow from that (`slots`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,12 +15,23 @@ from ..config.model import ModelConfig
 from ..config.moe import MoeConfig
 from ..config.sharding import Shard
 from ..layers.moe import MlpParameters, MoeParameters
+from ..layers.parallel import Parallel
 from ..weights.format import Format, Matrix, Part, Place
 from ..weights.plain import allocate_plain
 from ..weights.slots import Share, Slot
 from ..weights.weight import AnyWeight
 
 LayerT = TypeVar("LayerT")
+
+
+class AttentionStep(Protocol):
+    """What only one family does with queries, keys and values of a layer, in place. It owns its weights."""
+
+    def __call__(self, qkv: torch.Tensor, parallel: Parallel, /) -> None: ...
+
+
+StepMaker = Callable[["RankMemory[Any]", str], AttentionStep | None]
+"""Makes that of a layer; given the name of its attention in checkpoints."""
 
 
 class RankMemory(ABC, Generic[LayerT]):
@@ -37,13 +48,32 @@ class RankMemory(ABC, Generic[LayerT]):
         device: torch.device,
         dtype: torch.dtype,
         stored: Format | None = None,
+        step: StepMaker | None = None,
     ) -> None:
         """`stored` has the checkpoint tensors to keep as they are stored where possible."""
         self.config, self.shard = config, shard
         self.device, self.dtype = device, dtype
-        self._stored = stored
+        self._stored, self._step = stored, step
         self._tensors: dict[str, Slot] = {}
         self._matrices: list[tuple[Matrix, AnyWeight]] = []
+
+    @property
+    def heads(self) -> range:
+        """The global query heads of this rank."""
+        return self.shard.attention.part("num_attention_heads", self.config.num_heads)
+
+    @property
+    def kv_heads(self) -> range:
+        """The global KV heads of this rank."""
+        return self.shard.attention.kv_heads(self.config.num_kv_heads)
+
+    @property
+    def query_rows(self) -> Share:
+        return Share.of(self.heads, self.config.num_heads, self.config.head_dim)
+
+    @property
+    def key_rows(self) -> Share:
+        return Share.of(self.kv_heads, self.config.num_kv_heads, self.config.head_dim)
 
     @abstractmethod
     def layer(self, index: int) -> LayerT:
@@ -82,7 +112,7 @@ class RankMemory(ABC, Generic[LayerT]):
         """The biases of these modules, one after the other."""
         sizes = [share.size for share in parts.values()]
         target = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        for rows, (name, share) in zip(target.split(sizes), parts.items(), strict=True):
+        for rows, (name, share) in zip(torch.split(target, sizes), parts.items(), strict=True):
             self._tensors[f"{name}.bias"] = Slot(rows, (share.whole,), (share.start,))
         return target
 
@@ -102,15 +132,13 @@ class RankMemory(ABC, Generic[LayerT]):
         return self._mlp(f"{layer}.{names.mlp}", width, biases=config.mlp_bias)
 
     def _mlp(self, name: str, width: Share, *, biases: bool = False) -> MlpParameters:
-        gate_up, down = self._gated([name], width)
-        rows, names = self._gate_up(name, width), self.config.names
+        matrices = self._gated([name], width)
+        output = {f"{name}.{self.config.names.down}": Share.all(self.config.hidden_size)}
         return MlpParameters(
-            *self._allocate(gate_up),
-            *self._allocate(down),
-            gate_up_bias=self.bias(rows) if biases else None,
-            down_bias=self.bias({f"{name}.{names.down}": Share.all(self.config.hidden_size)})
-            if biases and self.shard.tp_rank == 0
-            else None,
+            gate_up=self._allocate(matrices[0])[0],
+            down=self._allocate(matrices[1])[0],
+            gate_up_bias=self.bias(self._gate_up(name, width)) if biases else None,
+            down_bias=self.bias(output) if biases and self.shard.tp_rank == 0 else None,
             gelu=self.config.gelu,
         )
 

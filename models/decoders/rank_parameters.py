@@ -11,7 +11,7 @@ from ..config.sharding import WHOLE, Shard
 from ..weights.format import Format
 from ..weights.slots import Share, Slot
 from ..weights.weight import AnyWeight
-from .rank_memory import LayerT, RankMemory
+from .rank_memory import LayerT, RankMemory, StepMaker
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -39,11 +39,12 @@ class RankParameters(ABC, Generic[LayerT]):
         device: torch.device,
         dtype: torch.dtype,
         stored: Format | None = None,
+        step: StepMaker | None = None,
     ) -> Self:
         """Uninitialised memory for the weights of `shard`; raises StartupError if the model cannot be divided. `stored`
-        has the checkpoint tensors to keep as they are stored where possible.
+        has the checkpoint tensors to keep as they are stored where possible; `step` is that of the family.
         """
-        memory = cls.memory_type(config, shard, device=device, dtype=dtype, stored=stored)
+        memory = cls.memory_type(config, shard, device=device, dtype=dtype, stored=stored, step=step)
         layers = tuple(memory.layer(index) for index in config.stage_layers(shard))
         hidden, vocabulary = config.hidden_size, shard.attention
         ids = vocabulary.vocabulary(config.vocab_size)
@@ -58,15 +59,18 @@ class RankParameters(ABC, Generic[LayerT]):
             embedding = head if tied else memory.weight({EMBEDDING: rows}, hidden, place="vocabulary")
         return cls(config, shard, layers, embedding, norm, head, memory)
 
-    @classmethod
-    def names(cls, config: ModelConfig) -> frozenset[str]:
-        """The tensors that a checkpoint of the whole model has."""
-        return frozenset(cls.allocate(config, device=torch.device("meta"), dtype=torch.float32).slots())
-
     @property
     def layer_range(self) -> range:
         """The global layers of `layers`."""
         return self.config.stage_layers(self.shard)
+
+    @property
+    def heads(self) -> range:
+        return self.memory.heads
+
+    @property
+    def kv_heads(self) -> range:
+        return self.memory.kv_heads
 
     @property
     def device(self) -> torch.device:

@@ -12,7 +12,8 @@ from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import ModelSource, locate_model
 from pdserve.models.loading.dummy_weights import fill_with_noise
 from pdserve.models.loading.fingerprint import fingerprints
-from pdserve.models.runner import ModelRunner, allocate_parameters
+from pdserve.models.loading.weights import allocate_parameters
+from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.slots import Slot
 from tests.checkpoints import make_checkpoint, make_dsa_checkpoint, stored_in
 

@@ -16,7 +16,7 @@ from pdserve.models.decoders.dense_parameters import DecoderParameters
 from pdserve.models.formats.gguf_file import GgufFile
 from pdserve.models.layers.batch import SequenceSlice
 from pdserve.models.loading.catalog import locate_model
-from pdserve.models.loading.weights import load_weights
+from pdserve.models.loading.weights import load_weights, tensor_names
 from pdserve.models.runner import ModelRunner
 from pdserve.models.weights.gguf import GgufWeight, keeps_blocks
 from pdserve.models.weights.plain import PlainWeight
@@ -108,7 +108,7 @@ def test_ranks_read_blocks_of_their_rows_and_columns(tmp_path: Path) -> None:
         slots = parameters.slots()
         for slot in slots.values():
             slot.target.fill_(255)
-        load_weights(source, slots, DecoderParameters.names(source.config))
+        load_weights(source, slots, tensor_names(source.config))
         for name, slot in slots.items():
             values = slot.target if slot.weight is None else slot.weight.expanded()
             part = tuple(slice(at, at + size) for at, size in zip(slot.start, values.shape, strict=True))

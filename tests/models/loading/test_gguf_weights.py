@@ -115,7 +115,8 @@ def test_ranks_read_blocks_of_their_rows_and_columns(tmp_path: Path) -> None:
             assert values.equal(expected[name][part]), name
             assert (slot.weight is None) == (values.ndim == 1 or "down_proj" in name), name
         held = ModelRunner.weight_bytes(source, torch.float32, shard, device=CPU, keep_blocks=True)
-        assert held == sum(slot.nbytes for slot in slots.values())
+        padding = 68 * (shard.vocabulary_rows(321) - len(shard.vocabulary(321)))  # a row of 64 elements in Q8_0
+        assert held == sum(slot.nbytes for slot in slots.values()) + padding
 
 
 def test_two_ranks_compute_with_their_blocks(tmp_path: Path) -> None:

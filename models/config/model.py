@@ -50,13 +50,13 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     rope: RopeConfig
-    tied_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
     mla: MlaConfig | None = None
     moe: MoeConfig | None = None
     mixed: tuple[bool, ...] = ()  # by layer; empty without `moe`

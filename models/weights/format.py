@@ -154,18 +154,25 @@ class Format(ABC):
         """Log the memory that it costs to expand tensors of a rank instead of keeping them as they are stored. `keep`:
         they are kept where possible.
         """
-        held = [slot for name, slot in slots.items() if name in self.tensors]
-        expanded = [slot.target for slot in held if slot.weight is None]
+        held = {name: slot for name, slot in slots.items() if name in self.tensors}
+        expanded = {name: slot.target for name, slot in held.items() if slot.weight is None}
         if expanded:
             log.info(
                 "%s weights: %d of %d tensors are dequantized to %s and take %.2f GiB more (%s)",
                 self.label,
                 len(expanded),
                 len(held),
-                str(expanded[0].dtype).removeprefix("torch."),
-                sum(target.nbytes - target.numel() * self.scheme.bits / 8 for target in expanded) / GIB,
-                self.reason if keep else f"{device} has no {self.label} kernels",
+                str(next(iter(expanded.values())).dtype).removeprefix("torch."),
+                sum(each.nbytes - each.numel() * self._bits(name) / 8 for name, each in expanded.items()) / GIB,
+                self.reason if keep else self._missing_kernels(device),
             )
+
+    def _bits(self, _name: str) -> float:
+        """Of a stored element of a tensor."""
+        return float(self.scheme.bits)
+
+    def _missing_kernels(self, device: torch.device) -> str:
+        return f"{device} has no {self.label} kernels"
 
 
 class SafetensorsFormat(Format):

@@ -169,7 +169,7 @@ def test_random_weights_have_no_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_memory_of_the_weights_is_logged(keep: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source, _ = write(tmp_path, "Q8_0", others={"v_proj": "Q4_1"})
-    with caplog.at_level(logging.INFO, "pdserve.models.weights.gguf"):
+    with caplog.at_level(logging.INFO, "pdserve.models.weights"):
         ModelRunner.load(source, device=CPU, dtype=torch.float32, keep_blocks=keep)
     (line,) = (record.getMessage() for record in caplog.records if "GGUF" in record.getMessage())
     expected = (

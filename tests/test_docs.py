@@ -21,8 +21,8 @@ from pdserve.server.api.app import Routes
 from pdserve.server.api.common.fields import FieldError
 from pdserve.server.api.common.limits import Limits
 from pdserve.server.api.error_responses import HTTP_ERROR_CODES, response_for
-from pdserve.server.api.native.models import GenerateBody, NativeSampling
-from pdserve.server.api.native.requests import parse_generate
+from pdserve.server.api.generate.models import GenerateBody, NativeSampling
+from pdserve.server.api.generate.requests import parse_generate
 from pdserve.server.api.openai.models import ChatBody, CompletionBody, OpenAiBody
 from pdserve.server.cli import make_parser
 from pdserve.server.engine.leader_client import LeaderClient
@@ -133,7 +133,7 @@ async def test_documented_routes_are_the_served_ones(config: AnyServerConfig, to
         routes = Routes(config, tokenizer, client, Metrics(), NEUTRAL_SAMPLING, FixedRole(config.role))
         served = {
             f"{method} {route.path.replace(':path', '')}"
-            for route in (*routes.public(), *routes.protected())
+            for route in routes.routes()
             for method in (route.methods or set()) - {"HEAD"}
         }
     finally:

@@ -15,11 +15,11 @@ from ....scheduler.messages.frontend import Finished
 from ...engine.leader_client import rids_of
 from ...text.prompt_echo import Echo
 from ...text.tokenizer import Tokenizer
+from ..common.calls import Call
 from ..common.errors import failure_object
 from ..common.outputs import Delta, Output
 from ..common.parsed_output import Block, BlockBegin, BlockEvent, BlockText
 from ..common.rendering import Rendering
-from ..native.requests import Call
 from .models import ChatBody, CompletionBody, OpenAiBody, StreamOptions
 
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from ...common.errors import OverloadedError
-from ...common.machine.cpus import usable_cpus
-from ..observability.loop_work import LoopWork
+from ....common.errors import OverloadedError
+from ....common.machine.cpus import usable_cpus
+from ...observability.loop_work import LoopWork
 from .generation import run_until_disconnect
 
 INLINE_BYTES = 16 << 10

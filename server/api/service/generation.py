@@ -16,15 +16,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...scheduler.messages.frontend import Finished, FinishReason, Submit
-from ..engine.inbox import Inbox, Progress
-from ..engine.leader_client import LeaderClient
-from ..engine.prompt_hashes import hash_prompts
-from ..observability.loop_work import LoopWork
-from ..observability.request_ids import client_request_id, trace_context
-from .common.errors import EngineError, request_id_header
-from .common.outputs import Delta, Output
-from .common.rendering import Rendering
+from ....scheduler.messages.frontend import Finished, FinishReason, Submit
+from ...engine.inbox import Inbox, Progress
+from ...engine.leader_client import LeaderClient
+from ...engine.prompt_hashes import hash_prompts
+from ...observability.loop_work import LoopWork
+from ...observability.request_ids import client_request_id, trace_context
+from ..common.errors import EngineError, request_id_header
+from ..common.outputs import Delta, Output
+from ..common.rendering import Rendering
 
 INLINE_SIZE = 20_000
 """Of what is written on the event loop (`Output.unwritten`): about 10 ms."""

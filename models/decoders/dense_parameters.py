@@ -8,32 +8,27 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers.moe import MlpParameters, MoeParameters
 from ..weights.slots import Share
 from ..weights.weight import AnyWeight
 from .rank_memory import AttentionStep, RankMemory
 from .rank_parameters import RankParameters
+from .stage import StageLayer
 
 
-@dataclass(frozen=True)
-class LayerParameters:
+@dataclass(frozen=True, kw_only=True)
+class LayerParameters(StageLayer):
     """One decoder layer, this rank's part: `heads`, `kv_heads` and `intermediate` are its own.
 
     Biases and norms are None if the architecture has none. Biases of `o` and `down`, whose results are summed over
     ranks, are None on all ranks but the first.
     """
 
-    input_norm: torch.Tensor | None  # [hidden], of the input of attention ...
     qkv: AnyWeight  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None  # [head_dim]
     k_norm: torch.Tensor | None  # [head_dim]
     o: AnyWeight  # [hidden, heads * head_dim]
     o_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor | None  # [hidden], ... and of the MLP
-    mlp: MlpParameters | MoeParameters
-    attention_post_norm: torch.Tensor | None = None  # [hidden], of the result of attention ...
-    mlp_post_norm: torch.Tensor | None = None  # [hidden], ... and of the MLP
     sinks: torch.Tensor | None = None  # [heads] float32
     step: AttentionStep | None = None  # before norms per head
 

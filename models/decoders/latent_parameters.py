@@ -11,21 +11,18 @@ import torch
 
 from ..layers.indexer import IndexerParameters
 from ..layers.mla import MlaParameters
-from ..layers.moe import MlpParameters, MoeParameters
 from ..weights.slots import Share
 from .rank_memory import RankMemory
 from .rank_parameters import RankParameters
+from .stage import StageLayer
 
 
-@dataclass(frozen=True)
-class LatentLayerParameters:
+@dataclass(frozen=True, kw_only=True)
+class LatentLayerParameters(StageLayer):
     """One layer. Without an indexer, a layer of a sparse model attends to the selection of the layer before it."""
 
-    input_norm: torch.Tensor  # [hidden]
     attention: MlaParameters
     indexer: IndexerParameters | None
-    mlp_norm: torch.Tensor  # [hidden]
-    mlp: MlpParameters | MoeParameters
 
 
 class LatentMemory(RankMemory[LatentLayerParameters]):

@@ -21,7 +21,7 @@ from ..weights.plain import allocate_plain
 from ..weights.slots import Share, Slot
 from ..weights.weight import AnyWeight
 
-LayerT = TypeVar("LayerT")
+LayerT_co = TypeVar("LayerT_co", covariant=True)
 
 
 class AttentionStep(Protocol):
@@ -34,7 +34,7 @@ StepMaker = Callable[["RankMemory[Any]", str], AttentionStep | None]
 """Makes that of a layer; given the name of its attention in checkpoints."""
 
 
-class RankMemory(ABC, Generic[LayerT]):
+class RankMemory(ABC, Generic[LayerT_co]):
     """Allocates the weights of one rank, uninitialised."""
 
     wide: ClassVar[bool] = False
@@ -76,7 +76,7 @@ class RankMemory(ABC, Generic[LayerT]):
         return Share.of(self.kv_heads, self.config.num_kv_heads, self.config.head_dim)
 
     @abstractmethod
-    def layer(self, index: int) -> LayerT:
+    def layer(self, index: int) -> LayerT_co:
         """A global layer."""
 
     @property

@@ -11,22 +11,22 @@ from ..config.sharding import WHOLE, Shard
 from ..weights.format import Format
 from ..weights.slots import Share, Slot
 from ..weights.weight import AnyWeight
-from .rank_memory import LayerT, RankMemory, StepMaker
+from .rank_memory import LayerT_co, RankMemory, StepMaker
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class RankParameters(ABC, Generic[LayerT]):
+class RankParameters(ABC, Generic[LayerT_co]):
     """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
 
     config: ModelConfig
     shard: Shard
-    layers: tuple[LayerT, ...]  # of its stage
+    layers: tuple[LayerT_co, ...]  # of its stage
     embedding: AnyWeight | None  # [vocabulary rows, hidden] on the first stage
     norm: torch.Tensor | None  # [hidden] on the last stage
     head: AnyWeight | None  # [vocabulary rows, hidden] on the last stage
-    memory: RankMemory[LayerT]
+    memory: RankMemory[LayerT_co]
 
     memory_type: ClassVar[type[RankMemory[Any]]]
 

@@ -9,7 +9,7 @@ Each arm starts a pair of real servers, 83 GiB of weights in all:
     nvlink-dep-staged, nvlink-dep-off   the same over CUDA IPC
     tcp-tp, nvlink-tp                   TP4 -> TP4: both sides divide heads alike, so that nothing needs staging
 
-alone    prompts of 8,192 tokens in one chunk, one at a time: KV starts when the chunk is computed. KV GB/s is the KV of
+alone    prompts of 4,096 tokens in one chunk, one at a time: KV starts when the chunk is computed. KV GB/s is the KV of
          a prompt over the time that it is on its way; `to first step` runs from the last chunk to the first step
 load     128 clients, 1,024 tokens in and 64 out: tokens a second
 
@@ -49,7 +49,7 @@ from pdserve.server.launch.pair import PairConfig
 from pdserve.server.launch.up import running_pair
 
 LAYERS = 32
-READY_TIMEOUT_S = 240
+READY_TIMEOUT_S = 120
 TARGET_TOKENS = {"tcp": 2.0, "nvlink": 1.0}
 """Tokens a second with staging over those without, at least."""
 TARGET_KV = {"nvlink": 20.0}
@@ -105,7 +105,7 @@ class Scale:
     alone_prompt: int
 
 
-FULL = Scale("cuda:0", 4, 65536, 65536, 128, 128, 1024, 64, 6, 8192)
+FULL = Scale("cuda:0", 4, 65536, 65536, 128, 128, 1024, 64, 4, 4096)
 SMALL = Scale("cpu", 2, 2048, 1024, 4, 8, 48, 8, 2, 96)
 
 
@@ -173,9 +173,9 @@ def run_arm(
                 sizes = {"input_len": prompt, "output_len": output, "warmup": warmup}
                 result = runner.run(for_at_most(limit_s, load.run(requests=requests, concurrency=clients, **sizes)))
                 found = difference({"prefill": before}, {"prefill": load.usage()["prefill"]})["prefill"]
-                return figures_of(result, found, requests + warmup)
+                return figures_of(result, found, warmup)
 
-            note("alone", run(scale.alone_prompts, 1, scale.alone_prompt, 2, 2))
+            note("alone", run(scale.alone_prompts, 1, scale.alone_prompt, 2, 1))
             if loaded:
                 note("load", run(scale.requests, scale.clients, scale.prompt, scale.output, 0))
     except (PdserveError, httpx.HTTPError) as error:
@@ -183,11 +183,11 @@ def run_arm(
     return arm_figures
 
 
-def figures_of(result: BenchResult, counted: Mapping[str, float], prompts: int) -> dict[str, Any]:
-    """Of a load of so many prompts, for which the prefill server has counted `counted`."""
+def figures_of(result: BenchResult, counted: Mapping[str, float], warmup: int) -> dict[str, Any]:
+    """Of a load after so many warm-up prompts, for all of which the prefill server has counted `counted`."""
     summary = result.summary
     stages = {name: found.p50 for name, found in summary.stages_s.items()}
-    prompt_bytes = counted.get("transfer_bytes", 0.0) / prompts
+    prompt_bytes = counted.get("transfer_bytes", 0.0) / (summary.ok + warmup) if summary.ok else 0.0
     return {
         "ok": summary.ok,
         "failed": summary.failed,
@@ -207,27 +207,34 @@ def figures_of(result: BenchResult, counted: Mapping[str, float], prompts: int) 
 
 
 @contextmanager
-def mps(screen: Console) -> Iterator[bool]:
-    """NVIDIA MPS for this process and its children; False if it does not start."""
+def mps(screen: Console, clients: int = 2 * FULL.tp) -> Iterator[bool]:
+    """NVIDIA MPS for this process and its children; False if it does not start. Each of the `clients` gets its share of
+    the multiprocessors: a rank that waits for another in a kernel must leave room for that one's kernels, or both wait
+    forever.
+    """
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         screen.print("no MPS: nvidia-cuda-mps-control is not installed")
         yield False
         return
-    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     with tempfile.TemporaryDirectory() as directory:
-        os.environ |= dict.fromkeys(names, directory)
+        settings = {
+            "CUDA_MPS_PIPE_DIRECTORY": directory,
+            "CUDA_MPS_LOG_DIRECTORY": directory,
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // clients),
+        }
+        os.environ |= settings
         problem = _start_mps(control)
         if problem:
             screen.print(f"no MPS: {problem}", markup=False)
-            for name in names:
+            for name in settings:
                 del os.environ[name]
         try:
             yield not problem
         finally:
-            os.environ |= dict.fromkeys(names, directory)
+            os.environ |= settings
             subprocess.run([control], input="quit\n", text=True, capture_output=True, timeout=60, check=False)
-            for name in names:
+            for name in settings:
                 del os.environ[name]
 
 

@@ -23,14 +23,11 @@ from typing_extensions import TypedDict
 from ...common.errors import UnauthorizedError
 from ...common.sampling import SamplingParams
 from ...common.words import shown
-from ...configs.schema import AnyServerConfig
 from ...scheduler.messages.frontend import Failed, Submit
-from ..engine.leader_client import LeaderClient
 from ..observability.metrics import Metrics, content_type_of
 from ..observability.recent_requests import PROBE_PREFIX
 from ..observability.request_ids import KeepsRequestIds
 from ..observability.versions import package_version
-from ..text.tokenizer import Tokenizer
 from .anthropic.routes import anthropic_routes
 from .common.fields import Body, Boolean, Characters, FieldError, Text, optional, parse_body
 from .common.operation import Handler, Operation
@@ -66,7 +63,7 @@ class AbortReply(TypedDict):
 
 
 def create_app(routes: "Routes") -> ASGIApp:
-    """Returns the ASGI application. It owns no resources: the caller closes `routes` and the leader's client."""
+    """Returns the ASGI application. It owns no resources: the caller closes the service and the leader's client."""
     config = routes.service.config
     app = FastAPI(title="pdserve", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.router.routes += routes.routes()
@@ -89,30 +86,14 @@ class Routes:
     """The routes of one server, with the handlers of those that do not generate."""
 
     def __init__(
-        self,
-        config: AnyServerConfig,
-        tokenizer: Tokenizer,
-        leader: LeaderClient,
-        metrics: Metrics,
-        default_sampling: SamplingParams,
-        roles: RoleControl,
-        lag_s: Callable[[], float] = lambda: 0.0,
+        self, service: Service, metrics: Metrics, roles: RoleControl, lag_s: Callable[[], float] = lambda: 0.0
     ) -> None:
+        self.service = service
         self.metrics = metrics
-        self._lag_s = lag_s
         self._roles = roles
-        self.service = Service(config, tokenizer, leader, default_sampling, roles.former)
+        self._info = ServerInfo(service, lag_s)
         self._rendering: dict[str, asyncio.Task[bytes]] = {}
         """Metrics that will be rendered in the next turn of the event loop, by content type."""
-        self.serve(config, leader, default_sampling)
-
-    def serve(self, config: AnyServerConfig, leader: LeaderClient, default_sampling: SamplingParams) -> None:
-        """Pass all later requests to this leader. A role switch must not change settings that both roles have."""
-        self.service.serve(config, leader, default_sampling)
-        self._info = ServerInfo(self.service, self._lag_s)
-
-    def close(self) -> None:
-        self.service.close()
 
     def routes(self) -> list[Route]:
         """Routes of Starlette, which answer HEAD too where they answer GET: load balancers send it. The routes of

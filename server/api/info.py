@@ -9,10 +9,11 @@ from pydantic import Field, PlainValidator, SecretStr, WithJsonSchema
 from typing_extensions import TypedDict
 
 from ...configs.load import public_dict
-from ...configs.schema import PrefillConfig
+from ...configs.schema import AnyServerConfig, PrefillConfig
 from ...scheduler.messages.frontend import DpRankStatus, PeerStatus
 from ...scheduler.messages.lifecycle import State
 from ...transfer.control.events import describe_absence
+from ..engine.leader_client import LeaderClient
 from ..observability.leader_metrics import WAITING_STATES
 from ..observability.recent_requests import RecentRequest
 from ..observability.versions import package_version
@@ -142,10 +143,16 @@ class ServerInfo:
 
     def __init__(self, service: Service, lag_s: Callable[[], float]) -> None:
         self._service = service
-        self._config = service.config
-        self._leader = service.leader
         self._lag_s = lag_s
         self._started_at = time.time()
+
+    @property
+    def _config(self) -> AnyServerConfig:
+        return self._service.config
+
+    @property
+    def _leader(self) -> LeaderClient:
+        return self._service.leader
 
     def health(self) -> Health:
         reasons = self._leader.problems()

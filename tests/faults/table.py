@@ -53,8 +53,8 @@ def run(configs: list[Config], words: list[str], file: Path, *, unwritten: bool 
             for cell in wanted:
                 result = run_cell(rig, cell)
                 failures += "problem" in result
-                with file.open("a") as results:
-                    results.write(json.dumps({"cell": cell.id, **result}) + "\n")
+                with file.open("a") as lines:
+                    lines.write(json.dumps({"cell": cell.id, **result}) + "\n")
                 print(f"{cell.id}: {result.get('problem') or shown(result)}", flush=True)
     return failures
 

@@ -6,7 +6,6 @@ other long texts. After a long text, freed memory is returned to the system.
 
 import asyncio
 import ctypes
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -93,11 +92,11 @@ class Lanes:
         lane, because the context length of the model does not bound them.
         """
         if len(body) <= INLINE_BYTES:
-            began_s = time.thread_time()
+            began_at = LoopWork.begin_piece()
             try:
                 return parse(body)
             finally:
-                LoopWork.of(request.scope).ended("parsing", began_s)
+                LoopWork.of(request.scope).ended("parsing", began_at)
         if len(body) <= LONG_BYTES:
             return await self._medium.run(request, len(body), lambda: parse(body))
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....common.errors import UnavailableError
 from ....common.sampling import SamplingParams
 from ....configs.schema import AnyServerConfig
 from ...engine.grammar_checker import GrammarChecker
@@ -60,6 +61,11 @@ class Service:
         self.leader = leader
         self._default_sampling = default_sampling
 
+    def start(self) -> None:
+        """Start the grammar compiler. Call this while the leader loads the model."""
+        if self.config.role == "decode":
+            self._grammars.start()
+
     def close(self) -> None:
         """End the grammar compiler. Requests that wait for it fail with 503."""
         self._grammars.close()
@@ -91,13 +97,16 @@ class Service:
     async def respond(self, request: Request, call: Call[RoutingFields], rendering: Rendering) -> Response:
         check_addressed_role(request.url.hostname, call.submits, self.config, self._former())
         client = request.client.host if request.client is not None else ""
-        if self.config.role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
+        role = self.config.role
+        if role == "decode":  # prefill ignores grammars: the decode server with the same body checks them
             for name, grammar in call.grammars:
                 checking = asyncio.ensure_future(self._grammars.check(grammar, client))
                 if (problem := await run_until_disconnect(checking, request.receive)) is not None:
                     raise FieldError(name, problem)
+            if self.config.role != role:
+                raise UnavailableError("this server has switched from decode to prefill while it compiled the grammar")
         outputs = begin_outputs(call, self.tokenizer)
-        if self.config.role == "prefill":
+        if role == "prefill":
             check_rooms(call.submits)
             if self.config.log_requests:
                 request_id = client_request_id(request.scope)

@@ -1,6 +1,5 @@
 """The weights of one rank of a decoder: base class of all families."""
 
-from abc import ABC
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self
 
@@ -17,7 +16,7 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class RankParameters(ABC, Generic[LayerT_co]):
+class RankParameters(Generic[LayerT_co]):
     """The weights of a rank. `head` is `embedding` itself if the checkpoint ties them and one stage has both."""
 
     config: ModelConfig
